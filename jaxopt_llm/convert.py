@@ -75,7 +75,7 @@ from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.inference import run, stored
+from jaxopt_llm.inference import devices, run, stored
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
@@ -99,7 +99,7 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
         )
     parts, specs, _ = lora.adapt_model(Decoder(model), config.lora, config.precision)
     with NewFolder(directory) as working:
-        placement = run.make_placement(run.count_bytes(specs), config.precision)
+        placement = devices.make_placement(devices.count_bytes(specs), config.precision)
         params = tree.map_with_path(
             lambda name, spec: folder.read(name, spec, parameter_sharding(spec, placement)), specs
         )

@@ -85,10 +85,12 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
     return total / tokens, tokens
 
 
+@errors.own_flags(flags.OWN_FLAGS)
 def main() -> int:
     options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:
         raise InputError(f"--batches {options.batches}: must be at least 1")
+    quantisation = flags.read_quantisation(options)
     named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
     trained = run.open_config(options.checkpoint, options.base)
@@ -116,6 +118,7 @@ def main() -> int:
             adapter=options.adapter,
             step=options.step,
             base=options.base,
+            quantisation=quantisation,
         )
     model = f"step {source.step}"
     if options.adapter:

@@ -108,7 +108,7 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"})
+@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"} | flags.OWN_FLAGS)
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
@@ -117,6 +117,7 @@ def main() -> int:
     default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
     _check_sampling(count, sampling, arguments.stop)
+    quantisation = flags.read_quantisation(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
@@ -127,6 +128,7 @@ def main() -> int:
             adapter=arguments.adapter,
             step=arguments.step,
             base=arguments.base,
+            quantisation=quantisation,
         )
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):

@@ -46,7 +46,10 @@ class PrecisionConfig:
     """Precision of the matmuls between activations and weights of the blocks, forward and backward; see
     docs/precision.md. fp8: e4m3, incoming gradients e5m2, one scale per tensor from its own maximum. int8: forward
     only, one scale per token and per output channel. int8_qat and int4_qat: compute_dtype, with weights rounded to
-    codes (quantisation-aware training)."""
+    codes (quantisation-aware training). Adapters are always multiplied in compute_dtype."""
+    outlier_threshold: float = setting(0.0, bounds=NON_NEGATIVE)
+    """With int8: columns of the inputs that hold a larger magnitude are multiplied in compute_dtype, all others as
+    integers (LLM.int8(), whose authors use 6.0). 0 = none; see docs/precision.md."""
     compute_dtype_layers: int = setting(0, in_backward=0, bounds=NON_NEGATIVE)
     """Number of layers at the start of the model, and the same number at its end, whose matmuls stay in compute_dtype
     for every value of precision.matmul. The matmuls of embedding and head always do. 0 = none."""
@@ -69,8 +72,9 @@ class PrecisionConfig:
         fp8 and int8 only make training faster, so evaluation does not use them. The codes of quantisation-aware
         training are the trained model, so evaluation uses them.
         """
-        training_only = self.matmul in ("fp8", "int8")
-        return replace(self, matmul="compute_dtype", compute_dtype_layers=0) if training_only else self
+        if self.matmul not in ("fp8", "int8"):
+            return self
+        return replace(self, matmul="compute_dtype", outlier_threshold=0.0, compute_dtype_layers=0)
 
     def problems(self) -> list[str]:
         found = find_out_of_range("precision", self)
@@ -91,6 +95,11 @@ class PrecisionConfig:
             found.append(
                 f"precision.compute_dtype_layers={self.compute_dtype_layers} has no effect, because precision.matmul="
                 f"{self.matmul} quantises none: set --precision.matmul, or --precision.compute-dtype-layers 0"
+            )
+        if self.outlier_threshold and self.matmul != "int8":
+            found.append(
+                f"precision.outlier_threshold={self.outlier_threshold} has no effect with precision.matmul="
+                f"{self.matmul}: set --precision.matmul int8, or --precision.outlier-threshold 0"
             )
         if self.scales_loss and compute != "float16":
             found.append(

@@ -31,6 +31,7 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.linear.dropout import with_noise
+from jaxopt_llm.model.linear.leaves import is_adapter
 from jaxopt_llm.model.model import Model, Params, Segment
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
@@ -200,7 +201,10 @@ class PeriodRunner:
             # Only this reads the slice. From a slice with other readers, XLA would make a computation on the host.
             weights = offload.fetch_to_device(weights)
             placed = attach_shardings(
-                specs, weights, perturbations, context.placement, keep_gathered=self.remat.enabled, matmul=matmul
+                *(specs, weights, perturbations, context.placement),
+                keep_gathered=self.remat.enabled,
+                matmul=matmul,
+                in_compute_dtype=is_adapter,
             )
             constants = {name: values[position] for name, values in per_layer.items()}
             placed = with_noise(placed, context.noise, constants["index"])

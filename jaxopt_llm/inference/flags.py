@@ -1,10 +1,25 @@
 """Flags of the commands that load a model. This module does not import JAX, so that --help is immediate."""
 
 import argparse
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxopt_llm.core.errors import InputError
+
 Step = int | Literal["best"] | None  # checkpoint of a run: of a step, with the lowest held-out loss, or the newest
+
+# Flags in place of settings, for messages.
+OWN_FLAGS = {"lora.base": "--quantise", "precision.outlier_threshold": "--outlier-threshold"}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Format of the matrices of the blocks, and the outlier threshold of their products (PrecisionConfig); 0: none."""
+
+    base: Literal["int8", "nf4"]
+    outlier_threshold: float = 0.0
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +30,25 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_step_flag(parser)
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapters)
     add_base_flag(parser)
+    codes = "format of the matrices of a Hugging Face model's blocks (default: that of the folder)"
+    parser.add_argument("--quantise", choices=("int8", "nf4"), help=codes)
+    outliers = "with --quantise int8: multiply integers, except for columns of the inputs with larger magnitudes, as "
+    outliers += "LLM.int8() does with 6 (default: multiply dequantised weights)"
+    parser.add_argument("--outlier-threshold", type=float, default=0.0, metavar="X", help=outliers)
+
+
+def read_quantisation(arguments: argparse.Namespace) -> Quantisation | None:
+    """Return the format that the flags name; None for that of the folder.
+
+    Raises:
+        InputError: the threshold is negative, or has no effect.
+    """
+    threshold = arguments.outlier_threshold
+    if not 0 <= threshold < math.inf:
+        raise InputError(f"--outlier-threshold {threshold}: must be at least 0")
+    if threshold and arguments.quantise != "int8":
+        raise InputError(f"--outlier-threshold {threshold} has no effect without --quantise int8: add it")
+    return Quantisation(arguments.quantise, threshold) if arguments.quantise else None
 
 
 def add_step_flag(parser: argparse.ArgumentParser) -> None:

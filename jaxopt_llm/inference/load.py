@@ -17,7 +17,8 @@ from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference import run, stored
+from jaxopt_llm.inference import devices, run, stored
+from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
@@ -114,24 +115,25 @@ def load_pretrained(
 
 def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
-    adapters = None if adapter is None else run.open_adapters(adapter, folder)
+    adapters = None if adapter is None else open_adapters(adapter, folder)
     specs = stored.stored_specs(folder)
-    model: Model = Decoder(folder.config, grouped_matmul=run.choose_local_grouped_matmul(precision)).with_specs(specs)
-    placement = run.make_placement(run.count_bytes(specs), precision)
+    products = devices.choose_local_grouped_matmul(precision)
+    model: Model = Decoder(folder.config, grouped_matmul=products).with_specs(specs)
+    placement = devices.make_placement(devices.count_bytes(specs), precision)
     params = tree.map_with_path(
         lambda name, spec: folder.read(name, spec, resting_parameter_sharding(spec, placement)), specs
     )
     if adapters is not None:
-        model, params = run.add_adapters(model, params, placement, adapters, "float32")
+        model, params = add_adapters(model, params, placement, adapters, "float32")
     return Pretrained(folder.config, params, path, Origin(path, path), model, placement)
 
 
 def _load_run(path: Path, adapter: Path | None, step: Step, base: Path | None) -> Pretrained:
     config = run.move_base(path, cli.load_run_config(path, ""), base)
-    adapters = None if adapter is None else run.open_run_adapters(adapter, path, config)
+    adapters = None if adapter is None else open_run_adapters(adapter, path, config)
     precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
     dtype = config.precision.param_dtype
     model, params, placement, _ = run.restore_run(path, config, dtype, "original", precision=precision, step=step)
     if adapters is not None:
-        model, params = run.add_adapters(model, params, placement, adapters, "float32")
+        model, params = add_adapters(model, params, placement, adapters, "float32")
     return Pretrained(config.model, params, path, run.find_origin(config), model, placement)

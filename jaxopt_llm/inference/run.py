@@ -1,8 +1,5 @@
 """Models of training runs and of Hugging Face folders, for commands that use them without training."""
 
-import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,32 +13,27 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.huggingface.model_writer import Origin
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft import adapter_config
-from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
 from jaxopt_llm.config import (
     Config,
     DataConfig,
-    MeshConfig,
-    OffloadConfig,
+    LoraConfig,
     PrecisionConfig,
-    ShardingConfig,
     cli,
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.inference.flags import Step
+from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
+from jaxopt_llm.inference.devices import check_tensor, choose_local_grouped_matmul, count_bytes, make_placement
+from jaxopt_llm.inference.flags import Quantisation, Step
 from jaxopt_llm.inference.steps import choose_trained_tree, use_checkpoint
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
-from jaxopt_llm.training import lora, pretrained_weights, shapes
+from jaxopt_llm.training import lora, pretrained_weights
 from jaxopt_llm.training.initial_weights import find_frozen_base, open_frozen_base, read_tokenizer_digest
 
 MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
@@ -164,6 +156,7 @@ def load_model(
     adapter: Path | None = None,
     step: Step = None,
     base: Path | None = None,
+    quantisation: Quantisation | None = None,
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
@@ -175,9 +168,10 @@ def load_model(
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
         step: checkpoint of the run.
         base: new location of the base of the run's adapters; None: unchanged.
+        quantisation: format of the weights of a folder; None for the folder's.
 
     Raises:
-        InputError: the directory is neither, or `adapter`, `step` or `base` does not match it.
+        InputError: the directory is neither, or `adapter`, `step`, `base` or `quantisation` does not match it.
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory, base)
@@ -185,6 +179,8 @@ def load_model(
     adapters = None
     if folder and step is not None:
         raise InputError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
+    if quantisation:
+        _check_quantisation(quantisation, directory, folder, adapter)
     if adapter is not None:
         adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
     if folder is None:
@@ -195,10 +191,10 @@ def load_model(
             f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
             f"({config.model.vocabulary_size}); use the tokenizer that the model was trained with"
         )
-    _check_tensor(tensor, config)
+    check_tensor(tensor, config)
     restored, dtype = 0, config.precision.compute_dtype
     if folder is not None:
-        model, params, placement = read_folder(folder, config.precision, tensor, attention)
+        model, params, placement = read_folder(folder, config.precision, tensor, attention, quantisation)
     else:
         _check_tokenizer(directory, tokenizer)
         model, params, placement, restored = restore_run(
@@ -209,71 +205,40 @@ def load_model(
     return LoadedModel(config, tokenizer, model, params, placement, restored)
 
 
-def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
-    """Open a PEFT folder with adapters of the model of a Hugging Face folder.
-
-    Raises:
-        InputError: the adapters do not belong to the model.
-    """
-    path = hub.find_folder(path, "--adapter ")
-    adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
-    adapters.check_base(folder)
-    _warn_of_other_base(path, folder.path)
-    return adapters
-
-
-def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFolder:
-    """Open a PEFT folder with adapters of the model of a run.
-
-    Raises:
-        InputError: the adapters do not belong to the model, or the run has adapters already.
-    """
-    if config.lora.rank:
-        raise InputError(
-            f"--adapter {path}: the run {directory} has adapters already; leave out --adapter, or merge them first "
-            f"(python -m jaxopt_llm.convert merge --checkpoint {directory} --to FOLDER) and give --checkpoint FOLDER"
-        )
-    family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
-    path = hub.find_folder(path, "--adapter ")
-    adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
-    adapters.check_base(None)
-    _warn_of_other_base(path, directory)
-    return adapters
-
-
-def _warn_of_other_base(adapter: Path, model: Path) -> None:
-    if warning := adapter_config.describe_other_base(adapter, str(model.absolute())):
-        print(f"warning: {warning}", file=sys.stderr)
-
-
-def add_adapters(
-    model: Model, params: Params, placement: Placement, adapters: AdapterFolder, dtype: str
-) -> tuple[Model, Params]:
-    """Return a model and its parameters with the adapters of a PEFT folder, read in `dtype`."""
-    specs = adapters.add_to_specs(model.specs)
-    held = dict(tree.leaves_with_path(params))
-
-    def find_or_read(path: str, spec: ParamSpec) -> jax.Array:
-        if not leaves.is_adapter(path):
-            return held[path.removesuffix("/base")]
-        spec = replace(spec, dtype=jnp.dtype(dtype))
-        return adapters.read(path, spec, resting_parameter_sharding(spec, placement))
-
-    return model.with_specs(specs), tree.map_with_path(find_or_read, specs)
+def _check_quantisation(
+    quantisation: Quantisation, directory: Path, folder: ModelFolder | None, adapter: Path | None
+) -> None:
+    name = f"--quantise {quantisation.base}"
+    if folder is None:
+        raise InputError(f"{name}: {directory} is a run, whose lora.base is the format of its weights; leave it out")
+    if adapter is not None:
+        raise InputError(f"{name} does not support --adapter {adapter}: leave one of them out")
 
 
 def read_folder(
-    folder: ModelFolder, precision: PrecisionConfig, tensor: int, attention: str = "xla"
+    folder: ModelFolder,
+    precision: PrecisionConfig,
+    tensor: int,
+    attention: str = "xla",
+    quantisation: Quantisation | None = None,
 ) -> tuple[Model, Params, Placement]:
-    """Return the model of a Hugging Face folder, its parameters in the compute dtype, and their placement."""
-    model = Decoder(folder.config, attention=attention, grouped_matmul=choose_local_grouped_matmul(precision))
-    placement = make_placement(count_bytes(model.specs, precision.compute_dtype), precision, tensor)
+    """Return the model of a Hugging Face folder, its parameters, and their placement.
 
-    def read(path: str, spec: ParamSpec) -> jax.Array:
-        spec = replace(spec, dtype=jnp.dtype(precision.for_param(spec).compute_dtype))
-        return folder.read(path, spec, resting_parameter_sharding(spec, placement))
+    Parameters are in the compute dtype, except for the matrices of the blocks with a quantisation.
 
-    return model, tree.map_with_path(read, model.specs), placement
+    Raises:
+        InputError: the model does not support the quantisation.
+    """
+    threshold = quantisation.outlier_threshold if quantisation else 0.0
+    if threshold:
+        if folder.config.moe.experts:
+            raise InputError(f"precision.outlier_threshold={threshold} does not support experts: leave it out")
+        precision = replace(precision, matmul="int8", outlier_threshold=threshold)
+    decoder = Decoder(folder.config, attention=attention, grouped_matmul=choose_local_grouped_matmul(precision))
+    base = LoraConfig(base=quantisation.base if quantisation else "float")
+    model, specs = lora.freeze_model(decoder, base, precision)
+    placement = make_placement(count_bytes(specs), precision, tensor)
+    return model, pretrained_weights.read_frozen(folder, specs, placement), placement
 
 
 def restore_run(
@@ -358,52 +323,3 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
             f"--checkpoint {directory}: the tokenizer, its BOS or its EOS differs from the run's: restore the "
             "tokenizer that the run was trained with"
         )
-
-
-def _check_tensor(tensor: int, config: Config) -> None:
-    count = len(visible_devices())
-    valid = [n for n in range(1, count + 1) if not count % n and not shapes.tensor_problems(config.model, 1, False, n)]
-    if tensor not in valid:
-        raise InputError(
-            f"--tensor {tensor}: must divide the number of devices ({count}) and the model's heads and MLP width; "
-            f"choose one of {', '.join(map(str, valid))}"
-        )
-
-
-def choose_local_grouped_matmul(precision: PrecisionConfig) -> str:
-    """Return the grouped matmul implementation for this machine, independent of the run's choice."""
-    return choose_grouped_matmul(visible_devices()[0], "auto", precision.compute_dtype)
-
-
-def make_placement(needed: int, precision: PrecisionConfig, tensor: int = 1) -> Placement:
-    """Return a placement for `needed` bytes of parameters that are used without training."""
-    devices = visible_devices()
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    chosen = choose_devices(needed, devices, limit, tensor)
-    return Placement(
-        make_mesh(MeshConfig(fsdp=len(chosen) // tensor, tensor=tensor), chosen),
-        ShardingConfig(zero_stage=3),
-        precision,
-        OffloadConfig(parameters=not fits_in_memory(needed, chosen, limit)),
-    )
-
-
-def choose_devices(
-    needed: int, devices: Sequence[jax.Device], limit: int | None, tensor: int = 1
-) -> Sequence[jax.Device]:
-    """Return the first `tensor` devices if `needed` bytes of parameters fit there; otherwise all devices."""
-    return devices[:tensor] if fits_in_memory(needed, devices[:tensor], limit) else devices
-
-
-def fits_in_memory(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:
-    """Return whether `needed` bytes of parameters, split over devices, leave a quarter of their memory free.
-
-    limit: memory of one device in bytes; None if the device has no limit. The free quarter is for activations and the
-        cache.
-    """
-    return limit is None or needed <= 0.75 * limit * len(devices)
-
-
-def count_bytes(leaves: tree.Tree, dtype: str | None = None) -> int:
-    """Return the number of bytes of specs, in `dtype` or in their own dtypes."""
-    return sum(math.prod(leaf.shape) * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))

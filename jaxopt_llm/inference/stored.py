@@ -12,7 +12,7 @@ from jaxopt_llm.checkpoint.run_weights import RunWeights
 from jaxopt_llm.checkpoint.stored_layers import StoredLayers
 from jaxopt_llm.config import Config, ModelConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference.adapters import open_adapters
 from jaxopt_llm.inference.steps import choose_trained_tree
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.decoder import Decoder
@@ -49,7 +49,7 @@ def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLa
         InputError: a folder is incomplete, or the adapters do not belong to the model.
     """
     folder = huggingface.open_model_folder(path)
-    adapters = run.open_adapters(adapter, folder)
+    adapters = open_adapters(adapter, folder)
     specs = stored_specs(folder)
     return folder.config, StoredLayers(collect_leaves(adapters.add_to_specs(specs)), None, folder, adapters)
 

@@ -48,19 +48,26 @@ def count_per_token(config: ModelConfig, trainable: Params, frozen: Params, sequ
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
 
 
-def count_quantised_per_token(config: ModelConfig, trainable: Params, precision: PrecisionConfig) -> float:
-    """Count those of the FLOPs that multiply codes with codes (see `precision.matmul`); matmuls of experts never do."""
-    products = {"fp8": 3, "int8": 1}.get(precision.matmul, 0)  # forward, gradient of the input, gradient of the weight
+def count_quantised_per_token(
+    config: ModelConfig, trainable: Params, frozen: Params, precision: PrecisionConfig
+) -> float:
+    """Count those of the FLOPs that multiply codes with codes (see `precision.matmul`).
+
+    Matmuls of experts and of adapters never do. trainable, frozen: specs, the halves of a `tree.partition`.
+    """
+    # Forward, gradient of the input, gradient of the weight.
+    products = {"fp8": (3, 2), "int8": (1, 1)}.get(precision.matmul, (0, 0))
     exempt = precision.compute_dtype_layers
     quantised = [prefix for prefix, _, layer in locate_layers(config) if exempt <= layer < config.layers - exempt]
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if spec.layers is None or not spec.contracting or spec.expert_dims:
+        if spec.layers is None or not spec.contracting or spec.expert_dims or leaves.is_adapter(path):
             return 0
         layers = sum(path.startswith(prefix) for prefix in quantised)
         return param.count_parameters(spec) // param.count_layers(spec) * layers
 
-    return 2 * products * sum(jax.tree.leaves(tree.map_with_path(weights, trainable)))
+    counts = (sum(jax.tree.leaves(tree.map_with_path(weights, specs))) for specs in (trainable, frozen))
+    return 2.0 * sum(number * count for number, count in zip(products, counts, strict=True))
 
 
 def count_active_parameters(config: ModelConfig, specs: Params) -> int:

@@ -5,6 +5,7 @@ of the parameters' table stay: a weight that `tensor` divides remains divided by
 `expert`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled 
 class WeightShardings:
     """The shardings and dtypes of one weight at rest, while it is used, and of its gradient.
 
-    matmul: the format in which products with the weight are computed (see PrecisionConfig).
+    matmul, outlier_threshold: how products with the weight are computed (see PrecisionConfig).
     keep_gathered: whether the backward reuses the gathered weight (see attach_shardings).
     trainable: whether a gradient is formed.
     grouped: whether a `vmap` over gradient groups is around (see zero.inside_gradient_group).
@@ -39,6 +40,7 @@ class WeightShardings:
     compute_dtype: str
     reduce_dtype: str
     matmul: Matmul
+    outlier_threshold: float
     keep_gathered: bool
     trainable: bool
     grouped: bool
@@ -89,6 +91,7 @@ def attach_shardings(
     *,
     keep_gathered: bool,
     matmul: Matmul = "compute_dtype",
+    in_compute_dtype: Callable[[str], bool] = lambda path: False,
 ) -> tree.Tree:
     """Pair each weight with its shardings and its perturbation.
 
@@ -99,9 +102,10 @@ def attach_shardings(
         rematerialised block, where the forward is the recomputation just before. Otherwise True would keep every
         gathered layer alive.
     matmul: the format in which products with the weights are computed (see PrecisionConfig).
+    in_compute_dtype: whether the weight at a path is multiplied in compute dtype all the same.
     """
 
-    def attach(spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
+    def attach(path: str, spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
         precision = placement.precision.for_param(spec)
         shardings = WeightShardings(
             resting=zero.parameter_sharding(spec, placement),
@@ -109,7 +113,8 @@ def attach_shardings(
             gradient=zero.gradient_sharding(spec, placement),
             compute_dtype=precision.compute_dtype,
             reduce_dtype=precision.reduce_dtype,
-            matmul=matmul,
+            matmul="compute_dtype" if in_compute_dtype(path) else matmul,
+            outlier_threshold=precision.outlier_threshold,
             keep_gathered=keep_gathered,
             trainable=perturbation is not None,
             grouped=bool(placement.grouped),
@@ -117,7 +122,7 @@ def attach_shardings(
         )
         return PlacedWeight(array, perturbation, shardings)
 
-    return jax.tree.map(attach, specs, weights, perturbations)
+    return tree.map_with_path(attach, specs, weights, perturbations)
 
 
 @jax.named_scope(GATHER_SCOPE)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxopt_llm.config import LoraConfig, PrecisionConfig
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear import leaves, nf4
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -162,9 +163,7 @@ def adapt_model(
     def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
         if path in whole:
             return spec
-        base: tree.Leaf = replace(spec, dtype=np.dtype(precision.for_param(spec).compute_dtype))
-        if config.base != "float" and is_quantised(path, spec):
-            base = leaves.quantised_specs(spec, config.base, config.double_quantisation)
+        base = _freeze(path, spec, config, precision, is_quantised)
         if not (config.rank and spec.contracting and _first_target(path, config.targets)):
             return base
         return replace(leaves.lora_specs(spec, config.rank, config.scale, config.dora, config.dropout), base=base)
@@ -173,3 +172,24 @@ def adapt_model(
     trained, frozen = tree.partition(specs, lambda path: path in whole or leaves.is_adapter(path))
     masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(precision.param_dtype)), trained)
     return model.with_specs(specs), masters, frozen
+
+
+def freeze_model(model: M, config: LoraConfig, precision: PrecisionConfig) -> tuple[M, Params]:
+    """Return a model without trained parameters, and the specs of its parameters, stored as `lora.base` says.
+
+    Raises:
+        InputError: the sizes of the model do not support `lora.base`.
+    """
+    if found := _nf4_problems(model.specs, config, is_block_matrix):
+        raise InputError(found[0])
+    specs = tree.map_with_path(lambda path, spec: _freeze(path, spec, config, precision, is_block_matrix), model.specs)
+    return model.with_specs(specs), specs
+
+
+def _freeze(
+    path: str, spec: ParamSpec, config: LoraConfig, precision: PrecisionConfig, is_quantised: Select
+) -> tree.Leaf:
+    """Return the specs of a frozen parameter."""
+    if config.base != "float" and is_quantised(path, spec):
+        return leaves.quantised_specs(spec, config.base, config.double_quantisation)
+    return replace(spec, dtype=np.dtype(precision.for_param(spec).compute_dtype))

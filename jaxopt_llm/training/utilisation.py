@@ -22,9 +22,9 @@ def utilisation_per_token(config: Config, program: Program, placement: Placement
 def compute_utilisation(config: Config, program: Program, placement: Placement, chip: Chip) -> dict[str, float]:
     """Return the same for devices that are this chip."""
     precision = config.precision
-    masters = program.specs.masters
-    needed = flops.count_per_token(config.model, masters, program.specs.frozen, config.training.sequence_length)
-    narrow = flops.count_quantised_per_token(config.model, masters, precision)
+    specs = program.specs.masters, program.specs.frozen
+    needed = flops.count_per_token(config.model, *specs, config.training.sequence_length)
+    narrow = flops.count_quantised_per_token(config.model, *specs, precision)
     peak = chip.peak_flops[precision.compute_dtype]
     narrow_peak = chip.peak_flops[{"fp8": "float8", "int8": "int8"}[precision.matmul]] if narrow else peak
 

@@ -74,9 +74,19 @@ def _remat_group_problems(config: Config) -> list[str]:
 def _quantisation_problems(config: Config) -> list[str]:
     """Check precision.matmul and its exempt layers against the other settings."""
     matmul, exempt, layers = config.precision.matmul, config.precision.compute_dtype_layers, config.model.layers
-    found = []
-    if config.precision.quantises and config.lora.rank:
-        found.append(f"precision.matmul={matmul} does not support adapters: set --precision.matmul compute_dtype")
+    base, threshold, found = config.lora.base, config.precision.outlier_threshold, []
+    if config.precision.quantises and config.lora.dora:
+        found.append(f"precision.matmul={matmul} does not support lora.dora: set --precision.matmul compute_dtype")
+    if config.precision.quantises and base != "float" and (base, matmul) != ("int8", "int8"):
+        also = " or int8" if base == "int8" else ""
+        found.append(
+            f"precision.matmul={matmul} does not support lora.base={base}, whose weights are codes already: set "
+            f"--precision.matmul compute_dtype{also}, or --lora.base float"
+        )
+    if threshold and config.model.moe.experts:
+        found.append(
+            f"precision.outlier_threshold={threshold} does not support experts: set --precision.outlier-threshold 0"
+        )
     name, remedy = f"precision.compute_dtype_layers={exempt}", "set --precision.compute-dtype-layers 0"
     if exempt and 2 * exempt >= layers:
         found.append(f"{name} at each end exempts all of model.layers={layers}: set at most {(layers - 1) // 2}")

@@ -22,16 +22,17 @@ from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import run
+from jaxopt_llm.inference.devices import choose_devices, fits_in_memory
 
 
 def test_parameters_use_all_devices_if_one_is_too_small() -> None:
     devices = jax.devices()
-    assert run.choose_devices(75, devices, 100) == devices[:1]
-    assert run.choose_devices(76, devices, 100) == devices
-    assert run.choose_devices(76, devices, None) == devices[:1]
-    assert run.choose_devices(150, devices, 100, tensor=2) == devices[:2]
-    assert run.choose_devices(151, devices, 100, tensor=2) == devices
-    assert run.fits_in_memory(600, devices, 100) and not run.fits_in_memory(601, devices, 100)
+    assert choose_devices(75, devices, 100) == devices[:1]
+    assert choose_devices(76, devices, 100) == devices
+    assert choose_devices(76, devices, None) == devices[:1]
+    assert choose_devices(150, devices, 100, tensor=2) == devices[:2]
+    assert choose_devices(151, devices, 100, tensor=2) == devices
+    assert fits_in_memory(600, devices, 100) and not fits_in_memory(601, devices, 100)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_quantised_flops_exclude_experts() -> None:
     shared, mlp = 3 * EXPERTS.width * EXPERTS.moe.shared_expert_width, 3 * EXPERTS.width * EXPERTS.mlp_width
     for exempt, moe, dense in ((0, 3, 3), (1, 2, 2), (2, 1, 1)):
         precision = PrecisionConfig(matmul="int8", compute_dtype_layers=exempt)
-        found = flops.count_quantised_per_token(EXPERTS, specs, precision)
+        found = flops.count_quantised_per_token(EXPERTS, specs, {}, precision)
         assert found == 2 * (moe * (attention + shared) + dense * (attention + mlp))
 
 

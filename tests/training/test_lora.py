@@ -10,10 +10,19 @@ import optax
 import pytest
 import toy
 
-from jaxopt_llm.config import LoraConfig, OptimizerConfig, PrecisionConfig, RematConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config import (
+    LoraConfig,
+    Matmul,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.training import lora
 from jaxopt_llm.training import state as training_state
 
@@ -202,3 +211,40 @@ def test_steps_change_the_adapters_alone(base: Any, dora: bool) -> None:
 def test_adapters_change_nothing_until_they_have_learnt() -> None:
     losses = [float(run(config)[1][0]["loss"]) for config in (LoraConfig(), LoraConfig(rank=2))]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ---- Rounded bases.
+
+
+@pytest.mark.parametrize("matmul", ["int8_qat", "int4_qat"])
+def test_a_base_is_rounded_and_its_adapters_are_not(matmul: Matmul) -> None:
+    """Two steps of quantisation-aware training are those over a base that was rounded before."""
+    training = TrainingConfig(batch_size=4, sequence_length=16)
+    sections = training, OptimizerConfig(), ScheduleConfig(1, 10), RematConfig("none"), LoraConfig(rank=2)
+    config = replace(toy.UNIFORM, width=32, heads=2, kv_heads=2, head_dim=32, mlp_width=64)  # whole groups of int4
+
+    def train(matmul: Matmul, base: Any = None) -> tuple[Any, Any]:
+        precision = PrecisionConfig(compute_dtype="float32", matmul=matmul)
+        placement = replace(toy.placement(3, fsdp=2), precision=precision)
+        program = toy.make_program(config, *sections, placement)
+        state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
+        base = base or jax.tree.map(round_matrix, program.specs.frozen, state.frozen)
+        if matmul == "compute_dtype":
+            sharded = jax.tree.map(lambda array, old: jax.device_put(array, old.sharding), base, state.frozen)
+            state = replace(state, frozen=sharded)
+        for seed in range(2):
+            batch = toy.microbatches(toy.packed(4, 16, seed), 1)
+            state, metrics = program.step(state, jax.device_put(batch, program.batch_sharding))
+        return base, (state.masters, metrics["loss"])
+
+    def round_matrix(spec: param.ParamSpec, array: jax.Array) -> np.ndarray:
+        if spec.layers is None or not spec.contracting:
+            return np.asarray(array)
+        rows = [
+            quantised.dequantise(quantised.quantise_weight(matmul, row, spec.unstack().contracting), "float32")
+            for row in array
+        ]
+        return np.stack(rows)
+
+    base, found = train(matmul)
+    assert toy.distance(found, train("compute_dtype", base)[1]) < 1e-6

@@ -55,5 +55,6 @@ dequantised afterwards. Quantised bases are always frozen.
 
 Quantised matmuls (quantised.py, `precision.matmul`) are independent of the leaf classes. The weight rests unquantised.
 The operands of a product are rounded to fp8, int8 or int4 when it is computed, and the weight is gathered as codes
-(int4_qat: in the compute dtype).
+(int4_qat: in the compute dtype). Adapters are multiplied in the compute dtype. With int8, the codes of an Int8Weight
+are multiplied as they are. outliers.py computes the outlier columns of an int8 product in the compute dtype.
 """

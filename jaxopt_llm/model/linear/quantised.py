@@ -2,8 +2,8 @@
 
 fp8: one scale per tensor, from its current largest magnitude (current scaling); e4m3 for weights and inputs, e5m2 for
     incoming gradients, which need range (Micikevicius et al. 2022, arXiv:2209.05433).
-int8: one scale per token of the inputs and per output channel of the weights, in the forward only (LLM.int8(),
-    Dettmers et al. 2022, arXiv:2208.07339, without its outliers); the backward treats rounding as the identity.
+int8: one scale per token of the inputs and per output channel of the weights, in the forward only; the backward treats
+    rounding as the identity. outliers.py splits off the columns of the inputs that are much larger than the others.
 int8_qat, int4_qat: only weights are rounded, with scales per output channel or per group of contracted values. Products
     use the dequantised weights in the compute dtype; the gradient passes straight through (Jacob et al. 2018,
     arXiv:1712.05877).
@@ -106,7 +106,13 @@ def dequantise(operand: Operand, dtype: str) -> jax.Array:
 
 
 def einsum(
-    subscripts: str, x: Operand, y: Operand, compute_dtype: str, dtype: Any, split: tuple[str, int] | None = None
+    subscripts: str,
+    x: Operand,
+    y: Operand,
+    compute_dtype: str,
+    dtype: Any,
+    split: tuple[str, int] | None = None,
+    added: jax.Array | float = 0.0,
 ) -> jax.Array:
     """Compute `jnp.einsum` with result `dtype`.
 
@@ -115,6 +121,8 @@ def einsum(
 
     split: the contracted axis that devices divide, and the number of parts. With integers, each device sums its part
         and rounds it to `dtype`, as it does in 16 bits; otherwise XLA would send the 32-bit integers between devices.
+    added: float32, added to a product of integers before it is rounded to `dtype`: one array for each part, along the
+        first axis, with `split`.
     """
     if isinstance(x, Quantised) and isinstance(y, Quantised) and x.codes.dtype == y.codes.dtype == jnp.int8:
         operands, result = subscripts.split("->")
@@ -126,7 +134,7 @@ def einsum(
             codes = [_split_dim(c, axes.index(axis), parts) for c, axes in zip(codes, operand_axes, strict=True)]
             subscripts = ",".join(axes.replace(axis, f"Z{axis}") for axes in operand_axes) + f"->Z{result}"
         summed = jnp.einsum(subscripts, *codes, preferred_element_type=jnp.int32)
-        y = (summed.astype(jnp.float32) * next(scales) * next(scales)).astype(dtype)
+        y = (summed.astype(jnp.float32) * next(scales) * next(scales) + added).astype(dtype)
         # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
         return y if split is None else jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
     left, right = (dequantise(operand, compute_dtype) for operand in (x, y))

@@ -11,8 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels.grouped_matmul import Implementation
-from jaxopt_llm.model.linear import dropout, quantised
-from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, channel_norms, dequantise, merge_to_array
+from jaxopt_llm.model.linear import dropout, outliers, quantised
+from jaxopt_llm.model.linear.leaves import (
+    Int8Weight,
+    LoraWeight,
+    QuantisedWeight,
+    channel_norms,
+    dequantise,
+    merge_to_array,
+)
+from jaxopt_llm.model.linear.outliers import SplitInputs
 from jaxopt_llm.model.linear.quantised import Operand, Quantised
 from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient
 from jaxopt_llm.parallel.placement import Placement
@@ -111,8 +119,10 @@ def gather_merged(weight: Weight, contracting: tuple[int, ...]) -> jax.Array:
     """
     if not isinstance(weight, LoraWeight):
         return quantised.dequantise(_gather_operand(weight, contracting), shardings_of(weight).compute_dtype)
-    arrays = jax.tree.map(gather_weight, weight, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
-    return merge_to_array(arrays, contracting).astype(shardings_of(weight.base).compute_dtype)
+    dtype = shardings_of(weight.base).compute_dtype
+    base = quantised.dequantise(_gather_operand(weight.base, contracting), dtype)
+    arrays = jax.tree.map(gather_weight, replace(weight, base=None), is_leaf=_is_placed)
+    return merge_to_array(replace(arrays, base=base), contracting).astype(dtype)
 
 
 def _apply_dropout(x: jax.Array, weight: LoraWeight) -> jax.Array:
@@ -218,6 +228,8 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
     summed: the dimensions that the products sum over.
     """
     shardings = shardings_of(weight)
+    if isinstance(weight, Int8Weight) and shardings.matmul == "int8":
+        return Quantised(*(gather_array(each, each.array.dtype) for each in (weight.codes, weight.scales)))
     if isinstance(weight, QuantisedWeight) or shardings.matmul == "compute_dtype":
         return gather_weight(weight)
     if shardings.matmul == "int4_qat":  # gathered first: a device's shard may not consist of whole groups
@@ -250,8 +262,11 @@ def _einsum_forward(subscripts, dtype, x, weight, perturbation):
     shardings = shardings_of(weight)
     left, right, result = split_subscripts(subscripts)
     gathered = _gather_operand(weight, _contracted_dims(right, result))
-    operand = quantised.quantise_inputs(shardings.matmul, x, _contracted_dims(left, result), shardings.grouped)
     split = _find_split_axis(shardings.gathered, right, result)
+    if shardings.outlier_threshold and isinstance(gathered, Quantised):
+        y, inputs = outliers.einsum(subscripts, x, weight, gathered, dtype, split)
+        return y, (inputs, weight, _keep_gathered(gathered, shardings))
+    operand = quantised.quantise_inputs(shardings.matmul, x, _contracted_dims(left, result), shardings.grouped)
     y = quantised.einsum(subscripts, operand, gathered, shardings.compute_dtype, dtype, split)
     return y, (operand, weight, _keep_gathered(gathered, shardings))
 
@@ -261,12 +276,13 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
     shardings = shardings_of(weight)
     left, right, result = split_subscripts(subscripts)
     gathered = _gather_operand(weight, _contracted_dims(right, result)) if gathered is None else gathered
-    x_dtype = shardings.compute_dtype if isinstance(x, Quantised) else x.dtype
+    x_dtype = shardings.compute_dtype if isinstance(x, Quantised | SplitInputs) else x.dtype
     dy = quantised.quantise_gradient(shardings.matmul, dy.astype(x_dtype), shardings.grouped)
     dx = quantised.einsum(f"{result},{right}->{left}", dy, gathered, shardings.compute_dtype, x_dtype)
     if not shardings.trainable:
         return dx, None, None
-    x, dy = (quantised.dequantise(operand, shardings.compute_dtype) for operand in (x, dy))
+    dequantise_x = outliers.dequantise if isinstance(x, SplitInputs) else quantised.dequantise
+    x, dy = dequantise_x(x, shardings.compute_dtype), quantised.dequantise(dy, shardings.compute_dtype)
     dw = form_gradient(left, result, right, x, dy, shardings)
     return dx, None, reduce_gradient(dw, shardings)
 

@@ -18,6 +18,7 @@ from jaxopt_llm.config import (
     Config,
     LoraConfig,
     Matmul,
+    MoEConfig,
     OptimizerConfig,
     PrecisionConfig,
     RematConfig,
@@ -286,7 +287,7 @@ def test_quantised_flops(exempt: int) -> None:
     of_layer = 32 * (2 * 2 * 32 + 2 * 2 * 32 + 3 * 64)
     for matmul, products in (("compute_dtype", 0), ("fp8", 3), ("int8", 1), ("int4_qat", 0)):
         precision = PrecisionConfig(matmul=matmul, compute_dtype_layers=exempt)  # type: ignore[arg-type]
-        assert flops.count_quantised_per_token(MODEL, specs, precision) == pytest.approx(
+        assert flops.count_quantised_per_token(MODEL, specs, {}, precision) == pytest.approx(
             2 * products * of_layer * (6 - 2 * exempt)
         )
 
@@ -298,7 +299,7 @@ def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch:
     for matmul, of_codes in (("compute_dtype", "float32"), ("fp8", "float8"), ("int8", "int8")):
         program, placement = make(matmul)  # type: ignore[arg-type]
         config = Config(model=MODEL, training=TRAINING, precision=placement.precision)
-        narrow = flops.count_quantised_per_token(MODEL, program.specs.masters, placement.precision)
+        narrow = flops.count_quantised_per_token(MODEL, program.specs.masters, {}, placement.precision)
         needed = flops.count_per_token(MODEL, program.specs.masters, {}, TRAINING.sequence_length).causal
         shares[matmul] = utilisation.utilisation_per_token(config, program, placement)["mfu"]
         assert shares[matmul] == pytest.approx((needed - narrow) / peak["float32"] + narrow / peak[of_codes])
@@ -341,7 +342,26 @@ def test_evaluation_uses_weights_as_they_will_be_served(
             {"precision": {"matmul": "compute_dtype", "compute_dtype_layers": 1}},
             ["precision.compute_dtype_layers=1 has no effect, because precision.matmul=compute_dtype quantises none"],
         ),
-        ({"lora": {"rank": 4}}, ["precision.matmul=fp8", "set --precision.matmul compute_dtype"]),
+        ({"lora": {"rank": 4, "dora": True}}, ["precision.matmul=fp8 does not support lora.dora"]),
+        (
+            {"lora": {"rank": 4, "base": "int8"}},
+            [
+                "precision.matmul=fp8 does not support lora.base=int8",
+                "set --precision.matmul compute_dtype or int8, or",
+            ],
+        ),
+        (
+            {"lora": {"rank": 4, "base": "nf4"}, "precision": {"matmul": "int8"}},
+            ["precision.matmul=int8 does not support lora.base=nf4", "set --precision.matmul compute_dtype, or"],
+        ),
+        (
+            {"precision": {"outlier_threshold": 6.0}},
+            ["precision.outlier_threshold=6.0 has no effect with precision.matmul=fp8: set --precision.matmul int8"],
+        ),
+        (
+            {"precision": {"matmul": "int8", "outlier_threshold": 6.0}, "model": {"moe": MoEConfig(experts=4)}},
+            ["precision.outlier_threshold=6.0 does not support experts: set --precision.outlier-threshold 0"],
+        ),
         (
             {"precision": {"matmul": "int4_qat"}, "model": {"mlp_width": 96}, "mesh": {"tensor": 2}},
             ["int4_qat: segment_0/block_0/mlp/down sums over 48 values on each device", "int8_qat"],
