@@ -184,12 +184,25 @@ class Config:
         }
         return [name for name, applies in loops.items() if applies]
 
+    def _adapter_problems(self) -> list[str]:
+        """List the formats of products that adapters or their base do not support."""
+        matmul, base, found = self.precision.matmul, self.lora.base, list[str]()
+        if self.precision.quantises and self.lora.dora:
+            found.append(f"precision.matmul={matmul} does not support lora.dora: set --precision.matmul compute_dtype")
+        if self.precision.quantises and base != "float" and (base, matmul) != ("int8", "int8"):
+            also = " or int8" if base == "int8" else ""
+            found.append(
+                f"precision.matmul={matmul} does not support lora.base={base}, whose weights are codes already: set "
+                f"--precision.matmul compute_dtype{also}, or --lora.base float"
+            )
+        return found
+
     def problems(self) -> list[str]:
         """List the errors in each section, and those between sections that need neither the model nor JAX to check."""
         sections = [getattr(self, field.name) for field in fields(self) if field.name != "pipeline"]
         if self.mesh.pipeline > 1:
             sections.append(self.pipeline)
-        found = [problem for section in sections for problem in section.problems()]
+        found = [problem for section in sections for problem in section.problems()] + self._adapter_problems()
         every, best, evaluated = self.checkpoint.every, self.checkpoint.keep_best, self.evaluation.every
         if best and evaluated > 0 and every % evaluated:
             found.append(

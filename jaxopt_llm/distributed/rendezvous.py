@@ -227,7 +227,8 @@ class Watch:
     def __init__(self, job: Job, peers: dict[int, Peer], timeout_seconds: float) -> None:
         self._job, self._peers, self._timeout = job, peers, timeout_seconds
         self._ending = threading.Lock()  # the thread that holds it ends the process
-        self._leaving = False
+        self._all_peers = tuple(peers.values())  # open until the end, although `_run` forgets those that have left
+        self._leaving = self._left = False
         self.checkpoint_step: int | None = None
         self.reports: dict[int, dict[str, Any]] = {}
         self._report: Callable[[], dict[str, Any]] | None = None
@@ -251,11 +252,12 @@ class Watch:
         self._end(errors.one_line(lost), lost.exit_code, hung=True)
 
     def leave(self) -> None:
-        """End the watch of this process, and that of process 0 after those of all others."""
-        self._leaving, peers = True, list(self._peers.values())
+        """End the watch. Process 0 ends its own only after all others have ended theirs."""
+        self._leaving = True
         if self._job.index == 0:
             self._thread.join(self._timeout)  # it ends when each of the others has said goodbye, or is gone
-        for peer in peers:
+        self._left = True
+        for peer in self._all_peers:
             peer.send({"bye": True})
         self._thread.join(self._timeout)
 
@@ -280,12 +282,12 @@ class Watch:
                 for key, _ in selector.select(min(pause, 0.5)):
                     if not self._handle_messages(key.data):
                         selector.unregister(key.fileobj)
-                if not self._leaving and time.monotonic() > sent + pause:
+                if not self._left and time.monotonic() > sent + pause:
                     sent = time.monotonic()
                     heartbeat = {"report": self._report()} if self._report and self._job.index else None
                     for index, peer in list(self._peers.items()):
                         peer.send(heartbeat)
-                        if sent - peer.last_heard > self._timeout:
+                        if sent - peer.last_heard > self._timeout and not self._leaving:
                             self._end_lost(index, f"has not answered for {self._timeout:g} s")
 
     def _handle_messages(self, index: int) -> bool:

@@ -84,7 +84,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     _check_effects(plain, config)
     plain = replace(plain, saved=SAVED.get(config.remat.policy))
     model, trained, frozen = adapt_user_model(plain, config)
-    _check_trained(job, trained, placement)
+    _check_specs(job, plain.specs, trained, placement)
     parts = ModelParts(
         trained=trained,
         frozen=frozen,
@@ -143,10 +143,13 @@ def _check_effects(model: UserModel, config: Config) -> None:
         )
 
 
-def _check_trained(job: Job, trained: Params, placement: Placement) -> None:
-    """Raise InputError if settings of the optimizer or of the products do not fit the trained parameters."""
+def _check_specs(job: Job, specs: Params, trained: Params, placement: Placement) -> None:
+    """Raise InputError if settings of the products or of the optimizer do not fit the parameters.
+
+    specs: of all parameters, without adapters. trained: of those that are trained, with adapters.
+    """
     config = job.config
-    found = quantised.problems(config.precision.matmul, trained, placement)
+    found = quantised.problems(config.precision.matmul, specs, placement)
     if job.transformation is None:
         found += optimizer.group_problems(config.optimizer, trained)
         found += moments.problems(config.optimizer.state_dtype, trained, placement)

@@ -53,8 +53,8 @@ def constrain_gradients(gradients: Params, specs: Params, inside: Placement) -> 
 def sum_of_squares(gradients: Params, specs: Params, by_period: bool = False) -> jax.Array:
     """Return the sum of squares, in float32, over all leaves whose gradient comes from the loss.
 
-    by_period: reduce each period of a stack on its own. If the stack is a concatenation, XLA otherwise puts it into the
-        reduction, which then reads its many arrays at less than a quarter of the memory's rate (H200).
+    by_period: reduce each period of a stack on its own. If the stack is a concatenation, XLA otherwise fuses it into
+        the reduction. The reduction then reads many arrays, at less than a quarter of the memory's rate (H200).
     """
 
     def split(spec: ParamSpec, leaf: jax.Array) -> list[jax.Array]:

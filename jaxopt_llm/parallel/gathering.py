@@ -102,7 +102,8 @@ def attach_shardings(
         rematerialised block, where the forward is the recomputation just before. Otherwise True would keep every
         gathered layer alive.
     matmul: the format in which products with the weights are computed (see PrecisionConfig).
-    in_compute_dtype: whether the weight at a path is multiplied in compute dtype all the same.
+    in_compute_dtype: returns True for the path of a weight that is multiplied in the compute dtype, whatever `matmul`
+        is.
     """
 
     def attach(path: str, spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:

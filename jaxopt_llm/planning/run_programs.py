@@ -29,8 +29,8 @@ DECIDING = (
     *("training.batch_size", "training.accumulation", "training.sequence_length", "training.attention"),
     *("remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "optimizer.in_backward"),
     *("optimizer.name", "optimizer.state_dtype", "precision.compute_dtype", "precision.reduce_dtype"),
-    *("precision.matmul", "sharding.zero_stage", "sharding.sequence_parallel", "pipeline.schedule", "lora.rank"),
-    *("data.documents_per_row", "xla.options"),
+    *("precision.matmul", "precision.outlier_threshold", "sharding.zero_stage", "sharding.sequence_parallel"),
+    *("pipeline.schedule", "lora.rank", "data.documents_per_row", "xla.options"),
 )
 
 Compiled = tuple[Setup, Executables, Executables]  # the setup, and its programs lowered and compiled

@@ -28,13 +28,14 @@ def validate(config: Config) -> None:
             *_quantisation_problems(config),
         ]
     if not found:
-        trained = lora.adapt_model(Decoder(config.model), config.lora, config.precision, config.training.trainable)[1]
+        decoder = Decoder(config.model)
+        trained = lora.adapt_model(decoder, config.lora, config.precision, config.training.trainable)[1]
         mesh = make_abstract_mesh(config.mesh)
         placement = Placement(mesh, config.sharding, config.precision)
         found = [
             *optimizer.group_problems(config.optimizer, trained),
             *moments.problems(config.optimizer.state_dtype, trained, placement),
-            *quantised.problems(config.precision.matmul, trained, placement),
+            *quantised.problems(config.precision.matmul, decoder.specs, placement),
         ]
     if found:
         raise InputError("; ".join(found))
@@ -73,16 +74,8 @@ def _remat_group_problems(config: Config) -> list[str]:
 
 def _quantisation_problems(config: Config) -> list[str]:
     """Check precision.matmul and its exempt layers against the other settings."""
-    matmul, exempt, layers = config.precision.matmul, config.precision.compute_dtype_layers, config.model.layers
-    base, threshold, found = config.lora.base, config.precision.outlier_threshold, []
-    if config.precision.quantises and config.lora.dora:
-        found.append(f"precision.matmul={matmul} does not support lora.dora: set --precision.matmul compute_dtype")
-    if config.precision.quantises and base != "float" and (base, matmul) != ("int8", "int8"):
-        also = " or int8" if base == "int8" else ""
-        found.append(
-            f"precision.matmul={matmul} does not support lora.base={base}, whose weights are codes already: set "
-            f"--precision.matmul compute_dtype{also}, or --lora.base float"
-        )
+    exempt, layers, found = config.precision.compute_dtype_layers, config.model.layers, []
+    threshold = config.precision.outlier_threshold
     if threshold and config.model.moe.experts:
         found.append(
             f"precision.outlier_threshold={threshold} does not support experts: set --precision.outlier-threshold 0"

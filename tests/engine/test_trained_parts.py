@@ -14,6 +14,9 @@ import jaxopt_llm
 from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine import user_model
+from jaxopt_llm.model.linear.leaves import is_adapter
+from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
 
 WIDTH, LAYERS, ROWS = 32, 2, 16
 
@@ -86,6 +89,27 @@ def test_adapters_train_and_merge_and_the_base_does_not_change(listed: bool, lor
         np.testing.assert_array_equal(array, base[path])
 
 
+def test_products_with_the_base_alone_are_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, set[str]] = {"adapters": set(), "bases": set()}
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        placed = attach_shardings(*arguments, **named)
+        is_placed = lambda leaf: isinstance(leaf, PlacedWeight)  # noqa: E731
+        for path, leaf in tree.leaves_with_path(placed, is_leaf=is_placed):
+            if "kernel" in path and "blocks" in path:
+                found["adapters" if is_adapter(path) else "bases"].add(leaf.shardings.matmul)
+        return placed
+
+    monkeypatch.setattr(user_model, "attach_shardings", spy)
+    int8 = {"compute_dtype": "float32", "matmul": "int8", "outlier_threshold": 6.0}
+    losses = {
+        matmul: float(make_engine(lora={"rank": 4, "base": "int8"}, precision=precision).step(BATCH)["loss"])
+        for matmul, precision in (("float32", {"compute_dtype": "float32"}), ("int8", int8))
+    }
+    assert found == {"adapters": {"compute_dtype"}, "bases": {"compute_dtype", "int8"}}
+    assert losses["int8"] != losses["float32"] and losses["int8"] == pytest.approx(losses["float32"], rel=0.02)
+
+
 def test_new_adapters_change_nothing() -> None:
     assert float(make_engine(lora={"rank": 4}).step(BATCH)["loss"]) == pytest.approx(
         float(make_engine().step(BATCH)["loss"]), rel=1e-6
@@ -126,6 +150,16 @@ def test_a_selection_that_has_no_effect_is_refused(sections: dict[str, Any], mes
         (True, {"precision": {"matmul": "int8"}}, r"precision\.matmul=int8 has no effect"),
         (True, {"offload": {"parameters": True}}, r"offload\.parameters=True has no effect"),
         (False, {"run": {"deterministic": True}}, r"does not read run\.deterministic"),
+        (
+            False,
+            {"lora": {"rank": 4, "base": "nf4"}, "precision": {"matmul": "int8"}},
+            r"int8 does not support lora\.base=nf4",
+        ),
+        (
+            False,
+            {"lora": {"rank": 4, "dora": True}, "precision": {"matmul": "fp8"}},
+            r"fp8 does not support lora\.dora",
+        ),
     ],
 )
 def test_a_setting_that_would_reach_nothing_is_refused(listed: bool, sections: dict[str, Any], message: str) -> None:

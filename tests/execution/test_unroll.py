@@ -19,9 +19,11 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.training import Unroll
 from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.gradients import sum_of_squares
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import step
 
 pytestmark = pytest.mark.core
 
@@ -80,3 +82,9 @@ def test_an_unrolled_step_has_no_stacks() -> None:
     assert count_stacked(compile_step("none")) > 10
     assert count_stacked(unrolled) == 0
     assert count_joined_reductions(unrolled) == 0
+
+
+def test_without_its_own_reduction_each_layer_joins_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that `count_joined_reductions` finds what the step avoids."""
+    monkeypatch.setattr(step, "sum_of_squares", lambda gradients, specs, by_period: sum_of_squares(gradients, specs))
+    assert count_joined_reductions(compile_step("all")) > 0

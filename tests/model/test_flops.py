@@ -10,6 +10,7 @@ import toy
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import (
     LoraConfig,
+    Matmul,
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -164,3 +165,13 @@ def test_causal_attention_counts_the_keys_that_a_query_sees() -> None:
     assert attention(CONFIG) == (np.mean(visible.sum(1)), SEQUENCE)
     sliding = dataclasses.replace(CONFIG, pattern=("sliding",), window=3)
     assert attention(sliding) == (np.mean((visible & (distance < 3)).sum(1)), 3)
+
+
+@pytest.mark.parametrize(("matmul", "products"), [("fp8", 2), ("int8", 1), ("int4_qat", 0)])
+def test_quantised_flops_of_a_base_are_those_without_a_gradient(matmul: Matmul, products: int) -> None:
+    precision = PrecisionConfig(matmul=matmul)
+    _, adapters, base = adapt_model(Decoder(CONFIG), LoraConfig(rank=4), precision)
+    attention = 4 * CONFIG.width * CONFIG.head_dim * (CONFIG.heads + CONFIG.kv_heads) // 2
+    per_layer = attention + 3 * CONFIG.width * CONFIG.mlp_width
+    found = flops.count_quantised_per_token(CONFIG, adapters, base, precision)
+    assert found == 2 * products * per_layer * CONFIG.layers

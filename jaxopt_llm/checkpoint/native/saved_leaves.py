@@ -18,7 +18,7 @@ MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for ea
 
 
 def make_save_arguments(arrays: tree.Tree) -> ocp.args.StandardSave:
-    """Return the arguments with which Orbax saves the arrays while steps go on that take them over."""
+    """Return Orbax's arguments for a save during which later steps may reuse the memory of the arrays (donation)."""
     return ocp.args.StandardSave(_copy_host_memory(arrays), choose_chunks(arrays))
 
 

@@ -8,8 +8,9 @@ they leave the others few codes. LLM.int8() (Dettmers et al. 2022, arXiv:2208.07
 O are the columns with a value above the threshold, R all others. Scales of x are those of its other columns; a channel
 of W has one scale for all columns. Shapes are static: at most COLUMNS columns are split off, the largest first.
 
-Letters: Z parts of the contracted axes, one for each device of `tensor` that holds a part of W; C columns of a part; N
-of them are split off. Columns are selected by products with 0 and 1, which devices divide as any other product.
+Letters: z parts of the contracted axes, one for each device of `tensor` that holds a part of W; c columns of a part; n
+of them are split off. They are lower case, because the axes of the whole product have upper-case letters. Columns are
+selected by products with 0 and 1, which devices divide as any other product.
 """
 
 import math
@@ -26,7 +27,8 @@ from jaxopt_llm.model.linear.quantised import Quantised
 from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array
 from jaxopt_llm.parallel.zero import GROUP_AXIS
 
-COLUMNS = 64  # most columns of a part that are split off. The paper finds up to 7 in models of up to 13B parameters.
+# The largest number of columns of a part that are split off. The paper finds up to 7 in models of up to 13B parameters.
+COLUMNS = 64
 
 
 @struct.dataclass
@@ -34,9 +36,9 @@ class SplitInputs:
     """Inputs whose outlier columns are split off.
 
     regular: the codes and scales of all columns, with codes 0 where a column is split off.
-    outliers: [rows, Z, N], the columns that are split off; zeros where there are fewer.
-    columns: int32 [Z, N], which ones they are; -1 where there are fewer.
-    axes: axes of the inputs. summed: those that the product sums over, the one that devices divide first.
+    outliers: [rows, z, n], the columns that are split off; zeros where there are fewer.
+    columns: int32 [z, n], which ones they are; -1 where there are fewer.
+    axes: axes of the inputs. summed: the axes that the product sums over. If devices divide one, it is the first.
     """
 
     regular: Quantised
@@ -58,7 +60,8 @@ def einsum(
 
     Args:
         subscripts: "axes of x,axes of the weight->axes of the result".
-        weight: as it rests. The rows of an array that meet outliers are not rounded; those of int8 codes are the codes.
+        weight: as it rests. If it is an array, the rows that meet outliers are not rounded. If it is int8 codes, these
+            rows are dequantised codes.
         gathered: the codes of the weight.
         split: see `quantised.einsum`.
     """
@@ -81,7 +84,7 @@ def einsum(
 
 
 def _gather_rows(rows: jax.Array, axes: str, inputs: SplitInputs, shardings: WeightShardings) -> jax.Array:
-    """Gather the selected rows of a weight, [Z, N, other axes], over the storage axes of ZeRO."""
+    """Gather the selected rows of a weight, [z, n, other axes], over the storage axes of ZeRO."""
     parts = shardings.gathered.spec[axes.index(inputs.summed[0])]
 
     def make_sharding(of: NamedSharding) -> NamedSharding:
@@ -99,13 +102,13 @@ def split_outliers(
 
     Args:
         axes: one letter for each dimension of x.
-        summed: the axes that the product sums over, the one that devices divide first.
+        summed: the axes that the product sums over. If devices divide one, it is the first.
         parts: number of parts into which they divide it.
         grouped: see `quantised.quantise_inputs`.
     """
     rows = _rows(axes, summed)
-    columns = _to_columns(x, axes, summed, parts)  # [rows, Z, C]
-    largest = jnp.max(jnp.abs(columns.astype(jnp.float32)), axis=tuple(range(len(rows))))  # [Z, C]
+    columns = _to_columns(x, axes, summed, parts)  # [rows, z, c]
+    largest = jnp.max(jnp.abs(columns.astype(jnp.float32)), axis=tuple(range(len(rows))))  # [z, c]
     if grouped:
         largest = jax.lax.pmax(largest, GROUP_AXIS)
     values, chosen = jax.lax.top_k(largest, min(COLUMNS, largest.shape[-1]))
@@ -115,7 +118,7 @@ def split_outliers(
     regular = jnp.where(_to_input(is_outlier, axes, summed), 0, x)
     return SplitInputs(
         regular=quantised.to_integers(regular, tuple(axes.index(axis) for axis in summed), quantised.MAX_CODES["int8"]),
-        outliers=jnp.einsum(f"{rows}ZC,ZCN->{rows}ZN", columns, selection.astype(x.dtype)),
+        outliers=jnp.einsum(f"{rows}zc,zcn->{rows}zn", columns, selection.astype(x.dtype)),
         columns=chosen,
         axes=axes,
         summed=summed,
@@ -123,28 +126,28 @@ def split_outliers(
 
 
 def select(columns: jax.Array, size: int) -> jax.Array:
-    """Return the selection of columns, bool [Z, C, N]. size: C."""
+    """Return the selection of columns, bool [z, c, n]. size: c."""
     return columns[:, None, :] == jnp.arange(size)[None, :, None]
 
 
 def select_rows(array: jax.Array, axes: str, inputs: SplitInputs) -> jax.Array:
-    """Return the rows of a weight that meet the outlier columns, [Z, N, other axes], in the dtype of the array.
+    """Return the rows of a weight that meet the outlier columns, [z, n, other axes], in the dtype of the array.
 
     axes: one letter for each dimension of the array.
     """
     others = "".join(axis for axis in axes if axis not in inputs.summed)
     parts = inputs.columns.shape[0]
     rows = _reorder(array, axes, inputs.summed + others)
-    rows = rows.reshape(parts, -1, *rows.shape[len(inputs.summed) :])  # [Z, C, others]
+    rows = rows.reshape(parts, -1, *rows.shape[len(inputs.summed) :])  # [z, c, others]
     selection = select(inputs.columns, rows.shape[1]).astype(array.dtype)
-    product = f"ZC{others},ZCN->ZN{others}"
+    product = f"zc{others},zcn->zn{others}"
     if array.dtype == jnp.int8:
         return jnp.einsum(product, rows, selection, preferred_element_type=jnp.int32).astype(jnp.int8)
     return jnp.einsum(product, rows, selection)
 
 
 def multiply(subscripts: str, inputs: SplitInputs, rows: jax.Array, keep_parts: bool) -> jax.Array:
-    """Return the product of the outlier columns, float32, [Z, result] if keep_parts, otherwise [result].
+    """Return the product of the outlier columns, float32, [z, result] if keep_parts, otherwise [result].
 
     Args:
         subscripts: those of the whole product.
@@ -153,7 +156,7 @@ def multiply(subscripts: str, inputs: SplitInputs, rows: jax.Array, keep_parts: 
     operands, result = subscripts.split("->")
     weight = operands.split(",")[1]
     others = "".join(axis for axis in weight if axis not in inputs.summed)
-    product = f"{_rows(inputs.axes, inputs.summed)}ZN,ZN{others}->{'Z' * keep_parts}{result}"
+    product = f"{_rows(inputs.axes, inputs.summed)}zn,zn{others}->{'z' * keep_parts}{result}"
     return jnp.einsum(product, inputs.outliers, rows, preferred_element_type=jnp.float32)
 
 
@@ -163,7 +166,7 @@ def dequantise(inputs: SplitInputs, dtype: str) -> jax.Array:
     sizes = [regular.shape[inputs.axes.index(axis)] for axis in inputs.summed]
     selection = select(inputs.columns, math.prod(sizes) // inputs.columns.shape[0]).astype(dtype)
     rows = _rows(inputs.axes, inputs.summed)
-    columns = jnp.einsum(f"{rows}ZN,ZCN->{rows}ZC", inputs.outliers.astype(dtype), selection)
+    columns = jnp.einsum(f"{rows}zn,zcn->{rows}zc", inputs.outliers.astype(dtype), selection)
     whole = columns.reshape(*columns.shape[: len(rows)], *sizes)
     return regular + _reorder(whole, rows + inputs.summed, inputs.axes)
 
@@ -177,7 +180,7 @@ def _reorder(array: jax.Array, axes: str, order: str) -> jax.Array:
 
 
 def _to_columns(x: jax.Array, axes: str, summed: str, parts: int) -> jax.Array:
-    """Return x as [rows, Z, C]."""
+    """Return x as [rows, z, c]."""
     rows = _rows(axes, summed)
     return _reorder(x, axes, rows + summed).reshape(*(x.shape[axes.index(axis)] for axis in rows), parts, -1)
 

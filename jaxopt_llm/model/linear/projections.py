@@ -17,9 +17,10 @@ stacked: W = [W_q W_k W_v], A = [A_q A_k A_v], and B has scale · B_q, scale · 
     dequantised. In other cases it pays from about as many tokens on as the narrower side is wide. All this is for
     training with weights that a device holds whole.
 
-shared A: low = x · A, and all other products weight by weight. Devices divide the weights, or there are few tokens.
+shared A: low = x · A, and all other products weight by weight. Devices divide the weights, there are few tokens, or the
+products with the base have rounded operands (`precision.matmul`).
 
-apart: weight by weight. Dropout gives each adapter an input of its own, and rounded operands have scales of their own.
+apart: weight by weight. Dropout gives each adapter an input of its own.
 """
 
 import functools
@@ -71,7 +72,7 @@ def _group_by_shardings(adapted: Mapping[int, LoraWeight]) -> Iterator[list[int]
     groups: dict[Any, list[int]] = {}
     for i, weight in adapted.items():
         shardings = weight.lora_a.shardings
-        joins = shardings.matmul == "compute_dtype" and not (shardings.resting.spec[-1] or shardings.gradient.spec[-1])
+        joins = not (shardings.resting.spec[-1] or shardings.gradient.spec[-1])
         groups.setdefault(shardings if joins else i, []).append(i)
     yield from groups.values()
 

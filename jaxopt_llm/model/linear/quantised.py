@@ -142,7 +142,10 @@ def einsum(
 
 
 def problems(matmul: Matmul, specs: tree.Tree, placement: Placement) -> list[str]:
-    """Return an error message if groups of INT4_GROUP do not divide the segments' weights on each `tensor` device."""
+    """Return an error message if groups of INT4_GROUP do not divide the segments' weights on each `tensor` device.
+
+    specs: of the weights without adapters, which are not rounded.
+    """
     for path, spec in tree.leaves_with_path(specs) if matmul == "int4_qat" else ():
         if spec.leading and spec.contracting:
             size = gathered_sharding(spec, placement).shard_shape(spec.shape)[spec.contracting[-1]]

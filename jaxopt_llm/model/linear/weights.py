@@ -228,7 +228,7 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
     summed: the dimensions that the products sum over.
     """
     shardings = shardings_of(weight)
-    if isinstance(weight, Int8Weight) and shardings.matmul == "int8":
+    if isinstance(weight, Int8Weight) and shardings.matmul == "int8" and _has_scale_per_output(weight, summed):
         return Quantised(*(gather_array(each, each.array.dtype) for each in (weight.codes, weight.scales)))
     if isinstance(weight, QuantisedWeight) or shardings.matmul == "compute_dtype":
         return gather_weight(weight)
@@ -238,6 +238,11 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
     scales = PlacedWeight(operand.scales, None, _scale_shardings(shardings, operand.scales.shape))
     codes = gather_array(replace(weight, array=operand.codes), operand.codes.dtype)
     return Quantised(codes, gather_array(scales, jnp.float32))
+
+
+def _has_scale_per_output(weight: Int8Weight, summed: tuple[int, ...]) -> bool:
+    """Return whether a product has one scale for each output channel, as the weight's first product in a model has."""
+    return all(weight.scales.array.shape[dim] == 1 for dim in summed)
 
 
 def _scale_shardings(shardings: WeightShardings, shape: tuple[int, ...]) -> WeightShardings:

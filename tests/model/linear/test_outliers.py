@@ -20,12 +20,14 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.core import tree
+from jaxopt_llm.execution import gradients
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import outliers, quantised, weights
-from jaxopt_llm.model.linear.leaves import Int8Weight, int8_specs, quantise
+from jaxopt_llm.model.linear.leaves import Int8Weight, dequantise, int8_specs, quantise
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.zero import parameter_sharding
+from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.training import state as training_state
 
 pytestmark = pytest.mark.core
@@ -76,6 +78,9 @@ def test_other_columns_keep_their_precision_beside_outliers(factor: float, plain
 PRODUCTS = {
     "BSD,DHK->BSHK": ParamSpec((64, 2, 32), ("embed", "heads", "head_dim"), (0,)),
     "BSHK,HKD->BSD": ParamSpec((2, 32, 48), ("heads", "head_dim", "embed"), (0, 1)),
+    # Letters as of latent attention and of users' models, also with a square weight.
+    "BSR,RHN->BSHN": ParamSpec((64, 2, 64), ("latent", "heads", "head_dim"), (0,)),
+    "ABC,CD->ABD": ParamSpec((64, 64), ("embed", "mlp"), (0,)),
 }
 
 
@@ -83,8 +88,8 @@ PRODUCTS = {
 def run_product(subscripts: str, base: str, placement: Placement) -> tuple[np.ndarray, ...]:
     """Return x, w, dy, and the results of einsum and of its backward: y, dx and, if the weight is no base, dw."""
     spec = PRODUCTS[subscripts]
-    left, _, result = weights.split_subscripts(subscripts)
-    sizes = {"B": 4, "S": 8} | dict(zip(weights.split_subscripts(subscripts)[1], spec.shape, strict=True))
+    left, right, result = weights.split_subscripts(subscripts)
+    sizes = dict(zip(left, (4, 8), strict=False)) | dict(zip(right, spec.shape, strict=True))
     x = with_outliers(4 * 8, 64, count=3).reshape([sizes[axis] for axis in left])
     dy, w = (with_outliers(*shape, count=0, seed=1) for shape in ([sizes[axis] for axis in result], spec.shape))
     precision = replace(placement.precision, outlier_threshold=THRESHOLD)
@@ -133,6 +138,48 @@ def test_products_are_the_same_on_many_devices(subscripts: str, base: str) -> No
     divided = run_product(subscripts, base, toy.placement(3, fsdp=2, tensor=2))
     for found, expected in zip(divided, alone, strict=True):
         assert toy.distance(found, expected) < 2e-6 if expected.any() else not found.any()
+
+
+@pytest.mark.parametrize("groups", [{"data": 2, "fsdp": 2}, {"fsdp": 4}])
+def test_gradient_groups_have_the_same_outliers(groups: dict[str, int]) -> None:
+    """ZeRO stages 0 and 1 run each group of rows by itself; the outlier columns are those of all rows."""
+    spec = ParamSpec((64, 32), ("embed", "mlp"), (0,))
+    x, w = with_outliers(4, 2, 64, count=0, factor=1.0), jnp.asarray(with_outliers(64, 32, count=0, seed=1))
+    x[1, 0, 7] = 90.0  # in one row only
+    ids = jnp.arange(8, dtype=jnp.int32).reshape(1, 4, 2)
+    batch = Batch(tokens=ids, targets=ids, loss_mask=ids, segment_ids=ids, positions=ids)
+
+    def differentiate(placement: Placement) -> np.ndarray:
+        placement = replace(placement, precision=replace(placement.precision, outlier_threshold=THRESHOLD))
+        inside = inside_gradient_group(placement)
+
+        def one_group(batch: Batch) -> Any:
+            rows = jnp.asarray(x).reshape(8, 64)[batch.tokens[0]]  # [B, S, D]
+
+            def loss(perturbations: Any) -> jax.Array:
+                given = perturbations["non_layer"]
+                placed = attach_shardings(spec, w, given, inside, keep_gathered=True, matmul="int8")
+                return jnp.sum(jnp.square(weights.einsum("BSD,DF->BSF", rows, placed)))
+
+            value, found = jax.value_and_grad(loss)({"non_layer": make_perturbations(spec, inside)})
+            return value, jnp.float32(0), found
+
+        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
+        return np.asarray(run(batch)["non_layer"])
+
+    assert toy.distance(differentiate(toy.placement(0, **groups)), differentiate(toy.placement())) < 1e-6
+
+
+def test_a_product_along_the_scales_of_a_base_uses_its_values() -> None:
+    """A weight that a model also multiplies transposed has scales along what that product sums over."""
+    spec, placement = ParamSpec((64, 32), ("embed", "mlp"), (0,)), toy.placement()
+    w, x = with_outliers(64, 32, count=0, seed=1), with_outliers(8, 4, 32, count=0, seed=2)
+    base = quantise(jnp.asarray(w), int8_specs(spec))
+    placed = attach_shardings(
+        int8_specs(spec), base, Int8Weight(None, None), placement, keep_gathered=False, matmul="int8"
+    )
+    exact = np.einsum("BSF,DF->BSD", x, np.asarray(dequantise(base)))
+    assert toy.distance(weights.einsum("BSF,DF->BSD", jnp.asarray(x), placed), exact) < 0.02
 
 
 def test_only_the_largest_columns_are_split_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,13 @@ def test_evaluation_uses_weights_as_they_will_be_served(
     assert {found for name, found in placed if name == "attention"} == {evaluated}
 
 
+def test_groups_of_4_bits_are_those_of_the_base_and_not_of_adapters() -> None:
+    config = Config(model=MODEL, precision=PrecisionConfig(matmul="int4_qat"), lora=LoraConfig(rank=4))
+    validate(config)
+    with pytest.raises(InputError, match="mlp/down sums over 48 values on each device"):
+        validate(replace(config, model=replace(MODEL, mlp_width=48)))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
