@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.compiler.chips import CHIPS, LinkRates
 from jaxopt_llm.config import cli
 from jaxopt_llm.config.fields import SEARCHED
 from jaxopt_llm.core import errors, json_files
@@ -44,6 +45,13 @@ def make_parser() -> argparse.ArgumentParser:
     hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
+    add(
+        "--network", type=float, nargs="+", default=[], metavar="GBPS",
+        help="network of each host, in Gb/s, which its GPUs share (default: the usual one of a server with such GPUs); "
+        "with several, show the time of the step for each",
+    )  # fmt: skip
+    add("--nvlink", type=float, metavar="GB/S", help="NVLink of each GPU in one direction (default: the GPU's)")
+    add("--pcie", type=float, metavar="GB/S", help="PCIe of each GPU in one direction (default: the GPU's)")
     add("--rows", type=int, metavar="N", help="for a recipe with a model of its own: rows of a batch over all GPUs")
     add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
     add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
@@ -118,8 +126,22 @@ def format_plan(plan: Plan) -> str:
         *format_checkpoints(plan.checkpoints),
         "",
         *format_speed(plan.speed, fits=plan.spare >= 0),
+        *_format_networks(plan),
     ]
     return "\n".join(lines)
+
+
+def _format_networks(plan: Plan) -> list[str]:
+    if not plan.networks:
+        return []
+    lines = ["", f"{'network of a host, Gb/s':>24} {'s a step':>10} {'tokens/s':>12} {'waits for the network':>22}"]
+    tokens = plan.speed.tokens_per_second * plan.speed.step_seconds
+    for each in plan.networks:
+        share = each.network_seconds / each.step_seconds
+        lines.append(
+            f"{each.gigabits:24,.4g} {each.step_seconds:10,.4g} {tokens / each.step_seconds:12,.0f} {share:22.1%}"
+        )
+    return lines
 
 
 def _make_heading(plan: Plan) -> str:
@@ -176,7 +198,8 @@ def main() -> int:
         return _search(config, options)
     for line in describe_unread(config):
         print(f"warning: {line}", file=sys.stderr)
-    plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host)
+    rates = _read_rates(options)
+    plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host, rates, options.network)
     print(to_json(plan) if options.json else format_plan(plan))
     if options.save:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
@@ -195,7 +218,7 @@ def _check_fits(spare: int, remedy: str = "") -> None:
 def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     from jaxopt_llm.engine.recipe import make_engine  # takes a second to import
 
-    for name in ("search", "save"):
+    for name in ("search", "save", "network", "nvlink", "pcie"):
         if getattr(options, name):
             raise InputError(f"--{name}: only for recipes of the decoder, and {recipe.path} has a model of its own")
     _choose_gpu(options)
@@ -218,6 +241,18 @@ def _without_illegal_mesh(config: Config) -> Config:
         training = dataclasses.replace(config.training, accumulation=1)
         return dataclasses.replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(), training=training)
     return config
+
+
+def _read_rates(options: argparse.Namespace) -> LinkRates:
+    """Return the rates of links that the command line gives; of several networks, the first."""
+    given = {name: getattr(options, name) for name in ("nvlink", "pcie")}
+    given["network"] = options.network[0] if options.network else None
+    for name, value in (*given.items(), *(("network", value) for value in options.network)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{name} {value:g}: must be above 0")
+    if options.search and len(options.network) > 1:
+        raise InputError("--network: --search takes one network; search for each of them")
+    return LinkRates(**given)
 
 
 def _choose_gpu(options: argparse.Namespace) -> None:
@@ -260,11 +295,13 @@ def _search(config: Config, options: argparse.Namespace) -> int:
         _check_new_recipe(options.write)
     gpu, hosts, gpus_per_host = options.gpu, options.hosts, options.gpus_per_host
     topology.gpu_topology(gpu, hosts, gpus_per_host)  # raises an error now, before the search
-    cluster, allowed = Cluster(gpu, hosts, gpus_per_host), tuple(dict.fromkeys(options.allow))
+    rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
+    cluster = Cluster(gpu, hosts, gpus_per_host, rates)
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
     config = _with_policy(config, cluster, limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
-    plan_config = functools.partial(make_plan, gpu=gpu, hosts=hosts, gpus_per_host=gpus_per_host)
+    place = {"gpu": gpu, "hosts": hosts, "gpus_per_host": gpus_per_host, "rates": rates}
+    plan_config = functools.partial(make_plan, **place, networks=options.network)
     spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED)
     with ProcessPoolExecutor(compiles, spawn, prepare_jax) as processes, line:
         if compiles > 1:

@@ -39,6 +39,35 @@ class Chip:
     host_link: str = "PCIe"
 
 
+@dataclass(frozen=True)
+class LinkRates:
+    """Rates of links that differ from the usual ones of a GPU's server; None for the usual ones.
+
+    Attributes:
+        network: Gb/s of a host in one direction, which its GPUs share.
+        nvlink: GB/s of a GPU in one direction.
+        pcie: GB/s of a GPU in one direction, to the host; between GPUs too, where they have no NVLink.
+    """
+
+    network: float | None = None
+    nvlink: float | None = None
+    pcie: float | None = None
+
+    def apply(self, chip: Chip, gpus_per_host: int) -> Chip:
+        """Return the figures of a GPU in a host with this number of GPUs."""
+        if self.network is not None:
+            chip = replace(chip, network_bytes_per_second=self.network * 1e9 / 8 / gpus_per_host)
+        if self.pcie is not None and chip.host_link == "PCIe":
+            chip = replace(chip, host_bytes_per_second=self.pcie * 1e9)
+        if self.pcie is not None and chip.peer_link == "pcie":
+            chip = replace(chip, peer_bytes_per_second=self.pcie * 1e9)
+        if self.nvlink is not None:
+            chip = replace(chip, peer_link="nvlink", peer_bytes_per_second=self.nvlink * 1e9)
+        return chip
+
+
+USUAL_LINKS = LinkRates()
+
 # Keys of Chip.peak_flops, by XLA's names of the operands' dtype.
 PEAK_KEYS = {
     "f8e4m3fn": "float8",

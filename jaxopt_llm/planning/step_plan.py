@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
-from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
+from jaxopt_llm.compiler.chips import USUAL_LINKS, LinkRates, seconds_at_peak
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
@@ -37,6 +37,21 @@ from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.utilisation import compute_utilisation
 
 GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class NetworkTime:
+    """Time of a step with another network between the hosts.
+
+    Attributes:
+        gigabits: rate of a host, Gb/s.
+        step_seconds: time of the step.
+        network_seconds: the part of it in which the step waits for the network.
+    """
+
+    gigabits: float
+    step_seconds: float
+    network_seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ class Plan:
     model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
     repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
     speed: Speed
+    networks: tuple[NetworkTime, ...]  # times with other networks
     checkpoints: CheckpointPlan
     idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
 
@@ -77,14 +93,26 @@ class Plan:
         return self.limit - self.memory.peak
 
 
-def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
+def make_plan(
+    config: Config,
+    gpu: str,
+    hosts: int,
+    gpus_per_host: int,
+    rates: LinkRates = USUAL_LINKS,
+    networks: Sequence[float] = (),
+) -> Plan:
     """Compile the training step and measure its memory, traffic and FLOPs.
+
+    Args:
+        rates: those of links that differ from the usual ones.
+        networks: rates of the network of a host, Gb/s, with which the time of the step is computed, too.
 
     Raises:
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
     devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
-    chip, mesh, cluster = CHIPS[gpu], make_mesh(config.mesh, devices), Cluster(gpu, hosts, gpus_per_host)
+    mesh, cluster = make_mesh(config.mesh, devices), Cluster(gpu, hosts, gpus_per_host, rates)
+    chip = cluster.chip
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     limit, clock = int(chip.memory_bytes * float(MEMORY_FRACTION)), time.perf_counter()
     choice = _choose_and_compile(config, cluster, limit, placement)
@@ -93,7 +121,8 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
     text, memory = str(peak.compiled.as_text()), peak.memory
     specs, length = program.specs, config.training.sequence_length
     tokens = config.training.batch_size * length
-    collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
+    found = hlo.list_collectives(text, mesh)
+    collectives = tuple(links.sum_traffic(found, mesh, chip, gpus_per_host))
     needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
@@ -131,6 +160,10 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Plan:
         model_flops=needed.causal * tokens / len(devices),
         repeated_flops=work.repeated_flops,
         speed=speed,
+        networks=tuple(
+            _time_network(text, found, mesh, replace(cluster, links=replace(rates, network=network)))
+            for network in networks
+        ),
         checkpoints=plan_checkpoints(config, specs, speed.step_seconds),
         idle=work.idle,
     )
@@ -147,6 +180,17 @@ def _choose_and_compile(
 
     candidates = list_candidates(config, cluster, limit)
     return choose_settings(candidates, compile_step, count_peak=lambda compiled: compiled[1].memory.peak)
+
+
+def _time_network(
+    text: str, collectives: Sequence[hlo.Collective], mesh: jax.sharding.Mesh, cluster: Cluster
+) -> NetworkTime:
+    """Return the time of a compiled step on a cluster."""
+    traffic = tuple(links.sum_traffic(collectives, mesh, cluster.chip, cluster.gpus_per_host))
+    parts = break_down_step(text, traffic, cluster.chip)
+    assert cluster.links.network is not None
+    waited = sum(part.seconds for part in parts if part.name.endswith("(network)"))
+    return NetworkTime(cluster.links.network, sum(part.seconds for part in parts), waited)
 
 
 def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from jaxopt_llm.compiler.chips import CHIPS, Chip
+from jaxopt_llm.compiler.chips import CHIPS, USUAL_LINKS, Chip, LinkRates
 
 # Shares of the chip's figures that programs attain.
 # Matmuls: the best shapes reach 80% (H100, H200), 86% (A100) and 78% (B200) in bf16 (Bekman, Machine Learning
@@ -47,15 +47,16 @@ LINK_EFFICIENCY = {"nvlink": NVLINK_EFFICIENCY, "pcie": PCIE_RING_EFFICIENCY, "n
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with the same number of GPUs each."""
+    """Hosts with the same number of GPUs each. links: rates that differ from the usual ones."""
 
     gpu: str
     hosts: int
     gpus_per_host: int
+    links: LinkRates = USUAL_LINKS
 
     @property
     def chip(self) -> Chip:
-        return CHIPS[self.gpu]
+        return self.links.apply(CHIPS[self.gpu], self.gpus_per_host)
 
     @property
     def devices(self) -> int:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.execution.remat import QKV
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
@@ -114,7 +113,7 @@ class _Step:
             return
         group = math.prod(getattr(mesh, axis) for axis in axes)
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
-        link, rate = _find_link(axes, kind, mesh, self.cluster.gpu, self.cluster.gpus_per_host)
+        link, rate = _find_link(axes, kind, mesh, self.cluster)
         waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
         hidden = min(1 - alone, beside * LINK_EFFICIENCY[link] * rate / moved)
         yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else hidden)
@@ -236,5 +235,5 @@ class _Step:
 
 
 @functools.cache
-def _find_link(axes: tuple[str, ...], kind: str, mesh: MeshConfig, gpu: str, gpus_per_host: int) -> tuple[str, float]:
-    return links.find_link(axes, kind, make_abstract_mesh(mesh), CHIPS[gpu], gpus_per_host)
+def _find_link(axes: tuple[str, ...], kind: str, mesh: MeshConfig, cluster: Cluster) -> tuple[str, float]:
+    return links.find_link(axes, kind, make_abstract_mesh(mesh), cluster.chip, cluster.gpus_per_host)

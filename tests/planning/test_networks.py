@@ -1,0 +1,91 @@
+"""Networks, NVLink and PCIe of other rates than the usual ones: `plan --network`, `--nvlink`, `--pcie`."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from jaxopt_llm import plan
+from jaxopt_llm.compiler.chips import CHIPS, LinkRates
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.planning.search.ranking import estimate
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.step_plan import make_plan
+
+CONFIG = Config(
+    model=ModelConfig(width=256, layers=2, heads=4, kv_heads=4, head_dim=64, mlp_width=512, vocabulary_size=1024),
+    training=TrainingConfig(batch_size=4, sequence_length=256, attention="xla"),
+    mesh=MeshConfig(fsdp=4),
+)
+
+
+def test_rates_of_links_replace_those_of_the_gpu() -> None:
+    h100, a4090 = CHIPS["h100"], CHIPS["4090"]
+    assert LinkRates().apply(h100, 8) == h100
+    found = LinkRates(network=100, nvlink=200, pcie=20).apply(h100, 4)
+    assert found.network_bytes_per_second == 100e9 / 8 / 4  # its GPUs share the network of a host
+    assert (found.peer_link, found.peer_bytes_per_second, found.host_bytes_per_second) == ("nvlink", 200e9, 20e9)
+    assert a4090.peer_link == "pcie"
+    assert LinkRates(pcie=20).apply(a4090, 8).peer_bytes_per_second == 20e9
+
+
+def test_a_step_waits_for_a_slow_network() -> None:
+    found = make_plan(CONFIG, "h100", 2, 2, LinkRates(network=10), networks=(1, 10, 100_000))
+    slow, same, fast = found.networks
+    assert same.step_seconds == pytest.approx(found.speed.step_seconds)
+    assert [each.gigabits for each in found.networks] == [1, 10, 100_000]
+    # The rest of the step does not change, and almost nothing of the transfers is hidden.
+    assert slow.step_seconds - slow.network_seconds == pytest.approx(fast.step_seconds - fast.network_seconds)
+    assert slow.network_seconds == pytest.approx(10 * same.network_seconds, rel=0.2)
+    assert fast.network_seconds < 0.01 * slow.network_seconds
+    sent = sum(each.bytes for each in found.collectives if each.link == "network")
+    assert slow.network_seconds <= sent / (0.8 * 1e9 / 8)
+
+
+@pytest.mark.core
+def test_the_search_counts_the_network() -> None:
+    state = compute_state_sizes(CONFIG)
+    assert state is not None
+    usual, slow = (
+        estimate(CONFIG, Cluster("h100", 2, 2, LinkRates(network=network)), state).time.total for network in (None, 10)
+    )
+    between = replace(CONFIG, mesh=MeshConfig(data=2, fsdp=2))
+    divided = estimate(between, Cluster("h100", 2, 2, LinkRates(network=10)), compute_state_sizes(between) or state)
+    assert slow > 5 * usual
+    assert divided.time.total < slow  # gathers stay in the host
+
+
+def test_the_command_prints_a_line_for_each_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "prepare_jax", lambda: None)
+    monkeypatch.setattr(plan.pretrained, "resolve_pretrained", lambda config: CONFIG)
+    place = ("--gpu", "h100", "--hosts", "2", "--gpus-per-host", "2")
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "quickstart.py", *place, "--network", "1", "400"])
+    assert plan.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split()[:5] == ["network", "of", "a", "host,", "Gb/s"]
+    assert [line.split()[0] for line in lines[-2:]] == ["1", "400"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
+    assert plan.main() == 0
+    assert [each["gigabits"] for each in json.loads(capsys.readouterr().out)["networks"]] == [1, 400]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (("--network", "0"), "--network 0: must be above 0"),
+        (("--network", "10", "-1"), "--network -1: must be above 0"),
+        (("--nvlink", "inf"), "--nvlink inf: must be above 0"),
+        (("--search", "--network", "1", "10"), "--network: --search takes one network; search for each of them"),
+    ],
+)
+def test_impossible_rates_are_refused(given: tuple[str, ...], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "prepare_jax", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "quickstart.py", "--gpu", "h100", *given])
+    with pytest.raises(InputError, match=problem):
+        plan.main()
