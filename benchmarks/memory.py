@@ -1,11 +1,11 @@
-"""Measure what each memory setting saves on Llama 2 7B, as compiled: alone, together, and compared with claims.
+"""Measure what each memory setting saves on Llama 2 7B, as compiled: alone and together.
 
     python benchmarks/memory.py [--only NAME ...] [--json FILE]
 
 Every GPU has one sequence of 4096 tokens. The baseline "off" is float32, ZeRO-0, no recomputation, whole logits, and
 AdamW in float32. Bytes are of one GPU at its peak, FLOPs of its matmuls in a step, traffic of a step. No GPU is needed;
-nothing runs, so no time is measured. Claims and bars, which pass or fail, come last. With --only, the rows or tables
-with these names are measured and the others are read from FILE.
+nothing runs, so no time is measured. Bars, which pass or fail, come last; claims.py settles published claims. With
+--only, the rows or tables with these names are measured and the others are read from FILE.
 """
 
 import argparse
@@ -182,11 +182,26 @@ def measured(table: Table, technique: Technique) -> Row:
     settings = f"{table.settings} {technique.settings}".strip()
     config = cli.override_config(recipe, shlex.split(settings), "benchmarks/memory.py")
     validate(config)
-    return {"settings": technique.settings} | _compiled(config, *table.machines, table.roomy, technique == PLAIN)
+    return {"settings": technique.settings} | compile_step(config, *table.machines, table.roomy, technique == PLAIN)
 
 
 @functools.cache
-def _compiled(config: Config, gpu: str, hosts: int, gpus_per_host: int, roomy: bool, plain: bool) -> Row:
+def compile_step(
+    config: Config,
+    gpu: str,
+    hosts: int,
+    gpus_per_host: int,
+    roomy: bool = True,
+    plain: bool = False,
+    networks: tuple[float, ...] = (),
+) -> Row:
+    """Return bytes, FLOPs and seconds of one GPU.
+
+    Args:
+        roomy: see Table.
+        plain: let the blocks keep elementwise results, as plain autodiff does.
+        networks: see `make_plan`.
+    """
     chip = CHIPS[gpu]
     limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
     with contextlib.ExitStack() as patched:
@@ -194,7 +209,7 @@ def _compiled(config: Config, gpu: str, hosts: int, gpus_per_host: int, roomy: b
             patched.enter_context(mock.patch.dict(CHIPS, {gpu: dataclasses.replace(chip, memory_bytes=ROOMY)}))
         if plain:
             patched.enter_context(remat.autodiff_alone())
-        plan = make_plan(config, gpu, hosts, gpus_per_host)
+        plan = make_plan(config, gpu, hosts, gpus_per_host, networks=networks)
     return {
         "memory": dataclasses.asdict(plan.memory) | {"peak": plan.memory.peak},
         "fits": plan.memory.peak <= limit,
@@ -203,10 +218,12 @@ def _compiled(config: Config, gpu: str, hosts: int, gpus_per_host: int, roomy: b
         "pcie": plan.pcie_bytes,
         "sent": sum(each.bytes for each in plan.collectives),
         "flops": plan.flops,
+        "step_seconds": plan.speed.step_seconds,
+        "networks": [dataclasses.asdict(each) for each in plan.networks],
     }
 
 
-# ---- Claims and bars.
+# ---- Bars.
 
 
 def saved(row: Row, base: Row, kind: str = "peak") -> float:
@@ -216,52 +233,6 @@ def saved(row: Row, base: Row, kind: str = "peak") -> float:
 
 def extra_flops(row: Row, base: Row) -> float:
     return row["flops"] / base["flops"] - 1
-
-
-def claims(rows: Rows) -> Iterator[Verdict]:
-    alone, gpt3 = rows["alone"], rows["GPT-3"]
-    off, plain, bf16, full = (alone[each.name] for each in (BASE, PLAIN, BF16, FULL))
-    yield Verdict(
-        "mixed precision halves memory (Micikevicius et al. 2018, arXiv:1710.03740)",
-        saved(bf16, off) >= 0.5,
-        f"activations {saved(bf16, off, 'activations'):.0%} less, the whole {saved(bf16, off):.0%}: masters, moments "
-        "and gradients stay in float32, 16 bytes per parameter whatever the compute dtype",
-    )
-    off_activations = saved(full, plain, "activations")
-    yield Verdict(
-        "checkpointing saves 60-70% of activations for 20-30% of time",
-        off_activations >= 0.6 and extra_flops(full, plain) <= 0.3,
-        f"{off_activations:.0%} of plain autodiff's and {saved(full, off, 'activations'):.0%} of what `none` keeps, "
-        f"for {extra_flops(full, off):.0%} more FLOPs; the time is not measured",
-    )
-    zero, eighth = alone[ZERO_3.name], 1 / 8
-    kinds = ("parameters", "gradients", "optimizer")
-    state = [sum(row["memory"][kind] for kind in kinds) for row in (off, zero)]
-    yield Verdict(
-        "ZeRO-3 and 16 bits bring 280 GB to 35 GB a card: an eighth on 8 cards",
-        state[1] <= 1.1 * eighth * state[0],
-        f"parameters, gradients and moments {state[0] / 1e9:.0f} -> {state[1] / 1e9:.1f} GB, "
-        f"{state[0] / state[1]:.1f} times less; activations are not divided, so that the peak falls "
-        f"{1 / (1 - saved(zero, off)):.1f} times, with bf16 and remat full as well "
-        f"{1 / (1 - saved(rows['together'][ZERO_3.name], off)):.1f} times",
-    )
-    one = rows["one of 24 GB"]
-    lora, trained = one[INSTEAD.format(LORA.name)], one[CHUNKS.name]
-    yield Verdict(
-        "LoRA saves 70% (Hu et al. 2021, arXiv:2106.09685: 1.2 TB -> 350 GB of GPT-3)",
-        saved(lora, trained) >= 0.7,
-        f"in 16 bits with remat full {saved(lora, trained):.0%} of the peak, over an int8 base "
-        f"{saved(one[INSTEAD.format(QLORA.name)], trained):.0%}; alone {saved(alone[LORA.name], off):.0%}: what frozen "
-        "layers keep for the backward of those before them is no less",
-    )
-    both = gpt3[FULL.name]
-    yield Verdict(
-        "checkpointing and 16 bits save 78% on GPT-3",
-        saved(both, gpt3[PLAIN.name]) >= 0.78,
-        f"{saved(both, gpt3[PLAIN.name]):.0%} of plain autodiff's peak on 96 GPUs, {saved(both, gpt3[BASE.name]):.0%} "
-        f"of `none`'s; of activations {saved(both, gpt3[PLAIN.name], 'activations'):.0%} and "
-        f"{saved(both, gpt3[BASE.name], 'activations'):.0%}",
-    )
 
 
 def bars(rows: Rows) -> Iterator[Verdict]:
@@ -336,7 +307,6 @@ def show(rows: Rows) -> str:
         lines = [line(each.name, found[each.name], _base(table, found)) for each in table.rows if each.name in found]
         said += ["", table.title, HEADER, *lines]
     if all(len(rows[table.name]) == len(table.rows) for table in TABLES):
-        said += ["", "claims", *(each.line("holds", "fails") for each in claims(rows))]
         said += ["", "bars", *(each.line() for each in bars(rows))]
     return "\n".join(said)
 

@@ -1,0 +1,96 @@
+"""benchmarks/claims.py: its settings, its judgements, and the page that shows its result."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT
+
+from jaxopt_llm.config import cli
+from jaxopt_llm.training.validation import validate
+
+sys.path.append(str(ROOT / "benchmarks"))
+import claims
+from claims import HOLDS, PARTLY, REFUTED
+
+pytestmark = pytest.mark.core
+RESULT = ROOT / "benchmarks" / "results" / "claims.json"
+
+
+def row(peak: float = 100, flops: float = 100, seconds: float = 1, sent: float = 0, **kinds: float) -> claims.Row:
+    memory = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0} | kinds | {"peak": peak}
+    return {"memory": memory, "flops": flops, "step_seconds": seconds, "sent": sent, "parameters": 10}
+
+
+def test_the_page_is_up_to_date() -> None:
+    script = ROOT / "scripts" / "claims_page.py"
+    done = subprocess.run([sys.executable, script, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_result_has_every_claim_with_its_settings() -> None:
+    rows = json.loads(RESULT.read_text())["rows"]
+    assert [each["case"] for each in rows] == [claim.name for claim in claims.CLAIMS]
+    for found, claim in zip(rows, claims.CLAIMS, strict=True):
+        assert found["settings"] == {name: case.settings for name, case in claim.cases.items()}, claim.name
+        assert (found["says"], found["setting"]) == (claim.says, claim.setting)
+        finding = claim.judge(found["rows"], found["measured"])
+        assert (found["verdict"], found["found"]) == (finding.verdict, finding.found), claim.name
+
+
+def test_the_settings_are_valid() -> None:
+    for claim in claims.CLAIMS:
+        for case in claim.cases.values():
+            config = cli.override_config(cli.load_recipe(case.recipe), shlex.split(case.settings), "claims.py")
+            validate(config)
+            assert config.mesh.devices == case.machines[1] * case.machines[2], (claim.name, case.settings)
+
+
+@pytest.mark.parametrize(("peak", "activations", "verdict"), [(50, 10, HOLDS), (51, 50, PARTLY), (90, 51, REFUTED)])
+def test_mixed_precision(peak: float, activations: float, verdict: str) -> None:
+    rows = {"off": row(100, activations=100), "bf16": row(peak, activations=activations)}
+    assert claims.judge_mixed_precision(rows, {}).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("kept", "roofline", "clock", "verdict"),
+    [
+        (40, 1.29, 1.29, HOLDS),
+        (40, 1.31, 1.2, PARTLY),
+        (40, 1.2, 1.31, PARTLY),
+        (41, 1.2, 1.2, PARTLY),
+        (41, 2, 1, REFUTED),
+    ],
+)
+def test_checkpointing(kept: float, roofline: float, clock: float, verdict: str) -> None:
+    rows = {
+        "off": row(activations=90),
+        "plain autodiff": row(activations=100),
+        "full": row(activations=kept),
+        "none, bf16": row(seconds=1),
+        "full, bf16": row(seconds=roofline),
+    }
+    measured = {"full / none, step seconds": clock, "least": clock, "most": clock}
+    assert claims.judge_checkpointing(rows, measured).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"), [(280e9, 35e9, HOLDS), (134e9, 16.75e9, REFUTED), (280e9, 60e9, REFUTED)]
+)
+def test_from_280_to_35(before: float, after: float, verdict: str) -> None:
+    rows = {"off": row(before, optimizer=80), "ZeRO-3, bf16": row(after, optimizer=10)}
+    assert claims.judge_zero_280(rows, {}).verdict == verdict
+
+
+@pytest.mark.parametrize(("state", "sent", "verdict"), [(20, 100, HOLDS), (20, 120, PARTLY), (40, 120, REFUTED)])
+def test_a_stage_of_zero(state: float, sent: float, verdict: str) -> None:
+    rows = {"ZeRO-0": row(sent=100, optimizer=80), "ZeRO-1": row(sent=sent, optimizer=state)}
+    assert claims.judge_zero(1, 4, 0.05, rows, {}).verdict == verdict
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, HOLDS), (0.4, REFUTED)])
+def test_a_slow_network(share: float, verdict: str) -> None:
+    times = [{"gigabits": 10, "step_seconds": 2.0, "network_seconds": 2 * share}]
+    assert claims.judge_network({"two hosts": row() | {"networks": times}}, {}).verdict == verdict
