@@ -60,7 +60,8 @@ def compiled(recipes: Mapping[str, Path], gpu: str, gpus: int) -> dict[str, Row]
 
 def measured(recipes: Mapping[str, Path], runs: int, steps: int) -> dict[str, Row]:
     step = str(HERE / "train_step.py")
-    contenders = {name: (step, ["--config", str(path)], HUGE_PAGES) for name, path in recipes.items()}
+    without_profile = ""
+    contenders = {name: (step, [without_profile, "--config", str(path)], HUGE_PAGES) for name, path in recipes.items()}
     *_, results = run_alternating(runs, steps, contenders)
     return dict(zip(recipes, map(summarise, results), strict=True))
 

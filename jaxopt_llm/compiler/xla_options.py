@@ -121,6 +121,15 @@ def compiler_options(
     return ours | theirs
 
 
+def initialization_options(mesh: Mesh | AbstractMesh) -> Options:
+    """Return the compiler options of the program that draws initial values.
+
+    On CPUs, LLVM takes most of the program's time at its usual level. With level 1, a toy compiles in a fifth of the
+    time, and 410M values are drawn in half of the time or less. The values are the same to the bit.
+    """
+    return {} if _is_gpu(mesh) else {"xla_backend_optimization_level": 1}
+
+
 def _is_gpu(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 
+from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
@@ -226,7 +227,11 @@ def initialize_state(
             by_path = dict(tree.leaves_with_path(make(given)))
             return {path: by_path[path] for path in paths}
 
-        selected = jax.jit(make_selected, out_shardings={path: sharding_by_path[path] for path in paths})
+        selected = jax.jit(
+            make_selected,
+            out_shardings={path: sharding_by_path[path] for path in paths},
+            compiler_options=xla_options.initialization_options(placement.mesh),
+        )
         made: dict[str, jax.Array] = selected(given_halves["masters"])
         return made
 

@@ -21,7 +21,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference import devices, run
 from jaxopt_llm.inference.devices import choose_devices, fits_in_memory
 
 
@@ -52,7 +52,7 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
     )
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
     assert (done.returncode, done.stderr) == (0, "")
-    monkeypatch.setattr(run, "choose_devices", lambda needed, devices, limit, tensor: devices)
+    monkeypatch.setattr(devices, "choose_devices", lambda needed, devices, limit, tensor: devices)
     loaded = run.load_model(tmp_path)
     dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
     assert [dtypes.pop(f"segment_0/block_0/mlp/{name}") for name in ("router", "router_bias")] == [jnp.float32] * 2
@@ -153,7 +153,7 @@ def test_offloaded_parameters_generate_the_same_text(tmp_path: Path, monkeypatch
     done = train(tmp_path, "--training.steps", 1)
     assert (done.returncode, done.stderr) == (0, "")
     on_device = run.load_model(tmp_path)
-    monkeypatch.setattr(run, "fits_in_memory", lambda needed, devices, limit: False)
+    monkeypatch.setattr(devices, "fits_in_memory", lambda needed, devices, limit: False)
     on_host = run.load_model(tmp_path)
     kinds = {
         section: {x.sharding.memory_kind for x in jax.tree.leaves(on_host.params[section])}
