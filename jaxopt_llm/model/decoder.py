@@ -22,7 +22,7 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Function, Rotary
-from jaxopt_llm.model.linear import vocabulary, weights
+from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import Params, Segment
 from jaxopt_llm.model.moe import experts
@@ -38,6 +38,7 @@ class Decoder:
     loss_chunk, z_loss: see TrainingConfig. attention, grouped_matmul: names of implementations (self_attention.py,
         kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding included; None if any
         number is possible.
+    counts_outliers: whether blocks count the outlier columns that int8 products leave among the integers.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
 
@@ -47,6 +48,7 @@ class Decoder:
     attention: str = "xla"
     grouped_matmul: str = "xla"
     max_segments: int | None = None
+    counts_outliers: bool = False
     specs: Params = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,10 +85,15 @@ class Decoder:
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any, Auxiliary]:
-        attended, cache = self._attend(kind, params, x, context, cache)
-        x = _add_residual(x, self._norm(params, "attention_post_norm")(attended), context)
-        transformed, auxiliary = self._transform(params, x, context, layer["index"])
-        x = _add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
+        with outliers.collect_left() as left:
+            attended, cache = self._attend(kind, params, x, context, cache)
+            x = _add_residual(x, self._norm(params, "attention_post_norm")(attended), context)
+            transformed, auxiliary = self._transform(params, x, context, layer["index"])
+            x = _add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
+        if self.counts_outliers:
+            auxiliary = dataclasses.replace(
+                auxiliary, statistics={outliers.LEFT: sum(left, jnp.zeros((), jnp.float32))}
+            )
         return x, cache, auxiliary
 
     def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
@@ -121,6 +128,8 @@ class Decoder:
 
     def zero_auxiliary(self) -> Auxiliary:
         statistics = experts.zero_statistics(self.config) if self.config.moe.experts else {}
+        if self.counts_outliers:
+            statistics = {outliers.LEFT: jnp.zeros((), jnp.float32)}
         return Auxiliary(jnp.zeros((), jnp.float32), statistics)
 
     @functools.cached_property

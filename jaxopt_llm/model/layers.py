@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,37 @@ import numpy as np
 from jaxopt_llm.config import Intermediate, ModelConfig
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.linear import projections, weights
+from jaxopt_llm.model.linear import outliers, projections, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
 from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_sequence
 
-# Decorator: the backward recomputes elementwise operations from their operands, under any remat policy. Otherwise it
-# would keep several arrays of the operands' size, and writing and reading them costs more than computing. A matmul
-# inside is not recomputed: its own backward needs only its operands. This is why the operations that feed a matmul are
-# recomputed together with it. A gathered weight that is kept is not gathered again.
-recomputed = functools.partial(
-    jax.checkpoint,
-    prevent_cse=False,
-    policy=jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME),
-)
+_KEPT = jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def recomputed(function: F) -> F:
+    """Let the backward recompute the elementwise operations of a function from their operands, under any remat policy.
+
+    Otherwise it would keep several arrays of the operands' size, and writing and reading them costs more than
+    computing. A matmul inside is not recomputed: its own backward needs only its operands. This is why the operations
+    that feed a matmul are recomputed together with it. A gathered weight that is kept is not gathered again.
+    """
+
+    def run(*arguments: Any) -> tuple[Any, list[jax.Array]]:
+        with outliers.collect_left() as left:
+            return function(*arguments), left
+
+    checkpointed = jax.checkpoint(run, prevent_cse=False, policy=_KEPT)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        result, left = checkpointed(*arguments)
+        outliers.add_left(left)
+        return result
+
+    return call  # type: ignore[return-value]
+
 
 Function = Callable[[jax.Array], jax.Array]
 

@@ -14,6 +14,7 @@ from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.in_backward import loss_and_update
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.linear import outliers
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel.placement import Placement
@@ -41,7 +42,7 @@ def make_decoder_advance(
 ) -> Advance:
     """Return the loss, the backward and the update of a model of tokens, for `make_step`.
 
-    Batch fields: [M, B, S], M microbatches. Further metrics are those of experts.router_metrics.
+    Batch fields: [M, B, S], M microbatches. Further metrics are those of `_make_metrics`.
     """
     if settings.in_backward:
         advance = update_in_backward(model, optimizers, specs, placement, settings)
@@ -69,6 +70,11 @@ def _invert_tokens(batch: Batch) -> jax.Array:
     return 1.0 / jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
 
 
+def _make_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the metrics of the routers, or the number of outlier columns that were left; never both."""
+    return statistics if outliers.LEFT in statistics else experts.router_metrics(statistics)
+
+
 def differentiate_decoder(model: Model, executor: Executor, placement: Placement) -> Differentiate:
     """Return the function that computes the gradients of the mean loss over tokens."""
 
@@ -78,7 +84,7 @@ def differentiate_decoder(model: Model, executor: Executor, placement: Placement
         loss, _, auxiliary, gradients = executor.loss_and_gradients(
             model, state.trainable, state.frozen, batch, scale * per_token, placement
         )
-        metrics = experts.router_metrics(auxiliary.statistics)
+        metrics = _make_metrics(auxiliary.statistics)
         return Differentiated(loss * per_token, gradients, scale, metrics, state.variables)
 
     return differentiate
@@ -106,7 +112,7 @@ def update_in_backward(
         )
         loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
         _, guard = judge_step(state.guard, loss, norm, overflow)
-        metrics = experts.router_metrics(auxiliary.statistics)
+        metrics = _make_metrics(auxiliary.statistics)
         return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)
 
     return advance

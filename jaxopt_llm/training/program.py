@@ -114,4 +114,5 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         attention=attention.name,
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
+        counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention

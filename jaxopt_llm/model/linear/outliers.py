@@ -13,7 +13,10 @@ of them are split off. They are lower case, because the axes of the whole produc
 selected by products with 0 and 1, which devices divide as any other product.
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -29,6 +32,7 @@ from jaxopt_llm.parallel.zero import GROUP_AXIS
 
 # The largest number of columns of a part that are split off. The paper finds up to 7 in models of up to 13B parameters.
 COLUMNS = 64
+LEFT = "outlier_columns_left"  # metric: columns above the threshold beyond these, of all products of a step
 
 
 @struct.dataclass
@@ -68,8 +72,7 @@ def einsum(
     shardings = weight.codes.shardings if isinstance(weight, Int8Weight) else weight.shardings
     operands, result = subscripts.split("->")
     left, right = operands.split(",")
-    axis, parts = split or ("", 1)
-    summed = axis + "".join(each for each in right if each not in (*result, axis))
+    summed, parts = _list_summed(right, result, split)
     inputs = split_outliers(x, left, summed, parts, shardings.outlier_threshold, shardings.grouped)
     if isinstance(weight, Int8Weight):
         scales = jnp.squeeze(gathered.scales, tuple(right.index(each) for each in summed))
@@ -108,9 +111,7 @@ def split_outliers(
     """
     rows = _rows(axes, summed)
     columns = _to_columns(x, axes, summed, parts)  # [rows, z, c]
-    largest = jnp.max(jnp.abs(columns.astype(jnp.float32)), axis=tuple(range(len(rows))))  # [z, c]
-    if grouped:
-        largest = jax.lax.pmax(largest, GROUP_AXIS)
+    largest = _find_largest(columns, grouped)
     values, chosen = jax.lax.top_k(largest, min(COLUMNS, largest.shape[-1]))
     chosen = jnp.where(values > threshold, chosen, -1)
     selection = select(chosen, largest.shape[-1])
@@ -123,6 +124,55 @@ def split_outliers(
         axes=axes,
         summed=summed,
     )
+
+
+@contextlib.contextmanager
+def collect_left() -> Iterator[list[jax.Array]]:
+    """Collect, while a block is traced, the number of outlier columns that its products leave among the integers."""
+    left: list[jax.Array] = []
+    token = _collected.set(left)
+    try:
+        yield left
+    finally:
+        _collected.reset(token)
+
+
+_collected: contextvars.ContextVar[list[jax.Array] | None] = contextvars.ContextVar("collected", default=None)
+
+
+def add_left(counts: list[jax.Array]) -> None:
+    """Add the counts of an inner function to those that are collected, if any are."""
+    collected = _collected.get()
+    if collected is not None:
+        collected += counts
+
+
+def note_left(subscripts: str, x: jax.Array, shardings: WeightShardings, split: tuple[str, int] | None) -> None:
+    """Count the outlier columns of a product beyond COLUMNS of a part, if they are collected.
+
+    XLA finds that the product needs the same largest values, and computes them once.
+    """
+    if _collected.get() is None:
+        return
+    left, right, result = (*subscripts.split("->")[0].split(","), subscripts.split("->")[1])
+    summed, parts = _list_summed(right, result, split)
+    columns = _to_columns(jax.lax.stop_gradient(x), left, summed, parts)
+    over = jnp.sum(_find_largest(columns, shardings.grouped) > shardings.outlier_threshold, axis=-1)  # [z]
+    count = jnp.sum(jnp.maximum(over - COLUMNS, 0)).astype(jnp.float32)
+    # Each group counts the columns of all, and the groups' counts are summed.
+    add_left([count / jax.lax.axis_size(GROUP_AXIS) if shardings.grouped else count])
+
+
+def _find_largest(columns: jax.Array, grouped: bool) -> jax.Array:
+    """Return the largest magnitude of each column, float32 [z, c], for columns [rows, z, c]."""
+    largest = jnp.max(jnp.abs(columns.astype(jnp.float32)), axis=tuple(range(columns.ndim - 2)))
+    return jax.lax.pmax(largest, GROUP_AXIS) if grouped else largest
+
+
+def _list_summed(right: str, result: str, split: tuple[str, int] | None) -> tuple[str, int]:
+    """Return the axes that a product sums over, the one that devices divide first, and the number of its parts."""
+    axis, parts = split or ("", 1)
+    return axis + "".join(each for each in right if each not in (*result, axis)), parts
 
 
 def select(columns: jax.Array, size: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from marks import slow
 
 from jaxopt_llm.config import (
     LoraConfig,
@@ -29,6 +30,7 @@ from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings, make_p
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.program import Program
 
 pytestmark = pytest.mark.core
 
@@ -209,13 +211,14 @@ def test_adapters_are_multiplied_in_compute_dtype() -> None:
 def plant_outliers(masters: Any) -> Any:
     """Let 3 columns of each block's normalised inputs be 60 times as large, in a model that computes the same."""
 
+    dims = {"query": 3, "key": 3, "value": 3, "gate": 2, "up": 2}  # of a layer; the width comes first
+
     def scale(path: str, array: jax.Array) -> jax.Array:
         factors = np.where(np.isin(np.arange(64), (5, 20, 40)), np.float32(60), np.float32(1))
+        name = path.rsplit("/", 1)[-1]
         if path.endswith("norm/scale"):
             return array * factors
-        if path.rsplit("/", 1)[-1] in ("query", "key", "value", "gate", "up"):
-            return array / factors.reshape(-1, *(1,) * (array.ndim - 2))
-        return array
+        return array / factors.reshape(-1, *(1,) * (dims[name] - 1)) if name in dims else array
 
     blocks = {name: tree.map_with_path(scale, part) for name, part in masters.items() if name != "non_layer"}
     return masters | blocks
@@ -240,3 +243,30 @@ def test_a_model_with_outliers_trains_as_in_compute_dtype() -> None:
     exact = train("compute_dtype")
     split, plain = (np.abs(train("int8", threshold) / exact - 1) for threshold in (THRESHOLD, 0.0))
     assert split.max() < 5e-3 and plain.mean() > 4 * split.mean()
+
+
+def batch_of(program: Program) -> Batch:
+    return jax.device_put(toy.microbatches(toy.packed(8, 32), 2), program.batch_sharding)
+
+
+@pytest.mark.parametrize(
+    ("where", "policy"),
+    [
+        ({"data": 2, "fsdp": 2}, "none"),
+        ({"pipeline": 2}, "full"),
+        *slow(({}, "full"), ({"zero_stage": 3, "fsdp": 2, "tensor": 2}, "none"), ({"pipeline": 2}, "none")),
+    ],
+)
+def test_columns_that_are_left_are_counted(where: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three columns pass the threshold in each of five products of a block; only one is split off."""
+    monkeypatch.setattr(outliers, "COLUMNS", 1)
+    config = replace(toy.UNIFORM, layers=4, width=64, mlp_width=64)
+    training = TrainingConfig(batch_size=8, sequence_length=32, accumulation=2)
+    precision = PrecisionConfig(compute_dtype="float32", matmul="int8", outlier_threshold=20.0)
+    placement = replace(toy.placement(**where), precision=precision)
+    sections = training, OptimizerConfig(), ScheduleConfig(1, 100), RematConfig(policy), LoraConfig()  # type: ignore[arg-type]
+    program = toy.make_program(config, *sections, placement)
+    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
+    planted = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), plant_outliers(state.masters), state.masters)
+    _, metrics = program.step(replace(state, masters=planted), batch_of(program))
+    assert metrics["outlier_columns_left"] == 2 * 5 * 4 * 2  # columns, products, layers, microbatches
