@@ -85,7 +85,6 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
     return total / tokens, tokens
 
 
-@errors.own_flags(flags.OWN_FLAGS)
 def main() -> int:
     options, overrides = make_parser().parse_known_args(sys.argv[1:])
     if options.batches is not None and options.batches < 1:

@@ -108,7 +108,7 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"} | flags.OWN_FLAGS)
+@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"})
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])

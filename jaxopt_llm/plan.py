@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--network", type=float, nargs="+", default=[], metavar="GBPS",
         help="network of each host, in Gb/s, which its GPUs share (default: the usual one of a server with such GPUs); "
-        "with several, show the time of the step for each",
+        "with several, show the time of the step for each; settings are chosen for the first",
     )  # fmt: skip
     add("--nvlink", type=float, metavar="GB/S", help="NVLink of each GPU in one direction (default: the GPU's)")
     add("--pcie", type=float, metavar="GB/S", help="PCIe of each GPU in one direction (default: the GPU's)")
@@ -249,7 +249,9 @@ def _read_rates(options: argparse.Namespace) -> LinkRates:
     given["network"] = options.network[0] if options.network else None
     for name, value in (*given.items(), *(("network", value) for value in options.network)):
         if value is not None and not 0 < value < math.inf:
-            raise InputError(f"--{name} {value:g}: must be above 0")
+            raise InputError(f"--{name} {value:g}: must be a finite number above 0")
+    if options.network and options.hosts == 1:
+        raise InputError("--network has no effect on one host: give --hosts")
     if options.search and len(options.network) > 1:
         raise InputError("--network: --search takes one network; search for each of them")
     return LinkRates(**given)
@@ -359,6 +361,8 @@ def _make_docstring(options: argparse.Namespace, found: ranking.SearchResult, wi
     plan = winner.plan
     assert isinstance(plan, Plan)
     gpus = f"--gpu {options.gpu} --hosts {options.hosts} --gpus-per-host {options.gpus_per_host}"
+    rates = {"network": options.network[0] if options.network else None, "nvlink": options.nvlink, "pcie": options.pcie}
+    gpus += "".join(f" --{name} {value:g}" for name, value in rates.items() if value is not None)
     sent = sum(traffic.bytes for traffic in plan.collectives)
     parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
     return f"""{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}: the fastest of

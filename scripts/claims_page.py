@@ -22,8 +22,7 @@ def make_rows() -> Iterator[str]:
     yield from (f"With jax {result['jax']}:", "")
     yield from ("| claim | verdict | what was found | setting | by itself |", "|---|---|---|---|---|")
     for row in result["rows"]:
-        says = f"{row['says']} ({row['source']})"
-        command = f"`claims.py --only {row['case']}`"
+        says, command = f"{row['says']}; {row['source']}", f"`python benchmarks/claims.py --only {row['case']}`"
         yield f"| {says} | **{row['verdict']}** | {row['found']} | {row['setting']} | {command} |"
 
 

@@ -125,7 +125,7 @@ def initialization_options(mesh: Mesh | AbstractMesh) -> Options:
     """Return the compiler options of the program that draws initial values.
 
     On CPUs, LLVM takes most of the program's time at its usual level. With level 1, a toy compiles in a fifth of the
-    time, and 410M values are drawn in half of the time or less. The values are the same to the bit.
+    time, and the program for 410M values compiles and runs in at most half of the time. The values are the same.
     """
     return {} if _is_gpu(mesh) else {"xla_backend_optimization_level": 1}
 

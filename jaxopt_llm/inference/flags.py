@@ -45,7 +45,7 @@ def read_quantisation(arguments: argparse.Namespace) -> Quantisation | None:
     """
     threshold = arguments.outlier_threshold
     if not 0 <= threshold < math.inf:
-        raise InputError(f"--outlier-threshold {threshold}: must be at least 0")
+        raise InputError(f"--outlier-threshold {threshold}: must be a finite number of at least 0")
     if threshold and arguments.quantise != "int8":
         raise InputError(f"--outlier-threshold {threshold} has no effect without --quantise int8: add it")
     return Quantisation(arguments.quantise, threshold) if arguments.quantise else None

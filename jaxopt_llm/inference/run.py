@@ -22,12 +22,12 @@ from jaxopt_llm.config import (
     cli,
 )
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.core import hub, json_files, tree
+from jaxopt_llm.core import errors, hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
 from jaxopt_llm.inference.devices import check_tensor, choose_local_grouped_matmul, count_bytes, make_placement
-from jaxopt_llm.inference.flags import Quantisation, Step
+from jaxopt_llm.inference.flags import OWN_FLAGS, Quantisation, Step
 from jaxopt_llm.inference.steps import choose_trained_tree, use_checkpoint
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
@@ -48,7 +48,7 @@ class LoadedModel:
         config: configuration of the run; for a folder, defaults.
         tokenizer: the tokenizer.
         model: the model.
-        params: parameters in the compute dtype.
+        params: parameters in the compute dtype, or as quantisation codes.
         placement: shardings of `params`: one device, all devices over `fsdp`, or the requested number over `tensor`. If
             the devices do not have enough memory together, the stacks rest in host memory.
         step: step of the checkpoint; 0 for a folder.
@@ -194,7 +194,8 @@ def load_model(
     check_tensor(tensor, config)
     restored, dtype = 0, config.precision.compute_dtype
     if folder is not None:
-        model, params, placement = read_folder(folder, config.precision, tensor, attention, quantisation)
+        with errors.own_flags(OWN_FLAGS):  # settings that stand for flags here
+            model, params, placement = read_folder(folder, config.precision, tensor, attention, quantisation)
     else:
         _check_tokenizer(directory, tokenizer)
         model, params, placement, restored = restore_run(

@@ -12,6 +12,7 @@ import pytest
 from chats import write_tokenizer
 
 from jaxopt_llm import evaluate, generate
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.inference import run
@@ -77,7 +78,10 @@ def test_the_matrices_of_the_blocks_rest_as_codes(base: str, dtype: str, folder:
     [
         (("--outlier-threshold", 6), "--outlier-threshold 6.0 has no effect without --quantise int8: add it"),
         (("--quantise", "nf4", "--outlier-threshold", 6), "--outlier-threshold 6.0 has no effect without"),
-        (("--quantise", "int8", "--outlier-threshold", -1), "--outlier-threshold -1.0: must be at least 0"),
+        (
+            ("--quantise", "int8", "--outlier-threshold", -1),
+            "-1.0: must be a finite number of at least 0",
+        ),
         (("--quantise", "int8", "--adapter", "a"), "--quantise int8 does not support --adapter a: leave one of them"),
     ],
 )
@@ -86,6 +90,25 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=problem):
         call(generate, monkeypatch, "--checkpoint", folder, "--prompt", "a", *given)
+
+
+def test_outliers_are_split_off(folder: Path) -> None:
+    precisions = [run.load_model(folder, quantisation=Quantisation("int8", x)).placement.precision for x in (0.0, 6.0)]
+    assert [(each.matmul, each.outlier_threshold) for each in precisions] == [("compute_dtype", 0), ("int8", 6)]
+
+
+def test_a_run_and_experts_are_refused(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run.open_config(folder)
+    monkeypatch.setattr(run, "_open_config_and_folder", lambda *_: (config, None))
+    with pytest.raises(InputError, match="^--quantise int8: .* is a run, whose lora.base is the format of its weights"):
+        call(generate, monkeypatch, "--checkpoint", folder, "--prompt", "a", "--quantise", "int8")
+    monkeypatch.undo()
+    experts = replace_fields(
+        CONFIG, {"moe.experts": 4, "moe.expert_width": 32, "pattern": ("global",), "biases": "none"}
+    )
+    path = write_tokenizer(folders.folder(tmp_path / "experts", experts))
+    with pytest.raises(InputError, match="^--outlier-threshold 6.0 does not support experts: leave it out"):
+        run.load_model(path, quantisation=Quantisation("int8", 6.0))
 
 
 def test_sizes_that_have_no_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,16 +72,23 @@ def test_the_command_prints_a_line_for_each_network(
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
     assert plan.main() == 0
     assert [each["gigabits"] for each in json.loads(capsys.readouterr().out)["networks"]] == [1, 400]
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-4], "--nvlink", "123", "--pcie", "7"])
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "make_plan", lambda *arguments: given.append(arguments[4]) or make_plan(*arguments))
+        given: list[LinkRates] = []
+        assert plan.main() == 0
+    assert given == [LinkRates(nvlink=123, pcie=7)]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (("--network", "0"), "--network 0: must be above 0"),
-        (("--network", "10", "-1"), "--network -1: must be above 0"),
-        (("--nvlink", "inf"), "--nvlink inf: must be above 0"),
-        (("--search", "--network", "1", "10"), "--network: --search takes one network; search for each of them"),
+        (("--network", "0"), "--network 0: must be a finite number above 0"),
+        (("--network", "10", "-1"), "--network -1: must be a finite number above 0"),
+        (("--nvlink", "inf"), "--nvlink inf: must be a finite number above 0"),
+        (("--search", "--hosts", "2", "--network", "1", "10"), "--network: --search takes one network; search for"),
+        (("--search", "--network", "1"), "--network has no effect on one host: give --hosts"),
     ],
 )
 def test_impossible_rates_are_refused(given: tuple[str, ...], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:

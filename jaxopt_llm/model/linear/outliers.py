@@ -32,6 +32,7 @@ from jaxopt_llm.parallel.zero import GROUP_AXIS
 
 # The largest number of columns of a part that are split off. The paper finds up to 7 in models of up to 13B parameters.
 COLUMNS = 64
+_collected: contextvars.ContextVar[list[jax.Array] | None] = contextvars.ContextVar("collected", default=None)
 LEFT = "outlier_columns_left"  # metric: columns above the threshold beyond these, of all products of a step
 
 
@@ -135,9 +136,6 @@ def collect_left() -> Iterator[list[jax.Array]]:
         yield left
     finally:
         _collected.reset(token)
-
-
-_collected: contextvars.ContextVar[list[jax.Array] | None] = contextvars.ContextVar("collected", default=None)
 
 
 def add_left(counts: list[jax.Array]) -> None:

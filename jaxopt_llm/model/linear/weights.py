@@ -15,6 +15,7 @@ from jaxopt_llm.model.linear import dropout, outliers, quantised
 from jaxopt_llm.model.linear.leaves import (
     Int8Weight,
     LoraWeight,
+    Nf4Weight,
     QuantisedWeight,
     channel_norms,
     dequantise,
@@ -45,8 +46,8 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight | jax.Array, dtype: jnp
         low = einsum(low_rank_subscripts(subscripts)[0], _apply_dropout(x, weight), weight.lora_a)
         return add_adapter(subscripts, x, low, weight, dtype)
     shardings = shardings_of(weight)
-    if shardings.matmul == "int8" and shardings.outlier_threshold:
-        _, right, result = split_subscripts(subscripts)
+    _, right, result = split_subscripts(subscripts)
+    if shardings.outlier_threshold and _multiplies_codes(weight, _contracted_dims(right, result)):
         outliers.note_left(subscripts, x, shardings, _find_split_axis(shardings.gathered, right, result))
     return _einsum(subscripts, dtype, x, *split_perturbation(weight))
 
@@ -232,7 +233,7 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
     summed: the dimensions that the products sum over.
     """
     shardings = shardings_of(weight)
-    if isinstance(weight, Int8Weight) and shardings.matmul == "int8" and _has_scale_per_output(weight, summed):
+    if isinstance(weight, Int8Weight) and _multiplies_codes(weight, summed):
         return Quantised(*(gather_array(each, each.array.dtype) for each in (weight.codes, weight.scales)))
     if isinstance(weight, QuantisedWeight) or shardings.matmul == "compute_dtype":
         return gather_weight(weight)
@@ -244,9 +245,14 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
     return Quantised(codes, gather_array(scales, jnp.float32))
 
 
-def _has_scale_per_output(weight: Int8Weight, summed: tuple[int, ...]) -> bool:
-    """Return whether a product has one scale for each output channel, as the weight's first product in a model has."""
-    return all(weight.scales.array.shape[dim] == 1 for dim in summed)
+def _multiplies_codes(weight: BaseWeight, summed: tuple[int, ...]) -> bool:
+    """Return whether an int8 product multiplies integers.
+
+    A product over int8 codes needs one scale for each output channel, as the weight's first product in a model has.
+    """
+    if isinstance(weight, Int8Weight) and any(weight.scales.array.shape[dim] != 1 for dim in summed):
+        return False
+    return shardings_of(weight).matmul == "int8" and not isinstance(weight, Nf4Weight)
 
 
 def _scale_shardings(shardings: WeightShardings, shape: tuple[int, ...]) -> WeightShardings:
