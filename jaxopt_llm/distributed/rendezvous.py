@@ -227,8 +227,9 @@ class Watch:
     def __init__(self, job: Job, peers: dict[int, Peer], timeout_seconds: float) -> None:
         self._job, self._peers, self._timeout = job, peers, timeout_seconds
         self._ending = threading.Lock()  # the thread that holds it ends the process
-        self._all_peers = tuple(peers.values())  # open until the end, although `_run` forgets those that have left
-        self._leaving = self._left = False
+        # Their connections stay open until the end: one that `_run` closed after a goodbye would look like a death.
+        self._all_peers = tuple(peers.values())
+        self._leaving = False
         self.checkpoint_step: int | None = None
         self.reports: dict[int, dict[str, Any]] = {}
         self._report: Callable[[], dict[str, Any]] | None = None
@@ -252,11 +253,8 @@ class Watch:
         self._end(errors.one_line(lost), lost.exit_code, hung=True)
 
     def leave(self) -> None:
-        """End the watch. Process 0 ends its own only after all others have ended theirs."""
+        """End the watch after each peer has said goodbye, or is gone. Process 0 has all others as peers."""
         self._leaving = True
-        if self._job.index == 0:
-            self._thread.join(self._timeout)  # it ends when each of the others has said goodbye, or is gone
-        self._left = True
         for peer in self._all_peers:
             peer.send({"bye": True})
         self._thread.join(self._timeout)
@@ -282,12 +280,12 @@ class Watch:
                 for key, _ in selector.select(min(pause, 0.5)):
                     if not self._handle_messages(key.data):
                         selector.unregister(key.fileobj)
-                if not self._left and time.monotonic() > sent + pause:
+                if not self._leaving and time.monotonic() > sent + pause:
                     sent = time.monotonic()
                     heartbeat = {"report": self._report()} if self._report and self._job.index else None
                     for index, peer in list(self._peers.items()):
                         peer.send(heartbeat)
-                        if sent - peer.last_heard > self._timeout and not self._leaving:
+                        if sent - peer.last_heard > self._timeout:
                             self._end_lost(index, f"has not answered for {self._timeout:g} s")
 
     def _handle_messages(self, index: int) -> bool:

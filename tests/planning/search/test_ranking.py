@@ -88,6 +88,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         flops_seconds=0.0,
         model_flops=found.work.flops,
         repeated_flops=found.work.repeated_flops,
+        networks=(),
         speed=compute_speed(config, CLUSTER.chip, (Part("matmuls", 1.0, 0.0, 1, 1, 1),), 0.0, found.work),
         idle=found.work.idle,
     )
