@@ -265,6 +265,20 @@ ZERO_PAPER = "ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054)"
 DENSE = "--model.moe.experts 0 --model.mlp-width 114688 --mesh.expert 1 --mesh.fsdp 8"
 BF16_FULL_CHUNKS = adding_up(BF16, FULL, CHUNKS)[-1].settings
 
+
+def make_zero_claim(stage: int, says: str, factor: float) -> Claim:
+    """Return the claim on a stage. factor: of the state, by the paper's formula for 64 GPUs."""
+    traffic, words = (0.5, "for 50% more communication") if stage == 3 else (0.05, "with no more communication")
+    return Claim(
+        f"zero-{stage}",
+        f"ZeRO-{stage}: {says}, {words}",
+        ZERO_PAPER,
+        f"{LLAMA}, 8 hosts of 8 H100s, bf16 with gradients in bf16",
+        {name: STAGES[name] for name in ("ZeRO-0", f"ZeRO-{stage}")},
+        functools.partial(judge_zero, stage, factor, traffic),
+    )
+
+
 CLAIMS = (
     Claim(
         "mixed-precision",
@@ -334,30 +348,9 @@ CLAIMS = (
         },
         judge_lora,
     ),
-    Claim(
-        "zero-1",
-        "ZeRO-1: 4 times less memory for the state on many GPUs (3.8 on 64), with no more communication",
-        ZERO_PAPER,
-        f"{LLAMA}, 8 hosts of 8 H100s, bf16 with gradients in bf16",
-        {name: STAGES[name] for name in ("ZeRO-0", "ZeRO-1")},
-        functools.partial(judge_zero, 1, 16 / (4 + 12 / 64), 0.05),
-    ),
-    Claim(
-        "zero-2",
-        "ZeRO-2: 8 times less memory for the state on many GPUs (7.2 on 64), with no more communication",
-        ZERO_PAPER,
-        f"{LLAMA}, 8 hosts of 8 H100s, bf16 with gradients in bf16",
-        {name: STAGES[name] for name in ("ZeRO-0", "ZeRO-2")},
-        functools.partial(judge_zero, 2, 16 / (2 + 14 / 64), 0.05),
-    ),
-    Claim(
-        "zero-3",
-        "ZeRO-3: 1/N of the state on each of N GPUs, for 50% more communication",
-        ZERO_PAPER,
-        f"{LLAMA}, 8 hosts of 8 H100s, bf16 with gradients in bf16",
-        {name: STAGES[name] for name in ("ZeRO-0", "ZeRO-3")},
-        functools.partial(judge_zero, 3, 64, 0.5),
-    ),
+    make_zero_claim(1, "4 times less memory for the state on many GPUs (3.8 on 64)", 16 / (4 + 12 / 64)),
+    make_zero_claim(2, "8 times less memory for the state on many GPUs (7.2 on 64)", 16 / (2 + 14 / 64)),
+    make_zero_claim(3, "1/N of the state on each of N GPUs", 64),
     Claim(
         "offload",
         "offload pays only below 1.5 times the bytes of the parameters of GPU memory",

@@ -250,6 +250,10 @@ def _read_rates(options: argparse.Namespace) -> LinkRates:
     for name, value in (*given.items(), *(("network", value) for value in options.network)):
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"--{name} {value:g}: must be a finite number above 0")
+    if options.pcie is not None and CHIPS[options.gpu].host_link != "PCIe":
+        raise InputError(f"--pcie has no effect: {options.gpu} is linked to its host by {CHIPS[options.gpu].host_link}")
+    if options.nvlink is not None and options.gpus_per_host == 1:
+        raise InputError("--nvlink has no effect on one GPU: give --gpus-per-host")
     if options.network and options.hosts == 1:
         raise InputError("--network has no effect on one host: give --hosts")
     if options.search and len(options.network) > 1:

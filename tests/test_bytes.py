@@ -88,6 +88,7 @@ def compiled(
     state_dtype: str = "float32",
     in_backward: bool = False,
     matmul: str = "compute_dtype",
+    outlier_threshold: float = 0.0,
     exempt: int = 0,
     pipelined: PipelineConfig = EVEN,
     attention: str = "xla",
@@ -112,6 +113,7 @@ def compiled(
         compute_dtype="float16" if reduce == "float16" else "bfloat16",
         reduce_dtype=reduce,
         matmul=matmul,
+        outlier_threshold=outlier_threshold,
         compute_dtype_layers=exempt,
     )
     placement = Placement(

@@ -8,6 +8,7 @@ from test_bytes import FSDP, LOSS_CHUNK, ROWS, SEQUENCE, WIDTH, Compiled, compil
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig
+from jaxopt_llm.model.linear.outliers import COLUMNS
 
 LAYERS = 8
 BOTH = MeshConfig(fsdp=4, tensor=2)
@@ -81,6 +82,16 @@ def test_int8_forwards_multiply_codes_and_gather_them() -> None:
     }
     assert sums == {("bf16",)}
     assert gathered(step, "s8") == pytest.approx(2 * LAYERS * matrices() / BOTH.tensor, rel=0.01)
+
+
+@pytest.mark.slow
+def test_outliers_add_no_gather_of_a_matrix() -> None:
+    step, plain = (compiled(LAYERS, BOTH, 3, matmul="int8", outlier_threshold=each) for each in (6.0, 0.0))
+    assert gathered(step, "s8") == pytest.approx(gathered(plain, "s8"), rel=0.01)
+    others = [each for each in step.collectives if each.times > 1 and each.axes == ("fsdp",)]
+    sizes = [each.array_bytes for each in others if each.kind != "reduce-scatter" and "s8" not in each.dtypes]
+    # The rows of a matrix that meet outliers, in 16 bits; a whole matrix would be larger.
+    assert max(sizes) <= COLUMNS * 4096 * 2 < WIDTH * WIDTH
 
 
 @pytest.mark.slow

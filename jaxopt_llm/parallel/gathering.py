@@ -6,7 +6,7 @@ of the parameters' table stay: a weight that `tensor` divides remains divided by
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -124,6 +124,23 @@ def attach_shardings(
         return PlacedWeight(array, perturbation, shardings)
 
     return tree.map_with_path(attach, specs, weights, perturbations)
+
+
+def split_perturbations(weights: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+    """Return the weights without their perturbations, and the perturbations, None for frozen weights."""
+    resting = jax.tree.map(lambda leaf: replace(leaf, perturbation=None), weights, is_leaf=_is_placed)
+    return resting, jax.tree.map(lambda leaf: leaf.perturbation, weights, is_leaf=_is_placed)
+
+
+def with_perturbations(resting: tree.Tree, perturbations: tree.Tree) -> tree.Tree:
+    """Invert `split_perturbations`."""
+    return jax.tree.map(
+        lambda leaf, perturbation: replace(leaf, perturbation=perturbation), resting, perturbations, is_leaf=_is_placed
+    )
+
+
+def _is_placed(leaf: tree.Leaf) -> bool:
+    return isinstance(leaf, PlacedWeight)
 
 
 @jax.named_scope(GATHER_SCOPE)

@@ -119,20 +119,17 @@ def make_plan(
     compile_seconds = time.perf_counter() - clock
     chosen, config, (program, peak) = list_choices(config, choice.config), choice.config, choice.compiled
     text, memory = str(peak.compiled.as_text()), peak.memory
-    specs, length = program.specs, config.training.sequence_length
-    tokens = config.training.batch_size * length
     found = hlo.list_collectives(text, mesh)
     collectives = tuple(links.sum_traffic(found, mesh, chip, gpus_per_host))
-    needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
     work = roofline.use_compiled_figures(
         _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
     )
-    mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     known = KnownShapes.from_program(program, config, placement)
     by_kind = sum_by_kind(program.state, known, memory, peak.temporaries)
+    mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
         gpu=chip.name,
@@ -157,14 +154,11 @@ def make_plan(
         collectives=collectives,
         flops=sum(computed.values()),
         flops_seconds=seconds_at_peak(chip, computed),
-        model_flops=needed.causal * tokens / len(devices),
+        model_flops=_count_model_flops(config, program) / len(devices),
         repeated_flops=work.repeated_flops,
         speed=speed,
-        networks=tuple(
-            _time_network(text, found, mesh, replace(cluster, links=replace(rates, network=network)))
-            for network in networks
-        ),
-        checkpoints=plan_checkpoints(config, specs, speed.step_seconds),
+        networks=tuple(_time_network(text, found, mesh, cluster, network) for network in networks),
+        checkpoints=plan_checkpoints(config, program.specs, speed.step_seconds),
         idle=work.idle,
     )
 
@@ -182,15 +176,22 @@ def _choose_and_compile(
     return choose_settings(candidates, compile_step, count_peak=lambda compiled: compiled[1].memory.peak)
 
 
+def _count_model_flops(config: Config, program: Program) -> float:
+    """Count the FLOPs of all GPUs in a step that the model needs."""
+    length, specs = config.training.sequence_length, program.specs
+    needed = flops.count_per_token(config.model, specs.masters, specs.frozen, length)
+    return needed.causal * config.training.batch_size * length
+
+
 def _time_network(
-    text: str, collectives: Sequence[hlo.Collective], mesh: jax.sharding.Mesh, cluster: Cluster
+    text: str, collectives: Sequence[hlo.Collective], mesh: jax.sharding.Mesh, cluster: Cluster, gigabits: float
 ) -> NetworkTime:
-    """Return the time of a compiled step on a cluster."""
+    """Return the time of a compiled step on a cluster with another network."""
+    cluster = replace(cluster, links=replace(cluster.links, network=gigabits))
     traffic = tuple(links.sum_traffic(collectives, mesh, cluster.chip, cluster.gpus_per_host))
     parts = break_down_step(text, traffic, cluster.chip)
-    assert cluster.links.network is not None
     waited = sum(part.seconds for part in parts if part.name.endswith("(network)"))
-    return NetworkTime(cluster.links.network, sum(part.seconds for part in parts), waited)
+    return NetworkTime(gigabits, sum(part.seconds for part in parts), waited)
 
 
 def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:

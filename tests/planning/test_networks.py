@@ -89,6 +89,8 @@ def test_the_command_prints_a_line_for_each_network(
         (("--nvlink", "inf"), "--nvlink inf: must be a finite number above 0"),
         (("--search", "--hosts", "2", "--network", "1", "10"), "--network: --search takes one network; search for"),
         (("--search", "--network", "1"), "--network has no effect on one host: give --hosts"),
+        (("--nvlink", "9", "--gpus-per-host", "1"), "--nvlink has no effect on one GPU: give --gpus-per-host"),
+        (("--pcie", "9", "--gpu", "gh200"), "--pcie has no effect: gh200 is linked to its host by NVLink-C2C"),
     ],
 )
 def test_impossible_rates_are_refused(given: tuple[str, ...], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:

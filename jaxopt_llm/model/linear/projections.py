@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
 from jaxopt_llm.model.linear.weights import Weight, gather_weight, shardings_of
-from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, reduce_gradient
+from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, reduce_gradient, split_perturbations
 
 LOW_RANK_NAME = "product with A"  # jax.checkpoint's name for x · A: small, and it costs a reading of x
 # Ranks are padded to a multiple of this: in 16 bits, the rows of [x low] must begin at multiples of 16 bytes.
@@ -112,7 +112,7 @@ def _is_whole(shardings: WeightShardings) -> bool:
 
 def _multiply_stack(x: jax.Array, stack: tuple[LoraWeight, ...]) -> list[jax.Array]:
     """Return the products with base + scale × A·B of each weight, without magnitudes."""
-    ys = _stacked(x, *weights.split_perturbations(tuple(replace(weight, magnitude=None) for weight in stack)))
+    ys = _stacked(x, *split_perturbations(tuple(replace(weight, magnitude=None) for weight in stack)))
     return [y.reshape(*y.shape[:-1], *weight.lora_b.array.shape[:-1]) for y, weight in zip(ys, stack, strict=True)]
 
 

@@ -195,19 +195,6 @@ def split_perturbation(weight: BaseWeight) -> tuple[BaseWeight, jax.Array | None
     return replace(weight, perturbation=None), weight.perturbation
 
 
-def split_perturbations(weights: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-    """Return the weights without their perturbations, and the perturbations, None for frozen weights."""
-    resting = jax.tree.map(lambda leaf: replace(leaf, perturbation=None), weights, is_leaf=_is_placed)
-    return resting, jax.tree.map(lambda leaf: leaf.perturbation, weights, is_leaf=_is_placed)
-
-
-def with_perturbations(resting: tree.Tree, perturbations: tree.Tree) -> tree.Tree:
-    """Invert `split_perturbations`."""
-    return jax.tree.map(
-        lambda leaf, perturbation: replace(leaf, perturbation=perturbation), resting, perturbations, is_leaf=_is_placed
-    )
-
-
 def _is_placed(leaf: tree.Leaf) -> bool:
     return isinstance(leaf, PlacedWeight)
 

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.config import MoEConfig, ShardingConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.moe import dispatch_plan
 from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan, ExpertMesh
+from jaxopt_llm.parallel.gathering import split_perturbations, with_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import GROUP_AXIS
 
@@ -92,7 +92,7 @@ def run_experts(
     count = jnp.maximum(-(-jnp.max(jnp.diff(to_device, axis=1)) // per_pair), 1)
     if placement.grouped:
         count = jax.lax.pmax(count, GROUP_AXIS)
-    resting, perturbations = weights.split_perturbations(params)
+    resting, perturbations = split_perturbations(params)
     return _run_rounds(run, make_plan, (experts, by_expert), count, resting, perturbations, inputs), count
 
 
@@ -214,7 +214,7 @@ def _run_rounds(run, make_plan, choices, count, resting, perturbations, inputs):
 
 def _make_round(run, make_plan, choices, resting, round_index):
     def run_round(perturbations, inputs):
-        return run(weights.with_perturbations(resting, perturbations), *inputs, make_plan(choices, round_index))
+        return run(with_perturbations(resting, perturbations), *inputs, make_plan(choices, round_index))
 
     return run_round
 
