@@ -94,10 +94,12 @@ def compiled(
     attention: str = "xla",
     context_exchange: str = "ring",
     expert_exchange: str = "auto",
+    sharded: tuple[tuple[str, Any], ...] = (),
     shape: tuple[int, int] = (ROWS, SEQUENCE),
     listed: bool = False,
 ) -> Compiled:
-    """listed: whether the temporaries are listed, of which `alive` is the sum."""
+    """Compile a step. switches, sharded: further settings of the model and of its sharding. listed: whether the
+    temporaries are listed, of which `alive` is the sum."""
     model = ModelConfig(
         width=WIDTH,
         layers=layers,
@@ -118,7 +120,7 @@ def compiled(
     )
     placement = Placement(
         make_mesh(mesh, gpu_topology("h200", gpus_per_host=mesh.devices)),
-        ShardingConfig(stage, sequence_parallel, context_exchange, expert_exchange),
+        replace(ShardingConfig(stage, sequence_parallel, context_exchange, expert_exchange), **dict(sharded)),
         precision,
         offload,
     )

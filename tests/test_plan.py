@@ -245,6 +245,35 @@ def test_estimates_match_the_compiler_on_gradients_over_context(zero_stage: Lite
         assert moved(found, kind) == pytest.approx(moved(plan.collectives, kind), rel=0.01)
 
 
+BETWEEN_REPLICAS: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer_over_data": True},
+    "codes": {"optimizer_over_data": True, "int8_gathers": ("data",), "data_gradients": "int4"},
+    "codes, whole": {"zero_stage": 1, "optimizer_over_data": True, "int8_gathers": ("data",), "data_gradients": "int8"},
+    "codes of gradients": {"zero_stage": 2, "data_gradients": "int8"},
+    "codes in the host": {"int8_gathers": ("fsdp",)},
+}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each == "codes" else pytest.param(each, marks=pytest.mark.slow) for each in BETWEEN_REPLICAS]
+)
+def test_estimates_match_the_compiler_between_replicas(case: str) -> None:
+    mesh, sharding = MeshConfig(data=2, fsdp=4), ShardingConfig(**BETWEEN_REPLICAS[case])
+    config = dataclasses.replace(CONFIG, mesh=mesh, sharding=sharding)
+    plan, state = make_plan(config, "h200", 2, 4), compute_state_sizes(config)
+    assert state is not None
+    found = estimate(config, Cluster("h200", 2, 4), state)
+
+    def sum_bytes(sent: Iterable[Any], link: str) -> float:
+        return sum(each.bytes for each in sent if each.link == link)
+
+    for link in ("network", "nvlink"):
+        assert sum_bytes(found.work.transfers, link) == pytest.approx(sum_bytes(plan.collectives, link), rel=0.02)
+    assert found.footprint.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    memory = found.footprint.parameters + found.footprint.optimizer
+    assert memory == pytest.approx(plan.memory.parameters + plan.memory.optimizer, abs=64)
+
+
 def test_matmuls_of_kernels_are_counted() -> None:
     """Check the matmuls that run: two forwards of two matmuls, and a backward of three and of four."""
     plan = plan_over_sequences("ring")

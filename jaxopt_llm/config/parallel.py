@@ -65,6 +65,29 @@ class ShardingConfig:
     expert_room: float = setting(2.0, bounds=AT_LEAST_ONE)
     """With all_to_all and ragged: size of the buffer between two devices, as a multiple of the choices of an even load.
     Choices that do not fit go in further rounds; none is dropped. Must be at least 1."""
+    optimizer_over_data: bool = False
+    """Also divide master weights and moments over mesh.data. Each replica keeps a compute copy, divided as zero_stage
+    sets, which is gathered once per step: with fsdp inside a host and data between hosts, no gather of a layer crosses
+    hosts (ZeRO++: hpZ; Megatron-FSDP: outer_dp_sharding_strategy=optim)."""
+    int8_gathers: tuple[Literal["data", "fsdp", "expert", "context"], ...] = setting(
+        (),
+        resume="if_allowed",
+        search=((), ("data",), ("data", "fsdp")),
+        search_rank=6,
+        price="the model computes with weights rounded to 8 bits",
+    )
+    """Mesh axes over which weights are gathered as int8 codes in blocks (ZeRO++: qwZ). A gather over several axes sends
+    codes if one of them is named. The masters stay exact, and evaluation reads them exactly where it can. `data` needs
+    optimizer_over_data. Empty = none."""
+    data_gradients: Literal["exact", "int8", "int4"] = setting(
+        "exact",
+        resume="if_allowed",
+        search=("exact", "int8", "int4"),
+        search_rank=7,
+        price="gradients are rounded to blocks of codes between replicas",
+    )
+    """Format in which gradients are exchanged over mesh.data. exact: precision.reduce_dtype. int8, int4: codes in
+    blocks, sent once and summed in float32 (ZeRO++: qgZ). Gradients over the other axes stay exact."""
 
     def problems(self) -> list[str]:
         return find_out_of_range("sharding", self)

@@ -40,6 +40,14 @@ def describe_unread(config: Config) -> Iterator[str]:
         yield f"no effect: {', '.join(settings)}, because {reason}"
 
 
+def gathers_codes(config: Config) -> bool:
+    """Return whether weights are gathered over one of the axes of `sharding.int8_gathers`."""
+    mesh, sharding = config.mesh, config.sharding
+    gathered = {"data"} if sharding.optimizer_over_data else set()
+    gathered |= {"fsdp", "expert", "context"} if sharding.zero_stage else set()
+    return any(axis in gathered and getattr(mesh, axis) > 1 for axis in sharding.int8_gathers)
+
+
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
@@ -73,6 +81,8 @@ def _rules(config: Config) -> list[Rule]:
         ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
         ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),
         ("sharding.expert_room", f"sharding.expert_exchange={sharding.expert_exchange}", not exchanges),
+        ("sharding.optimizer_over_data sharding.data_gradients", "mesh.data=1", mesh.data == 1),
+        ("sharding.int8_gathers", _describe_int8_gathers(config), not gathers_codes(config)),
         ("sharding.context_exchange", "mesh.context=1", mesh.context == 1),
         ("sharding.sequence_parallel", "mesh.tensor=1", mesh.tensor == 1),
         ("pipeline.*", "mesh.pipeline=1", mesh.pipeline == 1),
@@ -87,6 +97,12 @@ def _rules(config: Config) -> list[Rule]:
         ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
         ("profile.steps", "profile.start_step=0", not config.profile.start_step),
     ]
+
+
+def _describe_int8_gathers(config: Config) -> str:
+    axes = ", ".join(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in config.sharding.int8_gathers)
+    over_data = f"sharding.optimizer_over_data={config.sharding.optimizer_over_data}"
+    return f"no weight is gathered over these axes ({axes}, {over_data})"
 
 
 def _add_section(section: str, names: str) -> str:

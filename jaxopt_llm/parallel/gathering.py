@@ -3,6 +3,9 @@
 zero.py says where both rest. Only ZeRO's storage axes are gathered, and gradients are divided over them again. The axes
 of the parameters' table stay: a weight that `tensor` divides remains divided by `tensor`, and experts remain divided by
 `expert`.
+
+Over the axes of `sharding.int8_gathers`, and with `sharding.data_gradients`, collectives move blocks of codes
+(blocks.py). Vectors, exact parameters, and matrices whose last dimension has no whole blocks on each device stay exact.
 """
 
 from collections.abc import Callable
@@ -16,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
-from jaxopt_llm.parallel import zero
-from jaxopt_llm.parallel.placement import Placement, Spec
+from jaxopt_llm.parallel import blocks, zero
+from jaxopt_llm.parallel.placement import Dims, Placement, Spec
 from jaxopt_llm.parallel.stages import is_split_over_stages
 
 GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled programs and profiles
@@ -27,6 +30,7 @@ GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled 
 class WeightShardings:
     """The shardings and dtypes of one weight at rest, while it is used, and of its gradient.
 
+    gather_block: number of values in a block, if the weight is gathered as int8 codes; None for its compute dtype.
     matmul, outlier_threshold: how products with the weight are computed (see PrecisionConfig).
     keep_gathered: whether the backward reuses the gathered weight (see attach_shardings).
     trainable: whether a gradient is formed.
@@ -37,6 +41,7 @@ class WeightShardings:
     resting: NamedSharding
     gathered: NamedSharding
     gradient: NamedSharding
+    gather_block: int | None
     compute_dtype: str
     reduce_dtype: str
     matmul: Matmul
@@ -63,12 +68,15 @@ class PlacedWeight:
 
 
 def cast_masters(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> tree.Tree:
-    """Return the compute copy of the masters: cast first, so that the one gather moves the compute dtype."""
+    """Return the compute copy of the masters: cast first, so that the one gather moves the compute dtype, or codes."""
 
     def cast(spec: Spec, master: jax.Array) -> jax.Array:
-        narrow = master.astype(placement.precision.for_param(spec).compute_dtype)
-        narrow = jax.lax.with_sharding_constraint(narrow, zero.master_sharding(spec, placement))
-        return jax.lax.with_sharding_constraint(narrow, zero.parameter_sharding(spec, placement))
+        dtype = placement.precision.for_param(spec).compute_dtype
+        before, after = zero.master_sharding(spec, placement), zero.parameter_sharding(spec, placement)
+        if values := _find_gather_block(spec, before, after, placement):
+            return blocks.move_blocks(master, before, after, values, bits=8).astype(dtype)
+        narrow = jax.lax.with_sharding_constraint(master.astype(dtype), before)
+        return jax.lax.with_sharding_constraint(narrow, after)
 
     return jax.tree.map(cast, specs, masters)
 
@@ -108,9 +116,11 @@ def attach_shardings(
 
     def attach(path: str, spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
         precision = placement.precision.for_param(spec)
+        resting, gathered = zero.parameter_sharding(spec, placement), zero.gathered_sharding(spec, placement)
         shardings = WeightShardings(
-            resting=zero.parameter_sharding(spec, placement),
-            gathered=zero.gathered_sharding(spec, placement),
+            resting=resting,
+            gathered=gathered,
+            gather_block=_find_gather_block(spec, resting, gathered, placement),
             gradient=zero.gradient_sharding(spec, placement),
             compute_dtype=precision.compute_dtype,
             reduce_dtype=precision.reduce_dtype,
@@ -147,8 +157,13 @@ def _is_placed(leaf: tree.Leaf) -> bool:
 def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
     """Gather a weight over the storage axes of ZeRO, in `dtype`, by default its compute dtype.
 
-    It is cast first: a gather of 16 bits moves half of the bytes of one of 32.
+    It is cast first: a gather of 16 bits moves half of the bytes of one of 32. Only a gather in the default dtype moves
+    blocks of codes; another dtype is that of codes or scales, which are not rounded again.
     """
+    shardings = weight.shardings
+    if dtype is None and shardings.gather_block:
+        moved = blocks.move_blocks(weight.array, shardings.resting, shardings.gathered, shardings.gather_block, bits=8)
+        return moved.astype(shardings.compute_dtype)
     array = weight.array.astype(dtype or weight.shardings.compute_dtype)
     # With only one constraint, XLA sometimes gathers the float32 master and casts afterwards.
     array = jax.lax.with_sharding_constraint(array, weight.shardings.resting)
@@ -171,16 +186,99 @@ def reduce_groups(specs: tree.Tree, gradients: tree.Tree, placement: Placement) 
 
 def _reduce_groups(spec: Spec, gradient: jax.Array, placement: Placement) -> jax.Array:
     """Sum one leaf: a reduce-scatter over the axes that divide the masters, then an all-reduce over the others."""
-    groups, dims = zero.gradient_group_axes(placement), placement.dims(spec, zero.storage_axes(1, placement))
-    divides = [axis in (name for dim in dims for name in dim) for axis in groups]
+    groups, dims = zero.gradient_group_axes(placement), placement.dims(spec, *zero.master_overlays(placement))
     gradient = gradient.astype(placement.precision.for_param(spec).reduce_dtype)
     gradient = gradient.reshape(*(placement.size(axis) for axis in groups), *spec.shape)
-    others = tuple((axis,) for axis, divide in zip(groups, divides, strict=True) if not divide)
-    for phase, sharding in ((True, placement.named_sharding(others + dims)), (False, placement.named_sharding(dims))):
-        summed = tuple(i for i, divide in enumerate(divides) if divide is phase)
+    if "data" in groups and (exchange := _find_data_exchange(spec, placement)):
+        within = tuple(axis for axis in groups if axis != "data")  # `data` is the first of the groups
+        dims_within = tuple(tuple(axis for axis in dim if axis != "data") for dim in dims)
+        gradient = _sum_over_axes(gradient, within, 1, (("data",),), dims_within, placement)
+        return _sum_blocks_over_data(gradient, dims_within, dims, exchange, placement)
+    return _sum_over_axes(gradient, groups, 0, (), dims, placement).astype(jnp.float32)
+
+
+def _sum_over_axes(
+    gradient: jax.Array, axes: tuple[str, ...], first: int, leading: Dims, dims: Dims, placement: Placement
+) -> jax.Array:
+    """Sum over dimensions, one for each of the mesh axes, from dimension `first` on.
+
+    leading: the mesh axes of the dimensions before them. dims: the mesh axes of the dimensions after them, in the
+        result.
+    """
+    divides = [axis in (name for dim in dims for name in dim) for axis in axes]
+    others = tuple((axis,) for axis, divide in zip(axes, divides, strict=True) if not divide)
+    phases = (
+        (True, placement.named_sharding(leading + others + dims)),
+        (False, placement.named_sharding(leading + dims)),
+    )
+    for phase, sharding in phases:
+        summed = tuple(first + i for i, divide in enumerate(divides) if divide is phase)
         if summed:
             # Not jnp.sum: it would widen 16-bit values to float32, and with them the bytes between devices.
             gradient = jax.lax.reduce(gradient, jnp.zeros((), gradient.dtype), jax.lax.add, summed)
             gradient = jax.lax.with_sharding_constraint(gradient, sharding)
             divides = [divide for divide in divides if divide is not phase]
-    return gradient.astype(jnp.float32)
+    return gradient
+
+
+@dataclass(frozen=True)
+class _DataExchange:
+    """How replicas along `data` exchange blocks of one gradient.
+
+    scattered: the mesh axes of each dimension after the exchange, those of `data` included.
+    values: number of values in a block.
+    """
+
+    scattered: Dims
+    values: int
+    bits: blocks.Bits
+
+
+def _find_data_exchange(spec: Spec, placement: Placement) -> _DataExchange | None:
+    """Return the exchange of a gradient over `data`; None if it is exact."""
+    data_gradients = placement.sharding.data_gradients
+    if data_gradients == "exact" or not _moves_as_blocks(spec):
+        return None
+    within = zero.storage_axes(1, placement)
+    scattered = placement.dims(spec, within, ("data",))
+    shardings = placement.named_sharding(scattered), placement.parameter(spec, within)
+    values = blocks.find_block_size(spec.shape, *shardings)
+    if values is None or all("data" not in dim for dim in scattered):
+        return None
+    return _DataExchange(scattered, values, 8 if data_gradients == "int8" else 4)
+
+
+def _sum_blocks_over_data(
+    gradient: jax.Array, dims_within: Dims, dims: Dims, exchange: _DataExchange, placement: Placement
+) -> jax.Array:
+    """Sum a gradient over its first dimension, which `data` divides, in float32.
+
+    Each device sends codes of its part to the device that sums them: an all-to-all. If the masters are not divided over
+    `data`, the sums are then gathered, as int8 codes, so that all replicas read the same values.
+
+    dims_within, dims: the mesh axes of the other dimensions, before and after the sum.
+    """
+    before = placement.named_sharding((("data",), *dims_within))
+    after = placement.named_sharding(((), *exchange.scattered))
+    parts = blocks.move_blocks(gradient, before, after, exchange.values, exchange.bits)
+    scattered = placement.named_sharding(exchange.scattered)
+    summed = jax.lax.with_sharding_constraint(jnp.sum(parts, axis=0), scattered)
+    if dims == exchange.scattered:
+        return summed
+    return blocks.move_blocks(summed, scattered, placement.named_sharding(dims), exchange.values, bits=8)
+
+
+def _moves_as_blocks(spec: Spec) -> bool:
+    return not spec.exact and len(spec.shape) - spec.leading > 1
+
+
+def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:
+    """Return the number of values in a block if a weight is gathered as int8 codes; None if it is gathered exactly."""
+    axes = _list_axes(before) - _list_axes(after)
+    if not axes & {*placement.sharding.int8_gathers} or not _moves_as_blocks(spec):
+        return None
+    return blocks.find_block_size(spec.shape, before, after)
+
+
+def _list_axes(sharding: NamedSharding) -> set[str]:
+    return {*jax.tree.leaves(tuple(sharding.spec))}

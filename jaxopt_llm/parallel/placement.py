@@ -62,7 +62,9 @@ class Placement:
     reduces_microbatches: bool = False
 
     def for_evaluation(self) -> "Placement":
-        return replace(self, precision=self.precision.for_evaluation())
+        """Return the placement of evaluation and samples, which read weights as exactly as they rest."""
+        sharding = replace(self.sharding, int8_gathers=())
+        return replace(self, sharding=sharding, precision=self.precision.for_evaluation())
 
     def size(self, *axes: str) -> int:
         """Return the number of devices along these mesh axes together."""

@@ -3,7 +3,8 @@
 It adds storage axes (`fsdp`, `context` and `expert` together) to the parameters' table (`Placement.dims`). They divide
 masters and moments from stage 1 on, gradients from stage 2 on, and in stage 3 (the default) also the parameters that
 the model reads. Stages 1 and 2 keep a whole compute copy next to the divided masters; in stages 0 and 3 the model reads
-the masters.
+the masters. With `sharding.optimizer_over_data`, `data` also divides masters and moments, and every stage has a compute
+copy, divided over the storage axes in stage 3.
 
 A function `..._sharding` takes a ParamSpec and returns a NamedSharding, or takes a pytree of ParamSpecs and returns a
 pytree of NamedShardings.
@@ -24,12 +25,28 @@ GROUP_AXIS = "gradient_groups"  # axis name of the `vmap` over gradient groups, 
 
 
 def has_compute_copy(placement: Placement) -> bool:
-    """Return whether compute parameters rest next to the masters. In stages 0 and 3 each block casts the masters."""
-    return placement.sharding.zero_stage in (1, 2)
+    """Return whether compute parameters rest next to the masters, because the two are divided in different ways.
+
+    Otherwise, in stages 0 and 3, each block casts the masters.
+    """
+    return placement.sharding.zero_stage in (1, 2) or _divides_over_data(placement)
 
 
 def divides_masters(placement: Placement) -> bool:
-    return placement.sharding.zero_stage >= 1
+    return placement.sharding.zero_stage >= 1 or _divides_over_data(placement)
+
+
+def _divides_over_data(placement: Placement) -> bool:
+    return placement.sharding.optimizer_over_data and placement.size("data") > 1
+
+
+def master_overlays(placement: Placement) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of mesh axes that divide masters and moments, in addition to the parameters' table.
+
+    `data` comes last, so that it divides the part that a replica's device reads: a gather over it alone joins them.
+    """
+    over_data = (("data",),) if _divides_over_data(placement) else ()
+    return (storage_axes(1, placement), *over_data)
 
 
 def gradient_group_axes(placement: Placement) -> tuple[str, ...]:
@@ -54,7 +71,7 @@ def inside_gradient_group(placement: Placement) -> Placement:
 
 def master_sharding(specs: Any, placement: Placement) -> Any:
     """Return the sharding of master parameters and of their moments."""
-    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(1, placement)), specs)
+    return jax.tree.map(lambda spec: placement.parameter(spec, *master_overlays(placement)), specs)
 
 
 def gradient_sharding(specs: Any, placement: Placement) -> Any:
@@ -105,7 +122,7 @@ def checkpoint_sharding(specs: Any, placement: Placement) -> Any:
     A segment is whole in a checkpoint, not split over stages. `pipeline` therefore divides as fsdp does, so that no
     device holds more than at rest.
     """
-    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(1, placement), ("pipeline",)), specs)
+    return jax.tree.map(lambda spec: placement.parameter(spec, *master_overlays(placement), ("pipeline",)), specs)
 
 
 def abstract_checkpoint(specs: tree.Tree, placement: Placement) -> tree.Tree:

@@ -96,7 +96,8 @@ def _gather_rows(rows: jax.Array, axes: str, inputs: SplitInputs, shardings: Wei
         return NamedSharding(of.mesh, PartitionSpec(parts, None, *others))
 
     resting, at_use = (make_sharding(each) for each in (shardings.resting, shardings.gathered))
-    return gather_array(PlacedWeight(rows, None, replace(shardings, resting=resting, gathered=at_use)))
+    exact = replace(shardings, resting=resting, gathered=at_use, gather_block=None)
+    return gather_array(PlacedWeight(rows, None, exact))
 
 
 def split_outliers(

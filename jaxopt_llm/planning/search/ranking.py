@@ -146,7 +146,8 @@ def estimate_all(
         passes = Passes.from_config(setting)  # stages that hold as many layers have the same sizes, however they run
         layers = tuple((kind, number * passes.chunks) for kind, number in passes.kinds)
         kinds = (setting.optimizer, setting.precision.compute_dtype)
-        key = (setting.mesh, layers, setting.sharding.zero_stage, setting.offload, *kinds)
+        divided = setting.sharding.zero_stage, setting.sharding.optimizer_over_data
+        key = (setting.mesh, layers, *divided, setting.offload, *kinds)
         if key not in states:
             states[key] = compute_state_sizes(setting)
         if state := states[key]:

@@ -18,6 +18,7 @@ def describe_sharding(config: Config) -> list[str]:
     sharding, mesh = config.sharding, config.mesh
     return [
         f"ZeRO-{sharding.zero_stage}",
+        *(["optimizer over data"] if sharding.optimizer_over_data and mesh.data > 1 else []),
         *(["sequence parallel"] if sharding.sequence_parallel and mesh.tensor > 1 else []),
         *([sharding.context_exchange.replace("_", "-")] if mesh.context > 1 else []),
     ]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, fields
 from jaxopt_llm.config.parallel import WITH_CHUNKS
+from jaxopt_llm.config.unread import gathers_codes
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.axes import STORAGE_AXES
@@ -55,12 +56,13 @@ def enumerate_settings(
     pipelines = list_pipelines(config, mesh)
     if lean:
         remats, accumulations = remats[-1:], accumulations[-1:]
-    shardings = [
-        (sharding, replace(config.offload, optimizer=offloads))
-        for offloads in (False, True)
-        for sharding in _enumerate_shardings(config, mesh, offloads)
-    ]
     for variant in list_variants(replace(config, mesh=mesh), allowed):
+        shardings = [
+            (sharding, replace(config.offload, optimizer=offloads))
+            for offloads in (False, True)
+            for sharding in _enumerate_shardings(variant, mesh, offloads)
+            if not _adds_unread_formats(replace(variant, sharding=sharding), config.sharding)
+        ]
         choices = itertools.product(remats, accumulations)
         if variant.optimizer.in_backward:  # requires full recomputation, one microbatch and no pipeline
             choices = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
@@ -70,6 +72,13 @@ def enumerate_settings(
                 yield replace(
                     variant, sharding=sharding, pipeline=pipeline, remat=remat, offload=offload, training=training
                 )
+
+
+def _adds_unread_formats(setting: Config, recipe: ShardingConfig) -> bool:
+    """Return whether a format of collectives that the search chose changes nothing on the setting's mesh."""
+    sharding = setting.sharding
+    unread_gathers = sharding.int8_gathers != recipe.int8_gathers and not gathers_codes(setting)
+    return unread_gathers or (sharding.data_gradients != recipe.data_gradients and setting.mesh.data == 1)
 
 
 def _is_context_useful(config: Config, mesh: MeshConfig, accumulation: int) -> bool:
@@ -165,10 +174,15 @@ def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> It
     if any(getattr(mesh, axis) > 1 for axis in STORAGE_AXES):
         zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)
     stage: ZeroStage
-    for stage, exchange in itertools.product(zero_stages, _list_exchanges(config, mesh)):
+    over_data = (False, True) if mesh.data > 1 else (False,)
+    for stage, exchange, divides in itertools.product(zero_stages, _list_exchanges(config, mesh), over_data):
         for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
             sharding = replace(
-                config.sharding, zero_stage=stage, sequence_parallel=sequence_parallel, context_exchange=exchange
+                config.sharding,
+                zero_stage=stage,
+                optimizer_over_data=divides,
+                sequence_parallel=sequence_parallel,
+                context_exchange=exchange,
             )
             if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
                 yield sharding

@@ -9,6 +9,7 @@ from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.execution.remat import QKV
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.parallel.blocks import BLOCK_SIZES
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
@@ -24,6 +25,8 @@ from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
 # only `expert`: tokens on the way to their experts and back.
 BLOCKING_AXES = {"tensor", "pipeline"}
+# Bytes of a value in blocks of codes (parallel/blocks.py): its code and its share of a float32 scale.
+CODE_BYTES = {"int8": 1 + 4 / BLOCK_SIZES[0], "int4": 0.5 + 4 / BLOCK_SIZES[0]}
 
 
 @dataclass(frozen=True)
@@ -151,15 +154,41 @@ class _Step:
             moved = formed + non_layer.trained * non_layer_uses
             alone = 1 - (1 - self.overlap.reduced_alone) * formed / max(moved, 1)
             yield from self.transfer(storage, "reduce-scatter", reduced * moved, 1, alone, self.overlap.reducing)
-        masters = reduced * (layers.masters + non_layer.masters)
-        yield from self.transfer(("data",), "all-reduce", masters, 2, alone=1.0)
+        yield from self._reduce_over_data(layers.masters + non_layer.masters)
+        if config.sharding.optimizer_over_data and stage == 3:  # the compute copy, once per step
+            copies = (layers.masters + non_layer.masters) * mesh.data
+            yield from self.transfer(("data",), "all-gather", self._gathered_bytes(("data",)) * copies, alone=1.0)
+        elif config.sharding.optimizer_over_data:
+            storage = ("data", *storage)
         read, alone = float(layers.weights + non_layer.weights), 1.0
         if stage == 3:
             non_layer_uses *= 1 if on_stages else 2  # gathered within the loop over layers, and again around it
             gathered = layers.weights / passes.chunks * (passes.forwards + passes.backwards)
             read = gathered + non_layer.weights * non_layer_uses
             alone = self.overlap.gathered_alone * gathered / max(read, 1)
-        yield from self.transfer(storage, "all-gather", self.compute_bytes * read, 1, alone)
+        yield from self.transfer(storage, "all-gather", self._gathered_bytes(storage) * read, 1, alone)
+
+    def _reduce_over_data(self, masters: int) -> Iterator[EstimatedTransfer]:
+        """Yield the sum of gradients over replicas.
+
+        masters: number of master weights of a device.
+        """
+        sharding, axes = self.config.sharding, ("data",)
+        values = masters * (self.config.mesh.data if sharding.optimizer_over_data else 1)
+        if sharding.data_gradients != "exact":
+            coded = values * CODE_BYTES[sharding.data_gradients]
+            yield from self.transfer(axes, "all-to-all", coded, alone=1.0)
+            if not sharding.optimizer_over_data:
+                yield from self.transfer(axes, "all-gather", values * CODE_BYTES["int8"], alone=1.0)
+            return
+        reduced = BYTES[self.config.precision.reduce_dtype]
+        kind, rounds = ("reduce-scatter", 1) if sharding.optimizer_over_data else ("all-reduce", 2)
+        yield from self.transfer(axes, kind, reduced * values, rounds, alone=1.0)
+
+    def _gathered_bytes(self, axes: tuple[str, ...]) -> float:
+        """Return the bytes of a weight in a gather over these axes."""
+        in_codes = {axis for axis in axes if getattr(self.config.mesh, axis) > 1} & {*self.config.sharding.int8_gathers}
+        return CODE_BYTES["int8"] if in_codes else self.compute_bytes
 
     def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tokens to their experts and back."""
