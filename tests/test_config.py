@@ -274,7 +274,7 @@ def test_a_recipe_has_a_name_without_suffix(tmp_path: Path, monkeypatch: pytest.
 def test_what_changes_least_of_what_is_learned_is_proposed_first() -> None:
     assert list(SEARCHED) == [
         *("training.attention", "optimizer.state_dtype", "precision.reduce_dtype", "precision.compute_dtype"),
-        "optimizer.in_backward",
+        *("optimizer.in_backward", "sharding.int8_gathers", "sharding.data_gradients"),
     ]
 
 

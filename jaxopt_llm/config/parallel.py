@@ -73,7 +73,7 @@ class ShardingConfig:
         (),
         resume="if_allowed",
         search=((), ("data",), ("data", "fsdp")),
-        search_rank=6,
+        search_rank=5,
         price="the model computes with weights rounded to 8 bits",
     )
     """Mesh axes over which weights are gathered as int8 codes in blocks (ZeRO++: qwZ). A gather over several axes sends
@@ -83,7 +83,7 @@ class ShardingConfig:
         "exact",
         resume="if_allowed",
         search=("exact", "int8", "int4"),
-        search_rank=7,
+        search_rank=6,
         price="gradients are rounded to blocks of codes between replicas",
     )
     """Format in which gradients are exchanged over mesh.data. exact: precision.reduce_dtype. int8, int4: codes in

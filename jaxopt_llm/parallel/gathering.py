@@ -223,7 +223,7 @@ def _sum_over_axes(
 
 @dataclass(frozen=True)
 class _DataExchange:
-    """How replicas along `data` exchange blocks of one gradient.
+    """The exchange of one gradient, in blocks of codes, between the replicas along `data`.
 
     scattered: the mesh axes of each dimension after the exchange, those of `data` included.
     values: number of values in a block.
