@@ -1,4 +1,4 @@
-"""Bytes between replicas with the optimizer divided over them and with blocks of codes, on programs for 8 × 8 GPUs.
+"""Bytes between replicas, on programs for 8 × 8 GPUs: the optimizer divided over them, blocks of codes, local steps.
 
 `data` is between hosts and `fsdp` inside them.
 """
@@ -9,8 +9,13 @@ import pytest
 from marks import slow
 from test_bytes import Compiled, compiled, layer_parameters, per_layer
 
-from jaxopt_llm.config import MeshConfig
+from jaxopt_llm.compiler import hlo, topology
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, RematConfig, ShardingConfig, TrainingConfig
+from jaxopt_llm.model import param
 from jaxopt_llm.parallel.blocks import BLOCK_SIZES
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.program import Program, make_program
 
 HOSTS = MeshConfig(data=8, fsdp=8)
 SHARE = 7 / 8  # of an array, sent by each device of a ring of 8
@@ -77,3 +82,37 @@ def test_the_optimizer_over_data_rests_on_all_devices() -> None:
     sharded = (("optimizer_over_data", True),)
     resting = per_layer(lambda step: step.memory.arguments, HOSTS, 3, sharded=sharded, shape=ROWS)
     assert resting == pytest.approx((2 / 8 + 12 / 64) * layer_parameters(), rel=0.02)
+
+
+def make_local(format: Any) -> tuple[Program, Placement]:
+    config = Config(
+        model=ModelConfig(width=1024, layers=2, heads=8, kv_heads=8, head_dim=128, mlp_width=4096),
+        training=TrainingConfig(batch_size=64, sequence_length=128, local_steps=20, attention="xla"),
+        sharding=ShardingConfig(data_gradients=format),
+        remat=RematConfig("full"),
+        mesh=HOSTS,
+    )
+    placement = Placement(
+        make_mesh(HOSTS, topology.gpu_topology("h100", hosts=8)), config.sharding, config.precision, config.offload
+    )
+    return make_program(config, placement), placement
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("format", "expected"), [("int8", 2 * CODED["int8"]), *slow(("exact", 4 + 4), ("int4", sum(CODED.values())))]
+)
+def test_groups_exchange_their_changes_in_outer_steps_alone(format: Any, expected: float) -> None:
+    """In a local step a few numbers go between the groups, for the records. In an outer step each value of the masters
+    goes there and back once, so that the mean over `local_steps` steps is their share of it."""
+    program, placement = make_local(format)
+
+    def count_bytes(step: Any, *arguments: Any) -> float:
+        executable = topology.compile_without_gpu(topology.lower_without_gpu(step, *arguments))
+        sent = hlo.list_collectives(str(executable.as_text()), placement.mesh)
+        assert all(each.axes == ("data",) for each in sent if "data" in each.axes)
+        return sum(each.wire_bytes * each.times for each in sent if "data" in each.axes)
+
+    assert count_bytes(program.step, program.state, program.batch) < 64
+    values = param.count_parameters(program.specs.masters) / HOSTS.fsdp
+    assert count_bytes(program.outer_step, program.state) == pytest.approx(SHARE * expected * values, rel=0.02)

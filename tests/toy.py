@@ -102,7 +102,8 @@ def make_step(
 ) -> Any:
     """Return the jitted step of a decoder from its parts."""
     advance = make_decoder_advance(model, executor, placement, optimizers, specs, settings)
-    return step.make_step(advance, specs, schedule, placement, placement.activation(None, "batch", "sequence"))
+    function = step.make_step_function(advance, schedule, placement)
+    return step.jit_step(function, specs, placement, placement.activation(None, "batch", "sequence"))
 
 
 def params(specs: Params) -> Params:

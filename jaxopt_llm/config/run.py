@@ -197,12 +197,35 @@ class Config:
             )
         return found
 
+    def _local_step_problems(self) -> list[str]:
+        """List the settings that `training.local_steps` does not support."""
+        steps, sharding = self.training.local_steps, self.sharding
+        if steps == 1:
+            return []
+        if self.mesh.data == 1:
+            return [f"training.local_steps={steps} has nothing to average: set --mesh.data to at least 2, or 1 step"]
+        refused = {
+            f"sharding.zero_stage={sharding.zero_stage}": (sharding.zero_stage in (1, 2), "--sharding.zero-stage 3"),
+            "sharding.optimizer_over_data=True": (sharding.optimizer_over_data, "--sharding.optimizer-over-data False"),
+            f"mesh.pipeline={self.mesh.pipeline}": (self.mesh.pipeline > 1, "--mesh.pipeline 1"),
+            "offload.optimizer=True": (self.offload.optimizer, "--offload.optimizer False"),
+            "offload.parameters=True": (self.offload.parameters, "--offload.parameters False"),
+            "optimizer.in_backward=True": (self.optimizer.in_backward, "--optimizer.in-backward False"),
+            f"training.ema_decay={self.training.ema_decay}": (self.training.ema_decay > 0, "--training.ema-decay 0"),
+        }
+        return [
+            f"training.local_steps={steps} does not support {name}: set {remedy}, or --training.local-steps 1"
+            for name, (applies, remedy) in refused.items()
+            if applies
+        ]
+
     def problems(self) -> list[str]:
         """List the errors in each section, and those between sections that need neither the model nor JAX to check."""
         sections = [getattr(self, field.name) for field in fields(self) if field.name != "pipeline"]
         if self.mesh.pipeline > 1:
             sections.append(self.pipeline)
-        found = [problem for section in sections for problem in section.problems()] + self._adapter_problems()
+        found = [problem for section in sections for problem in section.problems()]
+        found += self._adapter_problems() + self._local_step_problems()
         every, best, evaluated = self.checkpoint.every, self.checkpoint.keep_best, self.evaluation.every
         if best and evaluated > 0 and every % evaluated:
             found.append(

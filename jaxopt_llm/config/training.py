@@ -28,6 +28,17 @@ class TrainingConfig:
     accumulation: int = setting(1, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Microbatches per step, each of batch_size / accumulation sequences (gradient accumulation; DeepSpeed and Hugging
     Face: gradient_accumulation_steps)."""
+    local_steps: int = setting(
+        1,
+        resume="never",
+        bounds=AT_LEAST_ONE,
+        search=(1, 20),
+        search_rank=7,
+        price="each replica trains by itself between outer steps, which changes what is learnt",
+    )
+    """Steps that each index of mesh.data trains by itself, with its own moments, before an outer step averages what
+    changed (DiLoCo, Douillard et al. 2023). For links so slow that gradients cannot be summed in every step. 1 = sum
+    the gradients of all devices in every step."""
     loss_chunk: int | Literal["auto"] = setting("auto", resume="freely", bounds=NON_NEGATIVE)
     """Tokens of each device whose logits exist at the same time (chunked cross-entropy). Larger chunks read the head's
     weights less often. 0 = all tokens of the microbatch. auto: on GPUs the largest power of two, from 1024 to 8192,
@@ -134,6 +145,10 @@ class OptimizerConfig:
     parameter for adamw. int8 stores codes in blocks along the last dimension, each with a scale (8-bit optimizer)."""
     momentum: float = setting(0.95, bounds=SHARE)
     """sgd, and muon for its matrices: decay of the momentum per step."""
+    outer_learning_rate: float = setting(0.7, bounds=POSITIVE)
+    """With training.local_steps: factor of the mean change of the replicas in an outer step."""
+    outer_momentum: float = setting(0.9, bounds=SHARE)
+    """With training.local_steps: decay of the Nesterov momentum per outer step."""
     decay_groups: tuple[str, ...] = ()
     """Factors of weight_decay by parameter, each PATTERN=NUMBER, such as "*norm/*=0" "*=1". Patterns are globs of
     paths, where * also matches slashes, and the first match applies. Every trained parameter must match a pattern, and

@@ -90,6 +90,11 @@ def _rules(config: Config) -> list[Rule]:
         ("optimizer.epsilon", f"optimizer.name={optimizer}", optimizer not in ("adamw", "muon")),
         ("optimizer.momentum", f"optimizer.name={optimizer}", optimizer not in ("sgd", "muon")),
         ("checkpoint.replicate_directory", "checkpoint.replicate_every=0", not config.checkpoint.replicate_every),
+        (
+            "optimizer.outer_learning_rate optimizer.outer_momentum",
+            "training.local_steps=1",
+            config.training.local_steps == 1,
+        ),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),

@@ -87,6 +87,9 @@ class EngineWorkload:
             new: tuple[TrainState, Metrics] = self.engine.compiled_step(state, placed)
         return new
 
+    def average_groups(self, state: TrainState) -> TrainState:
+        raise AssertionError("an engine has no local steps")
+
     def evaluate(self, state: TrainState) -> dict[str, float]:
         if not self.held_out:
             return {}

@@ -128,7 +128,7 @@ def attach_shardings(
             outlier_threshold=precision.outlier_threshold,
             keep_gathered=keep_gathered,
             trainable=perturbation is not None,
-            grouped=bool(placement.grouped),
+            grouped=placement.in_gradient_group,
             pipeline_stage_rows=placement.inside_stage and is_split_over_stages(spec),
         )
         return PlacedWeight(array, perturbation, shardings)
@@ -182,6 +182,36 @@ def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Arra
 def reduce_groups(specs: tree.Tree, gradients: tree.Tree, placement: Placement) -> tree.Tree:
     """Sum gradients [G, ...] over the gradient groups, and leave each device its part of the masters' division."""
     return jax.tree.map(lambda spec, gradient: _reduce_groups(spec, gradient, placement), specs, gradients)
+
+
+def sum_over_data(spec: Spec, parts: jax.Array, placement: Placement) -> jax.Array:
+    """Sum one leaf [G, ...], which `data` divides, over its first dimension.
+
+    `sharding.data_gradients` sets the format in which it moves. The sum is float32, and rests as
+    `zero.scattered_sharding` says.
+    """
+    scattered, within = _scattered_dims(spec, placement), placement.dims(spec, zero.storage_axes(1, placement))
+    if exchange := _find_data_exchange(spec, placement):
+        return _sum_blocks_over_data(parts, within, scattered, exchange, placement)
+    parts = parts.astype(placement.precision.for_param(spec).reduce_dtype)
+    return _sum_over_axes(parts, ("data",), 0, (), scattered, placement).astype(jnp.float32)
+
+
+def gather_over_data(spec: Spec, array: jax.Array, placement: Placement) -> jax.Array:
+    """Gather one leaf over `data`, from `zero.scattered_sharding`, in the format of `sum_over_data`; float32.
+
+    4-bit gradients come back in 8 bits.
+    """
+    before, after = zero.scattered_sharding(spec, placement), zero.master_sharding(spec, placement)
+    if exchange := _find_data_exchange(spec, placement):
+        return blocks.move_blocks(array, before, after, exchange.values, bits=8)
+    array = array.astype(placement.precision.for_param(spec).reduce_dtype)
+    array = jax.lax.with_sharding_constraint(array, before)
+    return jax.lax.with_sharding_constraint(array, after).astype(jnp.float32)
+
+
+def _scattered_dims(spec: Spec, placement: Placement) -> Dims:
+    return placement.dims(spec, zero.storage_axes(1, placement), ("data",))
 
 
 def _reduce_groups(spec: Spec, gradient: jax.Array, placement: Placement) -> jax.Array:
@@ -239,9 +269,8 @@ def _find_data_exchange(spec: Spec, placement: Placement) -> _DataExchange | Non
     data_gradients = placement.sharding.data_gradients
     if data_gradients == "exact" or not _moves_as_blocks(spec):
         return None
-    within = zero.storage_axes(1, placement)
-    scattered = placement.dims(spec, within, ("data",))
-    shardings = placement.named_sharding(scattered), placement.parameter(spec, within)
+    scattered = _scattered_dims(spec, placement)
+    shardings = placement.named_sharding(scattered), placement.parameter(spec, zero.storage_axes(1, placement))
     values = blocks.find_block_size(spec.shape, *shardings)
     if values is None or all("data" not in dim for dim in scattered):
         return None

@@ -50,6 +50,8 @@ class Placement:
 
     grouped: the mesh axes that a surrounding `vmap` over gradient groups already divides (zero.py). Shardings inside it
         do not name them.
+    independent: the mesh axes along which groups of devices train on their own (training/local_steps.py). Gradients are
+        not summed over them.
     reduces_microbatches: gradients are summed over all devices after each microbatch, without gradient groups. ZeRO
         then divides them from stage 1 on.
     """
@@ -59,6 +61,7 @@ class Placement:
     precision: PrecisionConfig
     offload: OffloadConfig = NO_OFFLOAD
     grouped: tuple[str, ...] = ()
+    independent: tuple[str, ...] = ()
     reduces_microbatches: bool = False
 
     def for_evaluation(self) -> "Placement":
@@ -69,6 +72,11 @@ class Placement:
     def size(self, *axes: str) -> int:
         """Return the number of devices along these mesh axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def in_gradient_group(self) -> bool:
+        """True within a `vmap` over gradient groups, which has the axis name `zero.GROUP_AXIS`."""
+        return bool({*self.grouped} - {*self.independent})
 
     @property
     def replicated(self) -> NamedSharding:

@@ -58,12 +58,12 @@ def gradient_group_axes(placement: Placement) -> tuple[str, ...]:
     if placement.reduces_microbatches:
         return ()
     axes = ("data", "fsdp") if placement.sharding.zero_stage < 2 else ("data",)
-    return tuple(axis for axis in axes if placement.size(axis) > 1)
+    return tuple(axis for axis in axes if placement.size(axis) > 1 and axis not in placement.independent)
 
 
 def inside_gradient_group(placement: Placement) -> Placement:
     """Return the placement inside a `vmap` over the gradient groups, where no activation is split over them."""
-    return replace(placement, grouped=gradient_group_axes(placement))
+    return replace(placement, grouped=(*placement.grouped, *gradient_group_axes(placement)))
 
 
 # --- the shardings
@@ -91,6 +91,11 @@ def gathered_sharding(specs: Any, placement: Placement) -> Any:
     Only the mesh axes of the parameters' table divide them: `tensor` and `pipeline`, and `expert` those of experts.
     """
     return jax.tree.map(placement.parameter, specs)
+
+
+def scattered_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of what replicas exchange over `data`: each device has its part of the masters' part."""
+    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(1, placement), ("data",)), specs)
 
 
 def resting_parameter_sharding(specs: Any, placement: Placement) -> Any:

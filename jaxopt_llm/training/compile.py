@@ -17,15 +17,18 @@ class Executables:
 
     Attributes:
         step: (state, batch) -> (state, metrics).
+        outer_step: state -> state (local_steps.py); None without local steps.
         held_out: (state, batch) -> (sum of the loss, number of tokens where `loss_mask` is True).
     """
 
     step: Any
     held_out: Any
+    outer_step: Any = None
 
     def __str__(self) -> str:
         """Return a description of the memory that the programs need, on each device and on the host."""
-        memories = [hlo.read_memory(program) for program in (self.step, self.held_out)]
+        programs = (self.step, self.held_out, self.outer_step)
+        memories = [hlo.read_memory(program) for program in programs if program is not None]
         peak, host = max(memory.peak for memory in memories), max(memory.host for memory in memories)
         host_memory = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
         return f"{peak / 2**30:.2f} GiB per device{host_memory} while it runs"
@@ -35,7 +38,8 @@ def lower_programs(setup: Setup) -> Executables:
     """Lower both programs for the state and the batch of the run."""
     program = setup.program
     held_out = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla)
-    return Executables(*(each.lower(program.state, program.batch) for each in (program.step, held_out)))
+    step, held_out = (each.lower(program.state, program.batch) for each in (program.step, held_out))
+    return Executables(step, held_out, program.outer_step and program.outer_step.lower(program.state))
 
 
 def compile_program(setup: Setup, program: jax.stages.Lowered) -> jax.stages.Compiled:

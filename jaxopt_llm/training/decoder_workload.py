@@ -18,6 +18,7 @@ from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.compile import Executables
 from jaxopt_llm.training.evaluation import LossSum, evaluate
 from jaxopt_llm.training.initial_weights import InitialWeights
+from jaxopt_llm.training.local_steps import initialize_groups
 from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.samples import Sampler
 from jaxopt_llm.training.setup import Setup, write_run_files
@@ -89,7 +90,7 @@ class DecoderWorkload:
             given = pretrained_weights.add_adapter(given, initial.adapter, specs, placement)
             say(f"starts from the adapters of {initial.adapter.path}")
         optimizers, seed = self._setup.program.optimizers, self.config.run.seed
-        return training_state.initialize_state(specs, optimizers, seed, placement, given)
+        return initialize_groups(specs, optimizers, seed, placement, given)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
         return read_ahead(self._setup.loader, start, self.config.data.stall_seconds, stopping)
@@ -98,6 +99,11 @@ class DecoderWorkload:
         placed = self._setup.local_rows.make_global(batch)
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
             new: tuple[TrainState, Metrics] = self._programs.step(state, placed)
+        return new
+
+    def average_groups(self, state: TrainState) -> TrainState:
+        with self.processes.main.wait():
+            new: TrainState = self._programs.outer_step(state)
         return new
 
     def evaluate(self, state: TrainState) -> dict[str, float]:

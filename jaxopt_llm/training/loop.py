@@ -20,6 +20,7 @@ from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
 from jaxopt_llm.training.divergence import REMEDY, FinishedStep, check_end, check_skips, made_update
+from jaxopt_llm.training.local_steps import ends_round
 from jaxopt_llm.training.records import Records
 from jaxopt_llm.training.replicas import ReplicaCheck
 from jaxopt_llm.training.setup import set_aside_log
@@ -157,6 +158,8 @@ class Loop:
         self._meter.add_wait(waited)
         self._main.enter("step")
         self._state, metrics = self._replicas.step(step, self._workload.step, self._state, batch)
+        if ends_round(self._config, step):
+            self._state = self._workload.average_groups(self._state)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:

@@ -24,6 +24,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import count_key_parts
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.decoder_step import make_decoder_advance
+from jaxopt_llm.training.local_steps import inside_group, place_groups
 from jaxopt_llm.training.lora import adapt_model
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
@@ -59,6 +60,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         InputError: the devices do not support `precision.matmul`, `training.attention` or `sharding.expert_exchange`,
             or their compiler does not know the options of `xla`.
     """
+    placement = place_groups(config, placement)
     training, stages = config.training, placement.size("pipeline")
     model, attention = _make_model(config, placement)
     if stages > 1:
@@ -74,7 +76,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
-        make_advance=functools.partial(make_decoder_advance, model, executor, placement),
+        make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
         recomputes_layers=not saved_intermediates(config.remat),
     )

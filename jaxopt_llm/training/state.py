@@ -31,7 +31,9 @@ from jaxopt_llm.training.update import Optimizers
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
 # The fields of the state that have specs.
-STORED = ("masters", "moments", "average", "frozen", "guard", "loss_scale", "variables")
+STORED = ("masters", "moments", "average", "frozen", "guard", "loss_scale", "variables", "groups")
+# The fields that each group of devices has for itself with local steps.
+GROUP_FIELDS = ("masters", "moments", "guard", "loss_scale")
 
 
 @struct.dataclass
@@ -48,6 +50,8 @@ class TrainState:
         loss_scale: see loss_scale.py; empty without loss scaling.
         variables: the model's variables that are not parameters, such as running means; empty for the decoder.
         average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
+        groups: GROUP_FIELDS of each group of devices, [G, ...]; empty without local steps (local_steps.py), which give
+            `masters` and `moments` another meaning.
     """
 
     step: tree.Leaf
@@ -59,6 +63,7 @@ class TrainState:
     loss_scale: LossScale
     variables: Params = field(default_factory=dict)
     average: Params | None = None
+    groups: dict[str, tree.Tree] = field(default_factory=dict)
 
     @property
     def trainable(self) -> Params:
@@ -82,6 +87,7 @@ class StateSpecs:
 
     Attributes:
         keep_frozen: checkpoints also hold the frozen parameters. If False, a resume reads them from their source.
+        one_group: with local steps, specs of the state of one group; otherwise None.
     """
 
     masters: Params
@@ -92,6 +98,8 @@ class StateSpecs:
     keep_frozen: bool = True
     variables: Params = field(default_factory=dict)
     average: Params | None = None
+    groups: dict[str, tree.Tree] = field(default_factory=dict)
+    one_group: "StateSpecs | None" = None
 
 
 def make_state_specs(
@@ -117,17 +125,19 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
     """Return the sharding of each leaf of the state between steps, as a TrainState of shardings."""
     # Adapters are small and stay on the device even if their base is offloaded.
     trained_sharding = zero.parameter_sharding if jax.tree.leaves(specs.frozen) else zero.resting_parameter_sharding
+    moments_sharding = zero.scattered_sharding if specs.groups else zero.optimizer_state_sharding
     update_sharding = zero.optimizer_state_sharding if zero.has_compute_copy(placement) else trained_sharding
     return TrainState(
         step=placement.replicated,
         masters=update_sharding(specs.masters, placement),
-        moments=zero.optimizer_state_sharding(specs.moments, placement),
+        moments=moments_sharding(specs.moments, placement),
         compute=trained_sharding(specs.masters, placement) if zero.has_compute_copy(placement) else None,
         frozen=zero.resting_parameter_sharding(specs.frozen, placement),
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
         variables=jax.tree.map(lambda spec: placement.replicated, specs.variables),
         average=zero.optimizer_state_sharding(specs.average, placement),
+        groups=zero.master_sharding(specs.groups, placement),
     )
 
 

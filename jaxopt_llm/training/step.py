@@ -98,15 +98,8 @@ Differentiate = Callable[[TrainState, Any, jax.Array | float], Differentiated]  
 Advance = Callable[[TrainState, Any], Outcome]  # (state, batch)
 
 
-def make_step(
-    advance: Advance,
-    specs: StateSpecs,
-    schedule: optax.Schedule | None,
-    placement: Placement,
-    batch_sharding: tree.Tree,
-    compiler_options: Options | None = None,
-) -> Step:
-    """Return the jitted step, (state, batch) -> (state, metrics). It donates the state that it receives.
+def make_step_function(advance: Advance, schedule: optax.Schedule | None, placement: Placement) -> Step:
+    """Return the step, (state, batch) -> (state, metrics), not jitted.
 
     Metrics are float32 scalars, except for the counts and `overflow`:
 
@@ -117,13 +110,25 @@ def make_step(
     - `overflow`: bool; the loss scale made the gradients of this step overflow.
     - `loss_scale`: loss scale of the next step, if the precision has one.
     - the metrics of the model.
+    """
+    return _Step(advance, schedule, placement).step
+
+
+def jit_step(
+    step: Step,
+    specs: StateSpecs,
+    placement: Placement,
+    batch_sharding: tree.Tree,
+    compiler_options: Options | None = None,
+) -> Step:
+    """Return the step jitted for a state of these specs. It donates the state that it receives.
 
     Args:
         batch_sharding: of the batch's fields, or one for all of them.
     """
     state_sharding = state_shardings(specs, placement)
     return jax.jit(
-        _Step(advance, schedule, placement).step,
+        step,
         in_shardings=(state_sharding, batch_sharding),
         out_shardings=(state_sharding, placement.replicated),
         donate_argnums=0,

@@ -16,10 +16,11 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
+from jaxopt_llm.training.local_steps import LocalStep, has_groups, inside_group, jit_outer_step, make_group_specs
 from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import Advance, StepSettings, make_step
+from jaxopt_llm.training.step import Advance, StepSettings, jit_step, make_step_function
 from jaxopt_llm.training.update import Optimizers, WholeOptimizer
 
 MakeAdvance = Callable[[Any, StateSpecs, StepSettings], Advance]  # (optimizers, specs, settings)
@@ -52,12 +53,14 @@ class StepProgram:
     Attributes:
         specs: specs of the state.
         step: jitted (state, batch) -> (state, metrics).
+        outer_step: jitted state -> state, which follows every `training.local_steps` steps; None without local steps.
         state, batch: abstract arguments of `step`.
     """
 
     specs: StateSpecs
     optimizers: Optimizers
     step: Any
+    outer_step: Any
     state: TrainState
     batch: Any
 
@@ -70,6 +73,8 @@ def make_step_program(
     keep_frozen: bool = True,
 ) -> StepProgram:
     """Make the program of a model's training step. It allocates nothing.
+
+    With local steps, `parts.make_advance` is that of one group (local_steps.inside_group).
 
     Args:
         whole: an optimizer of the user, in place of `config.optimizer`, `config.schedule` and the clip.
@@ -107,5 +112,11 @@ def make_step_program(
         recomputes_layers=parts.recomputes_layers,
         adapters=config.lora.rank > 0,
     )
-    step = make_step(advance, specs, schedule, placement, batch_sharding, options)
-    return StepProgram(specs, optimizers, step, training_state.abstract_state(specs, placement), parts.batch)
+    step, outer_step = make_step_function(advance, schedule, inside_group(placement)), None
+    if has_groups(config):
+        specs = make_group_specs(specs, placement.size("data"))
+        step = LocalStep(step, placement).step
+        outer_step = jit_outer_step(config, specs, placement)
+    step = jit_step(step, specs, placement, batch_sharding, options)
+    state = training_state.abstract_state(specs, placement)
+    return StepProgram(specs, optimizers, step, outer_step, state, parts.batch)

@@ -50,6 +50,9 @@ class Workload(Protocol):
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run a step on a batch as it was read. The state is donated."""
 
+    def average_groups(self, state: TrainState) -> TrainState:
+        """Run an outer step (local_steps.py). The state is donated. Called only with local steps."""
+
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Return the held-out loss as `eval_loss`, and other numbers to record; nothing without held-out data."""
 

@@ -90,7 +90,7 @@ def run_experts(
         return run(params, *inputs, make_plan((experts, by_expert), 0)), once
     to_device = by_expert.begins[:, :: moe.experts // placement.size("expert")]  # [N, P + 1]
     count = jnp.maximum(-(-jnp.max(jnp.diff(to_device, axis=1)) // per_pair), 1)
-    if placement.grouped:
+    if placement.in_gradient_group:
         count = jax.lax.pmax(count, GROUP_AXIS)
     resting, perturbations = split_perturbations(params)
     return _run_rounds(run, make_plan, (experts, by_expert), count, resting, perturbations, inputs), count

@@ -1,0 +1,177 @@
+"""Local steps: each group of devices trains by itself, and the groups are averaged from time to time.
+
+The method is DiLoCo (Douillard et al. 2023, arXiv:2311.08105). A group is one index along `data`. In a local step each
+group updates its own masters with its own moments and its share of the batch, and sends nothing to the others but a few
+numbers for the records. After every `training.local_steps` steps an outer step follows:
+
+    change   = mean over the groups of (masters - the group's masters)
+    momentum = optimizer.outer_momentum × momentum + change
+    masters  = masters - optimizer.outer_learning_rate × (change + optimizer.outer_momentum × momentum)
+
+and every group continues from the new masters. `sharding.data_gradients` sets the format in which the changes are sent,
+and in which the outer updates come back.
+
+State: `masters` are those of the last outer step, which evaluation, samples and exports read; `moments` is the momentum
+of the outer step; `groups` is the state of the groups, [G, ...], divided over `data`.
+
+Letters: G groups, M microbatches, B batch, S sequence.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.gathering import gather_over_data, sum_over_data
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.state import GROUP_FIELDS, StateSpecs, TrainState, initialize_state, state_shardings
+from jaxopt_llm.training.step import Metrics, Step
+from jaxopt_llm.training.update import Optimizers
+
+OUTER_STEP = "outer_step"  # named scope of the outer step in compiled programs and profiles
+
+
+def make_group_specs(one_group: StateSpecs, groups: int) -> StateSpecs:
+    """Return the specs of a state with groups, from those of the state of one group."""
+
+    def add_groups(spec: ParamSpec) -> ParamSpec:
+        # Without `layers`: a loop over layers is inside the groups.
+        contracting = tuple(dim + 1 for dim in spec.contracting)
+        return replace(
+            spec,
+            shape=(groups, *spec.shape),
+            axes=("groups", *spec.axes),
+            contracting=contracting,
+            layers=None,
+        )
+
+    return StateSpecs(
+        masters=one_group.masters,
+        moments=one_group.masters,
+        frozen=one_group.frozen,
+        guard={},
+        loss_scale={},
+        keep_frozen=one_group.keep_frozen,
+        groups={name: jax.tree.map(add_groups, getattr(one_group, name)) for name in GROUP_FIELDS},
+        one_group=one_group,
+    )
+
+
+def initialize_groups(
+    specs: StateSpecs, optimizers: Optimizers, seed: int, placement: Placement, given: Params | None = None
+) -> TrainState:
+    """Return the state before the first step: `initialize_state`, and with local steps the same state in all groups."""
+    state = initialize_state(specs.one_group or specs, optimizers, seed, placement, given)
+    return begin_groups(state, specs, placement) if specs.one_group else state
+
+
+def begin_groups(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the state in which every group has the given state. It donates that state.
+
+    state: of one group, equal on all of them.
+    """
+
+    def begin(state: TrainState, scalars: dict[str, tree.Tree]) -> TrainState:
+        of_group = {"masters": state.masters, "moments": state.moments, **scalars}
+        return replace(
+            state,
+            moments=jax.tree.map(jnp.zeros_like, state.masters),
+            groups={name: _repeat(of_group[name], specs.groups[name]) for name in GROUP_FIELDS},
+        )
+
+    jitted = jax.jit(begin, out_shardings=state_shardings(specs, placement), donate_argnums=0)
+    scalars = {"guard": state.guard, "loss_scale": state.loss_scale}
+    started: TrainState = jitted(replace(state, guard={}, loss_scale={}), scalars)
+    return started
+
+
+def _repeat(leaves: tree.Tree, specs: tree.Tree) -> tree.Tree:
+    """Return leaves [...] as [G, ...], of these specs."""
+    return jax.tree.map(lambda spec, leaf: jnp.broadcast_to(leaf, spec.shape), specs, leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalStep:
+    """A step of all groups. step_of_group: the step of one group; its batch has its share of the rows."""
+
+    step_of_group: Step
+    placement: Placement
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        # Compiled programs are named after this method: jit_step.
+        count = self.placement.size("data")
+        grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
+
+        def step_group(group: dict[str, tree.Tree], batch: Any) -> tuple[dict[str, tree.Tree], Metrics]:
+            one = TrainState(state.step, compute=None, frozen=state.frozen, variables={}, **group)
+            new, metrics = self.step_of_group(one, batch)
+            return {name: getattr(new, name) for name in GROUP_FIELDS}, metrics
+
+        mapped = jax.vmap(step_group, in_axes=(0, 1), spmd_axis_name="data")
+        groups, metrics = mapped(state.groups, grouped)
+        return replace(state, step=state.step + 1, groups=groups), {
+            name: _combine(each) for name, each in metrics.items()
+        }
+
+
+def _combine(metric: jax.Array) -> jax.Array:
+    """Combine a metric [G, ...] of the groups: the mean, and of counts and flags the largest."""
+    return jnp.mean(metric, axis=0) if jnp.issubdtype(metric.dtype, jnp.floating) else jnp.max(metric, axis=0)
+
+
+@dataclass(frozen=True, eq=False)
+class OuterStep:
+    """The outer step. config: of the run."""
+
+    config: Config
+    specs: StateSpecs
+    placement: Placement
+
+    @jax.named_scope(OUTER_STEP)
+    def outer_step(self, state: TrainState) -> TrainState:
+        # Compiled programs are named after this method: jit_outer_step.
+        updated = jax.tree.map(self._update, self.specs.masters, state.masters, state.moments, state.groups["masters"])
+        masters, momentum = (jax.tree.map(lambda _, pair, i=i: pair[i], self.specs.masters, updated) for i in (0, 1))
+        groups = state.groups | {"masters": _repeat(masters, self.specs.groups["masters"])}
+        return replace(state, masters=masters, moments=momentum, groups=groups)
+
+    def _update(
+        self, spec: ParamSpec, masters: jax.Array, momentum: jax.Array, of_groups: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the masters and the momentum of one parameter after an outer step. of_groups: [G, ...]."""
+        optimizer = self.config.optimizer
+        change = sum_over_data(spec, masters - of_groups, self.placement) / self.placement.size("data")
+        momentum = optimizer.outer_momentum * momentum + change
+        update = optimizer.outer_learning_rate * (change + optimizer.outer_momentum * momentum)
+        return masters - gather_over_data(spec, update, self.placement), momentum
+
+
+def jit_outer_step(config: Config, specs: StateSpecs, placement: Placement) -> Any:
+    """Return the jitted outer step, state -> state. It donates the state."""
+    shardings = state_shardings(specs, placement)
+    step = OuterStep(config, specs, placement).outer_step
+    return jax.jit(step, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=0)
+
+
+def has_groups(config: Config) -> bool:
+    return config.training.local_steps > 1
+
+
+def ends_round(config: Config, step: int) -> bool:
+    """Return whether an outer step follows step `step`."""
+    return has_groups(config) and step % config.training.local_steps == 0
+
+
+def place_groups(config: Config, placement: Placement) -> Placement:
+    """Return the placement of a run: `data` divides groups that train on their own, if it has local steps."""
+    return replace(placement, independent=("data",)) if has_groups(config) else placement
+
+
+def inside_group(placement: Placement) -> Placement:
+    """Return the placement inside a `vmap` over the groups."""
+    return replace(placement, grouped=placement.independent)

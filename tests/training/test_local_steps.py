@@ -1,0 +1,166 @@
+"""Local steps and outer steps, against single devices and arithmetic in NumPy."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import toy
+from marks import slow
+
+from jaxopt_llm.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import local_steps
+from jaxopt_llm.training import program as training_program
+from jaxopt_llm.training.program import Program
+from jaxopt_llm.training.state import TrainState
+
+MODEL = replace(toy.UNIFORM, width=64, heads=2, kv_heads=2, head_dim=32, mlp_width=128)
+EXPERTS = replace_fields(MODEL, {"moe.experts": 4, "moe.expert_width": 32})
+ROWS, LENGTH, LOCAL, STEPS = 24, 16, 3, 7
+
+
+def make_config(mesh: MeshConfig, **settings: Any) -> Config:
+    config = Config(
+        model=MODEL,
+        training=TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, local_steps=LOCAL),
+        # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
+        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5),
+        schedule=ScheduleConfig(1, 10),
+        precision=PrecisionConfig(compute_dtype="float32"),
+        remat=RematConfig("full"),
+        mesh=mesh,
+    )
+    return replace_fields(config, settings)
+
+
+def place(config: Config) -> tuple[Program, Placement]:
+    mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
+    placement = Placement(mesh, config.sharding, config.precision)
+    return training_program.make_program(config, placement), placement
+
+
+def begin(config: Config) -> tuple[Program, Placement, TrainState]:
+    program, placement = place(config)
+    state = local_steps.initialize_groups(program.specs, program.optimizers, 0, placement)
+    return program, placement, state
+
+
+def read_batch(config: Config, step: int) -> Batch:
+    return toy.microbatches(toy.packed(ROWS, LENGTH, step), config.training.accumulation)
+
+
+def train(config: Config, steps: int = STEPS) -> tuple[TrainState, list[float]]:
+    program, _, state = begin(config)
+    losses = []
+    for step in range(1, steps + 1):
+        batch = jax.device_put(read_batch(config, step), program.batch_sharding)
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if local_steps.ends_round(config, step):
+            state = program.outer_step(state)
+    return state, losses
+
+
+def to_host(leaves: Params) -> Params:
+    return jax.tree.map(np.array, leaves)
+
+
+@functools.cache
+def train_by_hand(groups: int, **settings: Any) -> tuple[Params, list[Params], list[float]]:
+    """Train each group on one device, and average in NumPy. Return the masters, those of the groups, and the losses."""
+    config = make_config(MeshConfig(), **{"training.local_steps": 1, "training.batch_size": ROWS // groups, **settings})
+    program, _ = place(config)
+    outer = make_config(MeshConfig()).optimizer
+    states = [begin(config)[2] for _ in range(groups)]
+    masters = to_host(states[0].masters)
+    momentum, losses = jax.tree.map(np.zeros_like, masters), []
+    for step in range(1, STEPS + 1):
+        batch, of_step = read_batch(config, step), []
+        for group, state in enumerate(states):
+            # Within each microbatch the rows of a group are consecutive.
+            own = jax.tree.map(lambda x, group=group: np.split(x, groups, axis=1)[group], batch)
+            states[group], metrics = program.step(state, jax.device_put(own, program.batch_sharding))
+            of_step.append(float(metrics["loss"]))
+        losses.append(float(np.mean(of_step)))
+        if step % LOCAL == 0:
+            parts = [jax.tree.map(np.subtract, masters, to_host(state.masters)) for state in states]
+            change = jax.tree.map(lambda *each: np.mean(each, axis=0), *parts)
+            momentum = jax.tree.map(lambda m, c: outer.outer_momentum * m + c, momentum, change)
+            masters = jax.tree.map(
+                lambda x, c, m: x - outer.outer_learning_rate * (c + outer.outer_momentum * m),
+                *(masters, change, momentum),
+            )
+            states = [replace(state, masters=jax.device_put(masters, jax.devices("cpu")[0])) for state in states]
+    return masters, [to_host(state.masters) for state in states], losses
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        pytest.param(MeshConfig(data=2, fsdp=4), {}, marks=pytest.mark.core),
+        (MeshConfig(data=3), {"training.accumulation": 2}),
+        *slow(
+            (MeshConfig(data=4, fsdp=2), {"training.accumulation": 3}),
+            (MeshConfig(data=2, fsdp=2, tensor=2), {"sharding.zero_stage": 0}),
+            (MeshConfig(data=2, context=2), {"sharding.context_exchange": "all_to_all"}),
+            (MeshConfig(data=2, fsdp=2, expert=2), {"model": EXPERTS}),
+            (MeshConfig(data=2, fsdp=2), {"lora": LoraConfig(rank=4)}),
+        ),
+    ],
+)
+def test_groups_train_by_themselves_and_are_averaged(mesh: MeshConfig, settings: dict[str, Any]) -> None:
+    kept = {name: value for name, value in settings.items() if not name.startswith("sharding")}
+    masters, groups, losses = train_by_hand(mesh.data, **kept)
+    state, found = train(make_config(mesh, **settings))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert toy.distance(state.masters, masters) < 1e-5
+    for group, expected in enumerate(groups):
+        own = jax.tree.map(lambda x, group=group: x[group], state.groups["masters"])
+        assert toy.distance(own, expected) < 1e-5
+    assert toy.distance(groups[0], groups[1]) > 1e-4, "the groups do not differ between outer steps"
+
+
+@pytest.mark.parametrize(("format", "most"), [("int8", 0.01), ("int4", 0.15)])
+def test_changes_as_codes(format: Any, most: float) -> None:
+    """The first outer step differs by the rounding of the changes; all groups continue from the same masters."""
+    mesh = MeshConfig(data=2, fsdp=4)
+    exact, coded = (
+        train(make_config(mesh, **{"sharding.data_gradients": each}), LOCAL)[0] for each in ("exact", format)
+    )
+    start = begin(make_config(mesh))[2]
+    moved, expected = (
+        jax.tree.map(np.subtract, to_host(each.masters), to_host(start.masters)) for each in (coded, exact)
+    )
+    assert 1e-4 < toy.distance(moved, expected) < most
+    for leaf, of_groups in zip(jax.tree.leaves(coded.masters), jax.tree.leaves(coded.groups["masters"]), strict=True):
+        np.testing.assert_array_equal(np.asarray(of_groups), np.broadcast_to(np.asarray(leaf), of_groups.shape))
+
+
+def test_state_of_groups_is_divided_over_them() -> None:
+    """A device has the state of its own group, and a part of the outer momentum."""
+    _, _, state = begin(make_config(MeshConfig(data=2, fsdp=4)))
+
+    def share(leaves: tree.Tree) -> float:
+        arrays = [leaf for leaf in jax.tree.leaves(leaves) if leaf.ndim > 2]
+        return sum(x.addressable_shards[0].data.size for x in arrays) / sum(x.size for x in arrays)
+
+    assert share(state.groups["masters"]) == share(state.groups["moments"]) == 1 / 8
+    assert share(state.moments) == 1 / 8
+    assert share(state.masters) == 1 / 4
