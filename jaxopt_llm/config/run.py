@@ -197,13 +197,11 @@ class Config:
             )
         return found
 
-    def _local_step_problems(self) -> list[str]:
+    def local_step_problems(self) -> list[str]:
         """List the settings that `training.local_steps` does not support."""
         steps, sharding = self.training.local_steps, self.sharding
         if steps == 1:
             return []
-        if self.mesh.data == 1:
-            return [f"training.local_steps={steps} has nothing to average: set --mesh.data to at least 2, or 1 step"]
         refused = {
             f"sharding.zero_stage={sharding.zero_stage}": (sharding.zero_stage in (1, 2), "--sharding.zero-stage 3"),
             "sharding.optimizer_over_data=True": (sharding.optimizer_over_data, "--sharding.optimizer-over-data False"),
@@ -225,7 +223,7 @@ class Config:
         if self.mesh.pipeline > 1:
             sections.append(self.pipeline)
         found = [problem for section in sections for problem in section.problems()]
-        found += self._adapter_problems() + self._local_step_problems()
+        found += self._adapter_problems() + self.local_step_problems()
         every, best, evaluated = self.checkpoint.every, self.checkpoint.keep_best, self.evaluation.every
         if best and evaluated > 0 and every % evaluated:
             found.append(

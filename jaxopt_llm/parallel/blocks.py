@@ -25,8 +25,14 @@ def find_block_size(shape: tuple[int, ...], *shardings: NamedSharding) -> int | 
 
     shardings: those between which the array moves.
     """
-    size = math.gcd(*(sharding.shard_shape(shape)[-1] for sharding in shardings))
+    size = math.gcd(*(shape[-1] // _count_parts(sharding, len(shape)) for sharding in shardings))
     return next((values for values in BLOCK_SIZES if size % values == 0), None)
+
+
+def _count_parts(sharding: NamedSharding, ndim: int) -> int:
+    """Return the number of parts of the last dimension. JAX's shard_shape does not support manual axes of the mesh."""
+    axes = sharding.spec[-1] if len(sharding.spec) == ndim else None
+    return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def move_blocks(array: jax.Array, before: NamedSharding, after: NamedSharding, values: int, bits: Bits) -> jax.Array:

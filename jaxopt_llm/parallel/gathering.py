@@ -198,13 +198,10 @@ def sum_over_data(spec: Spec, parts: jax.Array, placement: Placement) -> jax.Arr
 
 
 def gather_over_data(spec: Spec, array: jax.Array, placement: Placement) -> jax.Array:
-    """Gather one leaf over `data`, from `zero.scattered_sharding`, in the format of `sum_over_data`; float32.
-
-    4-bit gradients come back in 8 bits.
-    """
+    """Gather one leaf over `data`, from `zero.scattered_sharding`, in the format of `sum_over_data`; float32."""
     before, after = zero.scattered_sharding(spec, placement), zero.master_sharding(spec, placement)
     if exchange := _find_data_exchange(spec, placement):
-        return blocks.move_blocks(array, before, after, exchange.values, bits=8)
+        return blocks.move_blocks(array, before, after, exchange.values, exchange.bits)
     array = array.astype(placement.precision.for_param(spec).reduce_dtype)
     array = jax.lax.with_sharding_constraint(array, before)
     return jax.lax.with_sharding_constraint(array, after).astype(jnp.float32)

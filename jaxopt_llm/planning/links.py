@@ -2,8 +2,8 @@
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ class Traffic:
     bytes: bytes that each GPU sends, on a ring.
     seconds: bytes divided by the rate of the slowest link, without latency. Overlap with computation is not subtracted.
     overlapped: share of the time of these collectives that kernels hide, by the schedule of the program.
+    every: number of steps between two runs. Bytes and seconds are those of a step on average.
     """
 
     axes: tuple[str, ...]
@@ -33,6 +34,7 @@ class Traffic:
     bytes: int
     seconds: float
     overlapped: float
+    every: int = 1
 
 
 def find_link(
@@ -110,6 +112,12 @@ def sum_traffic(
         yield Traffic(axes, group[0].link, kind, dtypes, times, sent, seconds, hidden / seconds if seconds else 0.0)
 
 
+def spread_over_steps(traffic: Iterable[Traffic], every: int) -> Iterator[Traffic]:
+    """Yield the traffic of a program that follows every so many steps, as that of one step."""
+    for each in traffic:
+        yield replace(each, bytes=round(each.bytes / every), seconds=each.seconds / every, every=every)
+
+
 def format_traffic(collectives: Sequence[Traffic]) -> list[str]:
     """Return the lines of the table of the collectives of a step."""
     total = sum(each.bytes for each in collectives)
@@ -117,6 +125,7 @@ def format_traffic(collectives: Sequence[Traffic]) -> list[str]:
     lines = [f"{'collectives of a step':44} {'times':>7} {f'{name} sent':>9} {'ms':>9} {'overlapped':>10}"]
     for traffic in sorted(collectives, key=lambda traffic: -traffic.seconds):
         kind = f"{' × '.join(traffic.axes)} ({traffic.link}): {traffic.kind} {' '.join(traffic.dtypes)}"
+        kind += f", every {traffic.every} steps" if traffic.every > 1 else ""
         sent = f"{traffic.bytes / unit:9.3f} {traffic.seconds * 1e3:9.2f} {traffic.overlapped:10.0%}"
         lines.append(f"  {kind:42} {traffic.times:7,} {sent}")
     seconds = sum(each.seconds for each in collectives)

@@ -150,8 +150,8 @@ def _gradient_shapes(spec: Spec, placement: Placement, remat: RematConfig, block
 def sum_by_kind(state: TrainState, known: KnownShapes, total: hlo.Memory, temporaries: Sequence[Buffer]) -> Memory:
     """Return the bytes of each kind at the peak; they add up to `total.peak`."""
     kinds = dict.fromkeys((field.name for field in dataclasses.fields(Memory)), 0)
-    kinds["parameters"] = count_resting_bytes((state.masters, state.compute, state.frozen))
-    kinds["optimizer"] = count_resting_bytes((state.moments, state.average))
+    kinds["parameters"] = count_resting_bytes(state.all_parameters)
+    kinds["optimizer"] = count_resting_bytes(state.optimizer_state)
     for buffer in temporaries:
         kinds[classify(buffer, known)] += buffer.bytes
     kinds["other"] += total.peak - sum(kinds.values())
@@ -166,8 +166,8 @@ def write_memory(path: Path, state: TrainState, step: jax.stages.Compiled) -> No
     """
     total = hlo.read_memory(step)
     kinds = {
-        "parameters": count_resting_bytes((state.masters, state.compute, state.frozen)),
-        "optimizer": count_resting_bytes((state.moments, state.average)),
+        "parameters": count_resting_bytes(state.all_parameters),
+        "optimizer": count_resting_bytes(state.optimizer_state),
         "temporaries": total.temporaries,
     }
     kinds["other"] = total.peak - sum(kinds.values())
@@ -187,6 +187,8 @@ def find_largest(state: TrainState, known: KnownShapes, temporaries: Sequence[Bu
         "frozen": (state.frozen, "parameters"),
         "moments": (state.moments, "optimizer"),
         "average of": (state.average, "optimizer"),
+        "master weights of a group of": (state.groups.get("masters"), "parameters"),
+        "moments of a group": (state.groups.get("moments"), "optimizer"),
     }
     arrays = []
     for name, (leaves, kind) in trees.items():

@@ -119,8 +119,8 @@ def make_plan(
     compile_seconds = time.perf_counter() - clock
     chosen, config, (program, peak) = list_choices(config, choice.config), choice.config, choice.compiled
     text, memory = str(peak.compiled.as_text()), peak.memory
-    found = hlo.list_collectives(text, mesh)
-    collectives = tuple(links.sum_traffic(found, mesh, chip, gpus_per_host))
+    found = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
+    collectives = _sum_traffic(*found, config, mesh, cluster)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
@@ -157,7 +157,7 @@ def make_plan(
         model_flops=_count_model_flops(config, program) / len(devices),
         repeated_flops=work.repeated_flops,
         speed=speed,
-        networks=tuple(_time_network(text, found, mesh, cluster, network) for network in networks),
+        networks=tuple(_time_network(text, found, config, mesh, cluster, network) for network in networks),
         checkpoints=plan_checkpoints(config, program.specs, speed.step_seconds),
         idle=work.idle,
     )
@@ -183,13 +183,43 @@ def _count_model_flops(config: Config, program: Program) -> float:
     return needed.causal * config.training.batch_size * length
 
 
+def _list_outer_collectives(program: Program, mesh: jax.sharding.Mesh) -> tuple[hlo.Collective, ...]:
+    """Compile the outer step of a program with local steps, and return its collectives; none without."""
+    if program.outer_step is None:
+        return ()
+    lowered = topology.lower_without_gpu(program.outer_step, program.state)
+    return tuple(hlo.list_collectives(str(topology.compile_without_gpu(lowered).as_text()), mesh))
+
+
+def _sum_traffic(
+    of_step: Sequence[hlo.Collective],
+    of_outer_step: Sequence[hlo.Collective],
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    cluster: Cluster,
+) -> tuple[links.Traffic, ...]:
+    """Return the traffic of a step, with its share of the traffic of an outer step."""
+    inner, outer = (
+        links.sum_traffic(each, mesh, cluster.chip, cluster.gpus_per_host) for each in (of_step, of_outer_step)
+    )
+    return (*inner, *links.spread_over_steps(outer, config.training.local_steps))
+
+
 def _time_network(
-    text: str, collectives: Sequence[hlo.Collective], mesh: jax.sharding.Mesh, cluster: Cluster, gigabits: float
+    text: str,
+    collectives: tuple[Sequence[hlo.Collective], Sequence[hlo.Collective]],
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    cluster: Cluster,
+    gigabits: float,
 ) -> NetworkTime:
-    """Return the time of a compiled step on a cluster with another network."""
+    """Return the time of a compiled step on a cluster with another network.
+
+    Args:
+        collectives: those of the step, and those of the outer step.
+    """
     cluster = replace(cluster, links=replace(cluster.links, network=gigabits))
-    traffic = tuple(links.sum_traffic(collectives, mesh, cluster.chip, cluster.gpus_per_host))
-    parts = break_down_step(text, traffic, cluster.chip)
+    parts = break_down_step(text, _sum_traffic(*collectives, config, mesh, cluster), cluster.chip)
     waited = sum(part.seconds for part in parts if part.name.endswith("(network)"))
     return NetworkTime(gigabits, sum(part.seconds for part in parts), waited)
 

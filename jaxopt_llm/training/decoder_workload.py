@@ -18,7 +18,7 @@ from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.compile import Executables
 from jaxopt_llm.training.evaluation import LossSum, evaluate
 from jaxopt_llm.training.initial_weights import InitialWeights
-from jaxopt_llm.training.local_steps import initialize_groups
+from jaxopt_llm.training.local_steps import count_groups, initialize_groups
 from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.samples import Sampler
 from jaxopt_llm.training.setup import Setup, write_run_files
@@ -81,6 +81,9 @@ class DecoderWorkload:
             read_frozen = None
             if weights is not None:
                 read_frozen = functools.partial(pretrained_weights.read_frozen, weights, specs.frozen, placement)
+            saved, groups = count_groups(checkpoints.read_record(start)["arrays"]), placement.size("data")
+            if specs.groups and saved != groups:
+                say(f"the checkpoint has {saved} groups with local steps, and this run {groups}: see docs/sharding.md")
             return load_state(checkpoints, start, specs, placement, read_frozen)
         given = None
         if weights is not None:

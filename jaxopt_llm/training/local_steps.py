@@ -17,16 +17,19 @@ of the outer step; `groups` is the state of the groups, [G, ...], divided over `
 Letters: G groups, M microbatches, B batch, S sequence.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.gathering import gather_over_data, sum_over_data
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.state import GROUP_FIELDS, StateSpecs, TrainState, initialize_state, state_shardings
@@ -88,6 +91,39 @@ def begin_groups(state: TrainState, specs: StateSpecs, placement: Placement) -> 
     scalars = {"guard": state.guard, "loss_scale": state.loss_scale}
     started: TrainState = jitted(replace(state, guard={}, loss_scale={}), scalars)
     return started
+
+
+def count_groups(arrays: Mapping[str, Mapping[str, str]]) -> int:
+    """Return the number of groups of a checkpoint; 0 without local steps. arrays: those of its record."""
+    # The description of a leaf is its dtype and shape, as in float32[2,3]. The groups are the first dimension.
+    described = next(iter(arrays.get("groups", {}).values()), "[0]")
+    return int(described.partition("[")[2].rstrip("]").split(",")[0])
+
+
+def with_group_count(specs: dict[str, tree.Tree], count: int) -> dict[str, tree.Tree]:
+    """Return the specs of the state of another number of groups, which all devices along `data` hold."""
+
+    def change(spec: ParamSpec) -> ParamSpec:
+        return replace(spec, shape=(count, *spec.shape[1:]), axes=(None, *spec.axes[1:]))
+
+    return jax.tree.map(change, specs)
+
+
+def resize_groups(
+    groups: dict[str, tree.Tree], specs: dict[str, tree.Tree], placement: Placement
+) -> dict[str, tree.Tree]:
+    """Return the state of another number of groups: group i continues from group i modulo the saved number.
+
+    Groups that are gone take no part in the next outer step. New groups begin as copies.
+
+    specs: of the result.
+    """
+
+    def resize(spec: ParamSpec, leaf: jax.Array) -> jax.Array:
+        chosen = np.arange(spec.shape[0]) % leaf.shape[0]
+        return jax.jit(lambda leaf: leaf[chosen], out_shardings=zero.master_sharding(spec, placement))(leaf)
+
+    return jax.tree.map(resize, specs, groups)
 
 
 def _repeat(leaves: tree.Tree, specs: tree.Tree) -> tree.Tree:

@@ -7,6 +7,7 @@ from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.training.local_steps import count_groups, resize_groups, with_group_count
 from jaxopt_llm.training.state import StateSpecs, TrainState, checkpoint_specs, resume_state
 
 
@@ -25,13 +26,21 @@ def load_state(
     Raises:
         CheckpointError: it cannot be read, or is of another model, optimizer or precision.
     """
-    saved = abstract_checkpoint(checkpoint_specs(specs), placement)
-    if others := sorted(checkpoints.read_record(step)["arrays"].keys() - saved.keys()):
+    arrays, saved_specs = checkpoints.read_record(step)["arrays"], checkpoint_specs(specs)
+    groups = count_groups(arrays)
+    resizes = bool(specs.groups) and 0 < groups != placement.size("data")
+    if resizes:
+        saved_specs["groups"] = with_group_count(specs.groups, groups)
+    saved = abstract_checkpoint(saved_specs, placement)
+    if others := sorted(arrays.keys() - saved.keys()):
         raise CheckpointError(
             f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which is not trained "
-            "here: it is of another optimizer, precision or training.ema_decay; use the settings that wrote it"
+            "here: it is of another optimizer, precision, training.ema_decay or training.local_steps; use the settings "
+            "that wrote it"
         )
     restored = checkpoints.restore(step, **saved)
     if read_frozen is not None:
         restored["frozen"] = read_frozen()
+    if resizes:
+        restored["groups"] = resize_groups(restored["groups"], specs.groups, placement)
     return resume_state(specs, step, placement, **restored)

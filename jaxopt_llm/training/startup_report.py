@@ -103,6 +103,12 @@ def list_warnings(setup: Setup) -> Iterator[str]:
             f"the learning rate rises to the end of the run, in {config.schedule.warmup_steps} warmup steps: set "
             f"--schedule.warmup-steps below its {config.training.steps} steps"
         )
+    if left := config.training.steps % config.training.local_steps:
+        yield (
+            f"the last {left} of {config.training.steps} steps are in no outer step, and so not in the weights that "
+            "are evaluated and exported: make --training.steps a multiple of "
+            f"training.local_steps={config.training.local_steps}"
+        )
 
 
 def _describe_idle_share(setup: Setup) -> str:

@@ -71,6 +71,16 @@ class TrainState:
         return self.masters if self.compute is None else self.compute
 
     @property
+    def all_parameters(self) -> tree.Tree:
+        """Parameters in all their copies."""
+        return self.masters, self.compute, self.frozen, self.groups.get("masters")
+
+    @property
+    def optimizer_state(self) -> tree.Tree:
+        """State that belongs to the trained parameters and that only the update reads."""
+        return self.moments, self.average, self.groups.get("moments")
+
+    @property
     def updatable(self) -> update.Updatable:
         """Return the part that the update changes."""
         return update.Updatable(self.masters, self.moments, self.compute, self.average)

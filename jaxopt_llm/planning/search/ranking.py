@@ -7,6 +7,7 @@ compiled. They are then ranked by the same roofline with the compiler's own figu
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from jaxopt_llm.planning.search.roofline import (
     StepTime,
     Transfer,
     Work,
+    compute_link_time,
     compute_step_time,
     use_compiled_figures,
 )
@@ -100,6 +102,12 @@ class CompiledCandidate:
         return self.plan.spare >= 0
 
     @property
+    def network_share(self) -> float:
+        """Share of the step in which the GPUs wait for the network between hosts."""
+        between_hosts = [each for each in self.plan.collectives if each.link == "network"]
+        return compute_link_time(between_hosts, math.inf, math.inf).exposed / self.time.total
+
+    @property
     def has_stages(self) -> bool:
         return self.config.mesh.pipeline > 1
 
@@ -146,7 +154,7 @@ def estimate_all(
         passes = Passes.from_config(setting)  # stages that hold as many layers have the same sizes, however they run
         layers = tuple((kind, number * passes.chunks) for kind, number in passes.kinds)
         kinds = (setting.optimizer, setting.precision.compute_dtype)
-        divided = setting.sharding.zero_stage, setting.sharding.optimizer_over_data
+        divided = setting.sharding.zero_stage, setting.sharding.optimizer_over_data, setting.training.local_steps > 1
         key = (setting.mesh, layers, *divided, setting.offload, *kinds)
         if key not in states:
             states[key] = compute_state_sizes(setting)

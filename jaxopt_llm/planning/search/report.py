@@ -45,7 +45,7 @@ def describe_setting(config: Config, recipe: Config) -> str:
         f"remat {describe_remat(config.remat)}",
         *([f"accumulation {config.training.accumulation}"] if config.training.accumulation > 1 else []),
         *(["optimizer on the host"] if config.offload.optimizer else []),
-        *(f"{name} {changes[name]}" for name in SEARCHED if name in changes),
+        *(f"{name} {format_value(changes[name])}" for name in SEARCHED if name in changes),
     ]
     return ", ".join(parts)
 
@@ -59,9 +59,12 @@ def list_changes(config: Config, recipe: Config) -> dict[str, Any]:
 def format_flags(config: Config, recipe: Config) -> str:
     """Return the flags that turn the recipe into this setting."""
     changes = list_changes(config, recipe).items()
-    return " ".join(
-        f"--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in changes
-    )
+    return " ".join(f"--{name} {format_value(value)}" for name, value in changes)
+
+
+def format_value(value: Any) -> str:
+    """Return the value of a setting as its flag takes it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 COLUMNS = ("params", "grads", "optim", "activ", "gather", "other", "peak", "spare")
@@ -90,9 +93,10 @@ def format_table(result: SearchResult, seconds: float) -> str:
         days = compute_days(candidate)
         speed = f"{compute_tokens_per_second(candidate):9,.0f} {'-' if days is None else f'{days:,.2f}':>8}"
         mfu = f"{compute_mfu(candidate, result):4.0%}"
+        waits = f"; {candidate.network_share:.1%} of the step waits for the network" if cluster.hosts > 1 else ""
         lines += [
             f"{rank:3} {time.total:7.3f} {speed} {mfu}  {time.bottleneck:16}  {columns}",
-            f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{'' if candidate.fits else ': DOES NOT FIT'}",
+            f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{'' if candidate.fits else ': DOES NOT FIT'}{waits}",
         ]
     if result.winner:
         flags = format_flags(result.winner.config, recipe) or "the recipe without changes"
@@ -140,6 +144,7 @@ def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any
                 "tokens_per_second": compute_tokens_per_second(candidate),
                 "days": compute_days(candidate),
                 "binds": candidate.time.bottleneck,
+                "network_share": candidate.network_share,
                 "time": dataclasses.asdict(candidate.time),
                 "estimated": {
                     "step_seconds": candidate.candidate.time.total,

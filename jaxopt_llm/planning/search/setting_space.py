@@ -58,10 +58,10 @@ def enumerate_settings(
         remats, accumulations = remats[-1:], accumulations[-1:]
     for variant in list_variants(replace(config, mesh=mesh), allowed):
         shardings = [
-            (sharding, replace(config.offload, optimizer=offloads))
-            for offloads in (False, True)
-            for sharding in _enumerate_shardings(variant, mesh, offloads)
-            if not _adds_unread_formats(replace(variant, sharding=sharding), config.sharding)
+            (sharding, offload)
+            for offload in (replace(config.offload, optimizer=offloads) for offloads in (False, True))
+            for sharding in _enumerate_shardings(variant, mesh, offload.optimizer)
+            if not _is_excluded(replace(variant, sharding=sharding, offload=offload), config)
         ]
         choices = itertools.product(remats, accumulations)
         if variant.optimizer.in_backward:  # requires full recomputation, one microbatch and no pipeline
@@ -74,11 +74,13 @@ def enumerate_settings(
                 )
 
 
-def _adds_unread_formats(setting: Config, recipe: ShardingConfig) -> bool:
-    """Return whether a format of collectives that the search chose changes nothing on the setting's mesh."""
-    sharding = setting.sharding
-    unread_gathers = sharding.int8_gathers != recipe.int8_gathers and not gathers_codes(setting)
-    return unread_gathers or (sharding.data_gradients != recipe.data_gradients and setting.mesh.data == 1)
+def _is_excluded(setting: Config, recipe: Config) -> bool:
+    """Return whether a setting is illegal, or whether the search chose something in it that changes nothing."""
+    sharding, data = setting.sharding, setting.mesh.data
+    unread_gathers = sharding.int8_gathers != recipe.sharding.int8_gathers and not gathers_codes(setting)
+    exchanges = sharding.data_gradients != recipe.sharding.data_gradients
+    averages = setting.training.local_steps != recipe.training.local_steps
+    return unread_gathers or ((exchanges or averages) and data == 1) or bool(setting.local_step_problems())
 
 
 def _is_context_useful(config: Config, mesh: MeshConfig, accumulation: int) -> bool:

@@ -18,6 +18,7 @@ from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding
 from jaxopt_llm.training import moments, state, update
+from jaxopt_llm.training.local_steps import has_groups, make_group_specs, place_groups
 from jaxopt_llm.training.lora import adapt_model
 from jaxopt_llm.training.optimizer import make_optimizer
 from jaxopt_llm.training.state import StateSpecs
@@ -82,7 +83,9 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
         *(config.mesh.pipeline, config.pipeline, config.training.ema_decay > 0),
     )
     mesh = make_abstract_mesh(config.mesh)
-    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    placement = place_groups(config, Placement(mesh, config.sharding, config.precision, config.offload))
+    if has_groups(config):
+        specs = make_group_specs(specs, config.mesh.data)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None
     stored = state.abstract_state(specs, placement)
@@ -91,12 +94,12 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     stacks = [name for name in specs.masters if name != "non_layer"]
     non_layer = [
         part["non_layer"]
-        for part in (stored.masters, stored.moments, stored.compute, stored.average)
+        for part in (stored.masters, stored.moments, stored.compute, stored.average)  # no groups: none are on the host
         if part and "non_layer" in part
     ]
     return StateSizes(
-        parameters=count_resting_bytes((stored.masters, stored.compute, stored.frozen)),
-        optimizer=count_resting_bytes((stored.moments, stored.average)),
+        parameters=count_resting_bytes(stored.all_parameters),
+        optimizer=count_resting_bytes(stored.optimizer_state),
         host=count_resting_bytes(stored, HOST),
         non_layer_host=count_resting_bytes(non_layer, HOST),
         blocks=count(stacks),

@@ -140,9 +140,12 @@ class _Step:
             # Gradients are whole. Devices that share a sequence, or lie along `expert`, sum theirs in each layer.
             summed = layers.trained / passes.chunks * passes.backwards + non_layer.trained
             yield from self.transfer((*expert, "context"), "all-reduce", reduced * summed, 2)
+        summed_once = ("data", "fsdp") if config.training.local_steps == 1 else ("fsdp",)
         if stage == 0:
             whole = reduced * (layers.trained + non_layer.trained)
-            yield from self.transfer(("data", "fsdp"), "all-reduce", whole, 2, alone=1.0)
+            yield from self.transfer(summed_once, "all-reduce", whole, 2, alone=1.0)
+            if config.training.local_steps > 1:
+                yield from self._exchange_changes(layers.masters + non_layer.masters)
             return
         if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
             summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
@@ -154,7 +157,10 @@ class _Step:
             moved = formed + non_layer.trained * non_layer_uses
             alone = 1 - (1 - self.overlap.reduced_alone) * formed / max(moved, 1)
             yield from self.transfer(storage, "reduce-scatter", reduced * moved, 1, alone, self.overlap.reducing)
-        yield from self._reduce_over_data(layers.masters + non_layer.masters)
+        if config.training.local_steps > 1:
+            yield from self._exchange_changes(layers.masters + non_layer.masters)
+        else:
+            yield from self._reduce_over_data(layers.masters + non_layer.masters)
         if config.sharding.optimizer_over_data and stage == 3:  # the compute copy, once per step
             copies = (layers.masters + non_layer.masters) * mesh.data
             yield from self.transfer(("data",), "all-gather", self._gathered_bytes(("data",)) * copies, alone=1.0)
@@ -184,6 +190,17 @@ class _Step:
         reduced = BYTES[self.config.precision.reduce_dtype]
         kind, rounds = ("reduce-scatter", 1) if sharding.optimizer_over_data else ("all-reduce", 2)
         yield from self.transfer(axes, kind, reduced * values, rounds, alone=1.0)
+
+    def _exchange_changes(self, masters: int) -> Iterator[EstimatedTransfer]:
+        """Yield the transfers of an outer step, as those of one step. masters: number of them on a device."""
+        data_gradients, axes = self.config.sharding.data_gradients, ("data",)
+        per_step, reduced = masters / self.config.training.local_steps, BYTES[self.config.precision.reduce_dtype]
+        if data_gradients == "exact":
+            yield from self.transfer(axes, "reduce-scatter", reduced * per_step, alone=1.0)
+            yield from self.transfer(axes, "all-gather", reduced * per_step, alone=1.0)
+        else:
+            yield from self.transfer(axes, "all-to-all", CODE_BYTES[data_gradients] * per_step, alone=1.0)
+            yield from self.transfer(axes, "all-gather", CODE_BYTES[data_gradients] * per_step, alone=1.0)
 
     def _gathered_bytes(self, axes: tuple[str, ...]) -> float:
         """Return the bytes of a weight in a gather over these axes."""
