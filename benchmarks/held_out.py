@@ -22,7 +22,7 @@ def compare(field: str, values: Sequence[str], seeds: Sequence[int], steps: int,
     losses: Losses = {value: {} for value in values}
     for seed in seeds:
         for value in values:
-            losses[value][seed] = _train(steps, seed, [f"--{field.replace('_', '-')}", value, *overrides])
+            losses[value][seed] = train(steps, seed, [f"--{field.replace('_', '-')}", value, *overrides])
             print(f"seed {seed}, {field}={value}: {losses[value][seed]:.4f}", flush=True)
     return losses
 
@@ -33,15 +33,16 @@ def table(field: str, losses: Losses, steps: int) -> list[str]:
     first = next(iter(means))
     lines = [
         f"held-out loss after {steps} quickstart steps, jax {jax.__version__} on {platform.machine()}",
-        f"{field:24} " + " ".join(f"{f'seed {seed}':>8}" for seed in losses[first]) + "     mean    ratio",
+        f"{field:30} " + " ".join(f"{f'seed {seed}':>8}" for seed in losses[first]) + "     mean    ratio",
     ]
     for value, found in losses.items():
         of_seeds = " ".join(f"{loss:8.4f}" for loss in found.values())
-        lines.append(f"{value:24} {of_seeds} {means[value]:8.4f} {means[value] / means[first]:8.4f}")
+        lines.append(f"{value:30} {of_seeds} {means[value]:8.4f} {means[value] / means[first]:8.4f}")
     return lines
 
 
-def _train(steps: int, seed: int, settings: list[str]) -> float:
+def train(steps: int, seed: int, settings: Sequence[str]) -> float:
+    """Return the held-out loss of the quickstart with these flags after its last step, in nats per token."""
     with tempfile.TemporaryDirectory() as directory:
         recipe = ("--config", "quickstart.py", "--run.directory", directory, "--run.seed", seed)
         length = ("--training.steps", steps, "--schedule.decay-steps", steps, "--evaluation.every", steps)

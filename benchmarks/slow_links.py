@@ -1,0 +1,108 @@
+"""Compare held-out losses of settings for slow links, and the bytes that each sends between hosts.
+
+    python benchmarks/slow_links.py [--steps 800] [--seeds 0] [--replicas 4] [--cases NAME ...] [--plan 10b.py]
+                                    [--json FILE]
+
+Loss: on held-out text after --steps steps of the quickstart with --replicas devices along mesh.data, and the ratio to
+that of the first case. All cases read the same tokens.
+Bytes: `--plan RECIPE` compiles the step for 4 × 8 H100s, fsdp inside hosts and data between them, and reads the bytes
+that each GPU sends to other hosts in a step, and the time of a step with a network of 10 Gb/s for each host. It is by
+the roofline of `plan`, not measured. `--steps 0` trains nothing.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import held_out
+import jax
+
+OVER_DATA = ("--sharding.optimizer-over-data", "True")
+GATHERS, INT8, INT4 = (
+    ("--sharding.int8-gathers", "data"),
+    ("--sharding.data-gradients", "int8"),
+    ("--sharding.data-gradients", "int4"),
+)
+LOCAL = ("--training.local-steps", "20")
+CASES: dict[str, tuple[str, ...]] = {
+    "exact": (),
+    "optimizer over data": OVER_DATA,
+    "gradients int8": (*OVER_DATA, *INT8),
+    "gradients int4": (*OVER_DATA, *INT4),
+    "gathers int8": (*OVER_DATA, *GATHERS),
+    "both int8": (*OVER_DATA, *GATHERS, *INT8),
+    "gathers int8, gradients int4": (*OVER_DATA, *GATHERS, *INT4),
+    "20 local steps": LOCAL,
+    "20 local steps, int8": (*LOCAL, *INT8),
+    "20 local steps, int4": (*LOCAL, *INT4),
+}
+HOSTS = ("--gpu", "h100", "--hosts", "4", "--gpus-per-host", "8", "--mesh.data", "4", "--network", "10")
+GIB = 2**30
+
+
+def plan(recipe: str, settings: tuple[str, ...]) -> dict[str, float]:
+    """Return the figures of a step between hosts."""
+    arguments = ("--config", recipe, "--json", *HOSTS, *settings)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxopt_llm.plan", *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    network = found["networks"][0]
+    return {
+        "sent_gib": sum(each["bytes"] for each in found["collectives"] if each["link"] == "network") / GIB,
+        "step_seconds": network["step_seconds"],
+        "network_share": network["network_seconds"] / network["step_seconds"],
+        "peak_gib": found["memory"]["peak"] / GIB,
+    }
+
+
+def format_plans(recipe: str, plans: dict[str, dict[str, float]]) -> list[str]:
+    """Return the lines of the table of bytes and times."""
+    exact = next(iter(plans.values()))["sent_gib"]
+    lines = [
+        f"{recipe} on 4 x 8 H100s, network of 10 Gb/s for each host, by roofline, jax {jax.__version__}",
+        f"{'case':30} {'sent GiB':>9} {'ratio':>6} {'s/step':>8} {'network':>8} {'peak GiB':>9}",
+    ]
+    for name, each in plans.items():
+        sent = f"{each['sent_gib']:9.3f} {each['sent_gib'] / exact:6.3f}"
+        lines.append(
+            f"{name:30} {sent} {each['step_seconds']:8.3f} {each['network_share']:8.1%} {each['peak_gib']:9.2f}"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], metavar="NAME")
+    parser.add_argument("--plan", metavar="RECIPE", help="recipe to compile for 4 x 8 H100s")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    told: dict[str, Any] = {"jax": jax.__version__, "steps": options.steps, "replicas": options.replicas}
+    lines: list[str] = []
+    if options.steps:
+        losses: held_out.Losses = {name: {} for name in options.cases}
+        for seed in options.seeds:
+            for name in options.cases:
+                settings = ("--mesh.data", str(options.replicas), *CASES[name])
+                losses[name][seed] = held_out.train(options.steps, seed, settings)
+                print(f"seed {seed}, {name}: {losses[name][seed]:.4f}", flush=True)
+        told["held_out_loss"] = losses
+        lines += held_out.table(f"{options.replicas} replicas", losses, options.steps)
+    if options.plan:
+        plans = {name: plan(options.plan, CASES[name]) for name in options.cases}
+        told["plan"] = {"recipe": options.plan, **plans}
+        lines += format_plans(options.plan, plans)
+    print("\n".join(lines))
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        options.json.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
