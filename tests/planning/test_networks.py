@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -12,6 +13,7 @@ from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.setting_space import enumerate_settings
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.step_plan import make_plan
 
@@ -98,3 +100,49 @@ def test_impossible_rates_are_refused(given: tuple[str, ...], problem: str, monk
     monkeypatch.setattr(sys, "argv", ["plan", "--config", "quickstart.py", "--gpu", "h100", *given])
     with pytest.raises(InputError, match=problem):
         plan.main()
+
+
+LOCAL = replace(CONFIG, mesh=MeshConfig(data=2, fsdp=2), training=replace(CONFIG.training, local_steps=20))
+
+
+@pytest.mark.parametrize("data_gradients", ["int4", pytest.param("exact", marks=pytest.mark.slow)])
+def test_an_outer_step_counts_as_its_share_of_a_step(data_gradients: Literal["int4", "exact"]) -> None:
+    """The bytes of an outer step are divided by the local steps, by the compiler and by the search."""
+    config = replace(LOCAL, sharding=replace(LOCAL.sharding, data_gradients=data_gradients))
+    cluster, state = Cluster("h100", 2, 2, LinkRates(network=10)), compute_state_sizes(config)
+    assert state is not None
+    plan = make_plan(config, "h100", 2, 2, cluster.links, networks=(10,))
+    found = estimate(config, cluster, state)
+    between = [each for each in plan.collectives if each.link == "network" and each.bytes > 64]
+    assert {each.every for each in between} == {20}
+    sent = sum(each.bytes for each in between)
+    estimated = sum(each.bytes for each in found.work.transfers if each.link == "network")
+    assert estimated == pytest.approx(sent, rel=0.03)
+    values = state.layers.masters + state.non_layer.masters
+    coded = {"int4": 2 * (0.5 + 4 / 128), "exact": 8}[data_gradients]
+    assert sent == pytest.approx(values * coded / 2 / 20, rel=0.05)  # norms stay exact
+    memory = found.footprint.parameters + found.footprint.optimizer
+    assert memory == pytest.approx(plan.memory.parameters + plan.memory.optimizer, abs=256)
+    assert plan.networks[0].network_seconds == pytest.approx(sent / (0.8 * 10e9 / 8 / 2), rel=0.05)
+
+
+def list_chosen(*allowed: str) -> list[Config]:
+    return [*enumerate_settings(CONFIG, MeshConfig(data=2, fsdp=2), allowed)]
+
+
+@pytest.mark.core
+def test_the_search_proposes_what_changes_the_learning_only_if_allowed() -> None:
+    """The optimizer over replicas changes nothing that is learnt, and is always tried."""
+    usual = list_chosen()
+    assert {each.sharding.optimizer_over_data for each in usual} == {False, True}
+    assert {
+        (each.sharding.int8_gathers, each.sharding.data_gradients, each.training.local_steps) for each in usual
+    } == {((), "exact", 1)}
+    found = list_chosen("sharding.int8_gathers", "sharding.data_gradients", "training.local_steps")
+    assert {each.sharding.data_gradients for each in found} == {"exact", "int8", "int4"}
+    assert {each.sharding.int8_gathers for each in found} == {(), ("data",), ("data", "fsdp")}
+    local = [each for each in found if each.training.local_steps > 1]
+    assert local and not any(each.problems() for each in found)
+    assert {each.sharding.zero_stage for each in local} == {3}
+    alone = [*enumerate_settings(CONFIG, MeshConfig(fsdp=4), ("training.local_steps", "sharding.data_gradients"))]
+    assert {(each.training.local_steps, each.sharding.data_gradients) for each in alone} == {(1, "exact")}

@@ -1,0 +1,98 @@
+"""Runs with local steps: in parts, with other numbers of groups, and as other commands read them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from commands import checkpoint, command, some_text, train
+
+SETTINGS = (
+    *("--training.local-steps", 3, "--optimizer.learning-rate", 1e-2, "--schedule.decay-steps", 9),
+    *("--precision.compute-dtype", "float32", "--training.batch-size", 12, "--checkpoint.every", 3),
+)
+TREES = ("masters", "moments", "groups")
+
+
+def run(directory: Path, steps: int, groups: int, *arguments: object) -> Any:
+    data = ("--data.paths", directory.parent / "a.jsonl")
+    return train(directory, "--mesh.data", groups, "--training.steps", steps, *SETTINGS, *data, *arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of 6 steps on two groups, without a break."""
+    directory = tmp_path_factory.mktemp("local") / "run"
+    some_text(directory.parent / "a.jsonl")
+    done = run(directory, 6, 2)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def read(directory: Path, step: int) -> dict[str, Any]:
+    return checkpoint(directory, step, TREES)
+
+
+def group(trees: dict[str, Any], index: int) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], trees["groups"])
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, other))
+
+
+def test_a_run_in_two_parts_is_equal_to_the_bit(whole: Path, tmp_path: Path) -> None:
+    """It stops after step 4, between two outer steps, where the groups differ."""
+    (tmp_path / "a.jsonl").write_bytes((whole.parent / "a.jsonl").read_bytes())
+    stopped = run(tmp_path / "run", 4, 2)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "the last 1 of 4 steps are in no outer step" in stopped.stderr + stopped.stdout
+    between = read(tmp_path / "run", 4)
+    assert_equal(between["masters"], read(whole, 3)["masters"])
+    assert any(np.any(leaf[0] != leaf[1]) for leaf in jax.tree.leaves(between["groups"]["masters"]))
+    assert run(tmp_path / "run", 6, 2).returncode == 0
+    assert_equal(read(tmp_path / "run", 6), read(whole, 6))
+
+
+@pytest.mark.parametrize("groups", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_resume_with_other_groups_continues_from_those_of_the_checkpoint(
+    whole: Path, tmp_path: Path, groups: int
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes((whole.parent / "a.jsonl").read_bytes())
+    assert run(tmp_path / "run", 4, 2).returncode == 0
+    before = read(tmp_path / "run", 4)
+    # Groups that learn nothing show where they began.
+    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0)
+    allowed = ("--run.allow-change", "optimizer.learning_rate", "optimizer.weight_decay")
+    done = run(tmp_path / "run", 5, groups, *still, *allowed)
+    assert done.returncode == 0, done.stderr
+    assert f"has 2 groups with local steps, and this run {groups}" in done.stderr + done.stdout
+    after = read(tmp_path / "run", 5)
+    assert_equal(after["masters"], before["masters"])
+    for index in range(groups):
+        assert_equal(group(after, index)["masters"], group(before, index % 2)["masters"])
+
+
+def test_commands_read_the_masters_of_the_last_outer_step(whole: Path) -> None:
+    told = command("evaluate", "--checkpoint", whole, "--batches", 1)
+    assert re.search(r"[\d.]+ nats per token", told.stdout), told.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--sharding.zero-stage", 1), "training.local_steps=3 does not support sharding.zero_stage=1: set --sharding"),
+        (("--offload.optimizer", "True"), "does not support offload.optimizer=True: set --offload.optimizer False"),
+        (("--training.ema-decay", 0.9), "does not support training.ema_decay=0.9: set --training.ema-decay 0"),
+    ],
+)
+def test_what_local_steps_do_not_support_is_refused(whole: Path, arguments: tuple[Any, ...], says: str) -> None:
+    done = run(whole.parent / "other", 6, 2, *arguments)
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_number_of_local_steps_shapes_the_checkpoint(whole: Path) -> None:
+    done = run(whole, 9, 2, "--training.local-steps", 1)
+    assert done.returncode == 2 and "training.local_steps was 3 and is 1" in done.stderr
