@@ -81,8 +81,10 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], metavar="NAME")
     parser.add_argument("--plan", metavar="RECIPE", help="recipe to compile for 4 x 8 H100s")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures; the table goes to a .txt beside it")
     options = parser.parse_args()
+    if options.steps % int(LOCAL[1]):
+        parser.error(f"--steps {options.steps}: must be a multiple of {LOCAL[1]}, so that an outer step is the last")
     told: dict[str, Any] = {"jax": jax.__version__, "steps": options.steps, "replicas": options.replicas}
     lines: list[str] = []
     if options.steps:

@@ -77,8 +77,9 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
         check_same_programs(processes, lambda: lowered.step)
         explainer = make_explainer(setup.config, setup.program, setup.placement, checkpoints)
+        outer = {"an outer step": (lowered.outer_step, programs.outer_step)} if programs.outer_step else {}
         explainer.check_fits(
-            {STEP: (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)},
+            {STEP: (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)} | outer,
             copies_state(config.run.check_replicas, setup.program.state),
         )
         if processes.first:

@@ -1,13 +1,14 @@
 """Runs with local steps: in parts, with other numbers of groups, and as other commands read them."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from commands import checkpoint, command, some_text, train
+from commands import checkpoint, some_text, train
+
+import jaxopt_llm
 
 SETTINGS = (
     *("--training.local-steps", 3, "--optimizer.learning-rate", 1e-2, "--schedule.decay-steps", 9),
@@ -50,7 +51,14 @@ def test_a_run_in_two_parts_is_equal_to_the_bit(whole: Path, tmp_path: Path) -> 
     assert stopped.returncode == 0, stopped.stderr
     assert "the last 1 of 4 steps are in no outer step" in stopped.stderr + stopped.stdout
     between = read(tmp_path / "run", 4)
-    assert_equal(between["masters"], read(whole, 3)["masters"])
+    after_3 = read(whole, 3)
+    assert_equal(between["masters"], after_3["masters"])
+    for index in range(2):
+        assert_equal(group(after_3, index)["masters"], after_3["masters"])
+    assert any(
+        np.any(np.asarray(a) != np.asarray(b))
+        for a, b in zip(*(jax.tree.leaves(each["masters"]) for each in (after_3, read(whole, 6))), strict=True)
+    )
     assert any(np.any(leaf[0] != leaf[1]) for leaf in jax.tree.leaves(between["groups"]["masters"]))
     assert run(tmp_path / "run", 6, 2).returncode == 0
     assert_equal(read(tmp_path / "run", 6), read(whole, 6))
@@ -75,9 +83,10 @@ def test_a_resume_with_other_groups_continues_from_those_of_the_checkpoint(
         assert_equal(group(after, index)["masters"], group(before, index % 2)["masters"])
 
 
-def test_commands_read_the_masters_of_the_last_outer_step(whole: Path) -> None:
-    told = command("evaluate", "--checkpoint", whole, "--batches", 1)
-    assert re.search(r"[\d.]+ nats per token", told.stdout), told.stderr
+def test_a_loaded_model_has_the_masters_of_the_last_outer_step(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes((whole.parent / "a.jsonl").read_bytes())
+    assert run(tmp_path / "run", 4, 2).returncode == 0
+    assert_equal(jaxopt_llm.load_pretrained(tmp_path / "run").params, read(whole, 3)["masters"])
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,7 @@ def test_commands_read_the_masters_of_the_last_outer_step(whole: Path) -> None:
     [
         (("--sharding.zero-stage", 1), "training.local_steps=3 does not support sharding.zero_stage=1: set --sharding"),
         (("--offload.optimizer", "True"), "does not support offload.optimizer=True: set --offload.optimizer False"),
+        (("--training.steps", 2), "training.local_steps=3 exceeds training.steps=2, so no outer step follows: set"),
         (("--training.ema-decay", 0.9), "does not support training.ema_decay=0.9: set --training.ema-decay 0"),
     ],
 )

@@ -251,6 +251,8 @@ BETWEEN_REPLICAS: dict[str, dict[str, Any]] = {
     "codes, whole": {"zero_stage": 1, "optimizer_over_data": True, "int8_gathers": ("data",), "data_gradients": "int8"},
     "codes of gradients": {"zero_stage": 2, "data_gradients": "int8"},
     "codes in the host": {"int8_gathers": ("fsdp",)},
+    "optimizer, stage 0": {"zero_stage": 0, "optimizer_over_data": True},
+    "codes, stage 0": {"zero_stage": 0, "data_gradients": "int8"},
 }
 
 
@@ -258,7 +260,8 @@ BETWEEN_REPLICAS: dict[str, dict[str, Any]] = {
     "case", [each if each == "codes" else pytest.param(each, marks=pytest.mark.slow) for each in BETWEEN_REPLICAS]
 )
 def test_estimates_match_the_compiler_between_replicas(case: str) -> None:
-    mesh, sharding = MeshConfig(data=2, fsdp=4), ShardingConfig(**BETWEEN_REPLICAS[case])
+    sharding = ShardingConfig(**BETWEEN_REPLICAS[case])
+    mesh = MeshConfig(data=2, fsdp=4) if sharding.zero_stage else MeshConfig(data=2, tensor=4)
     config = dataclasses.replace(CONFIG, mesh=mesh, sharding=sharding)
     plan, state = make_plan(config, "h200", 2, 4), compute_state_sizes(config)
     assert state is not None

@@ -70,8 +70,8 @@ class RematConfig:
 class OffloadConfig:
     optimizer: bool = False
     """Keep the optimizer state in pinned host memory; the update transfers one layer at a time (ZeRO-Offload, Ren et
-    al. 2021; DeepSpeed: offload_optimizer). This covers the moments and, in ZeRO stages 1 and 2, where the model reads
-    a compute copy, the master weights."""
+    al. 2021; DeepSpeed: offload_optimizer). This covers the moments and, where the model reads a compute copy (ZeRO
+    stages 1 and 2, sharding.optimizer_over_data), the master weights."""
     parameters: bool = False
     """Keep the parameters of the blocks in pinned host memory; forward, backward and update transfer one layer at a
     time (ZeRO-Infinity, Rajbhandari et al. 2021; DeepSpeed: offload_param). With lora.rank, only the frozen base."""

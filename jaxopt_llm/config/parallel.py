@@ -78,7 +78,8 @@ class ShardingConfig:
     )
     """Mesh axes over which weights are gathered as int8 codes in blocks (ZeRO++: qwZ). A gather over several axes sends
     codes if one of them is named. The masters stay exact, and evaluation reads them exactly where it can. `data` needs
-    optimizer_over_data. Empty = none."""
+    optimizer_over_data. Weights that precision.matmul or lora.base already turns into codes are gathered as those.
+    Empty = none."""
     data_gradients: Literal["exact", "int8", "int4"] = setting(
         "exact",
         resume="if_allowed",

@@ -210,8 +210,19 @@ class Config:
             "offload.parameters=True": (self.offload.parameters, "--offload.parameters False"),
             "optimizer.in_backward=True": (self.optimizer.in_backward, "--optimizer.in-backward False"),
             f"training.ema_decay={self.training.ema_decay}": (self.training.ema_decay > 0, "--training.ema-decay 0"),
+            # The other exchanges loop until all choices are sent, and groups would wait for each other in every layer.
+            f"sharding.expert_exchange={sharding.expert_exchange}": (
+                bool(self.model.moe.experts) and self.mesh.expert > 1 and sharding.expert_exchange != "gather",
+                "--sharding.expert-exchange gather",
+            ),
         }
-        return [
+        found = []
+        if 0 < self.training.steps < steps:
+            found.append(
+                f"training.local_steps={steps} exceeds training.steps={self.training.steps}, so no outer step follows: "
+                f"set --training.steps to at least {steps}"
+            )
+        return found + [
             f"training.local_steps={steps} does not support {name}: set {remedy}, or --training.local-steps 1"
             for name, (applies, remedy) in refused.items()
             if applies

@@ -107,7 +107,8 @@ def _rules(config: Config) -> list[Rule]:
 def _describe_int8_gathers(config: Config) -> str:
     axes = ", ".join(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in config.sharding.int8_gathers)
     over_data = f"sharding.optimizer_over_data={config.sharding.optimizer_over_data}"
-    return f"no weight is gathered over these axes ({axes}, {over_data})"
+    stage = f"sharding.zero_stage={config.sharding.zero_stage}"
+    return f"no weight is gathered over these axes ({axes}, {stage}, {over_data})"
 
 
 def _add_section(section: str, names: str) -> str:

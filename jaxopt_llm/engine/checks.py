@@ -35,7 +35,7 @@ READ = (
         "watchdog.*",
     ),
 )
-NOT_READ = ("optimizer.in_backward", "precision.compute_dtype_layers", "run.deterministic")
+NOT_READ = (*("optimizer.in_backward", "optimizer.outer_*", "precision.compute_dtype_layers", "run.deterministic"),)
 POLICIES = ("auto", "none", "save_attention", "full")
 CONSTANT_BYTES = 2**20  # larger constants of a loss are worth a warning
 
@@ -50,7 +50,7 @@ def find_unread(config: Config) -> list[str]:
     return [
         name
         for name in FIELDS
-        if (not tree.first_match(name, READ) or name in NOT_READ)
+        if (not tree.first_match(name, READ) or tree.first_match(name, NOT_READ))
         and get_field(config, name) != get_field(default, name)
     ]
 

@@ -295,7 +295,7 @@ def _sum_blocks_over_data(
 
 
 def _moves_as_blocks(spec: Spec) -> bool:
-    return not spec.exact and len(spec.shape) - spec.leading > 1
+    return not spec.exact and bool(spec.contracting)  # a bias per head has two dimensions, too
 
 
 def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:

@@ -41,6 +41,8 @@ class Spec(Exactness, Protocol):
     @property
     def dtype(self) -> Any: ...
     @property
+    def contracting(self) -> tuple[int, ...]: ...
+    @property
     def leading(self) -> int: ...
 
 
@@ -48,8 +50,8 @@ class Spec(Exactness, Protocol):
 class Placement:
     """The mesh, the settings of what is divided over it, the dtypes, and what rests in host memory.
 
-    grouped: the mesh axes that a surrounding `vmap` over gradient groups already divides (zero.py). Shardings inside it
-        do not name them.
+    grouped: the mesh axes that a surrounding `vmap` already divides: one over gradient groups (zero.py), or over groups
+        that train on their own. Shardings inside it do not name them.
     independent: the mesh axes along which groups of devices train on their own (training/local_steps.py). Gradients are
         not summed over them.
     reduces_microbatches: gradients are summed over all devices after each microbatch, without gradient groups. ZeRO
@@ -65,7 +67,7 @@ class Placement:
     reduces_microbatches: bool = False
 
     def for_evaluation(self) -> "Placement":
-        """Return the placement of evaluation and samples, which read weights as exactly as they rest."""
+        """Return the placement of an evaluation, which reads weights as exactly as they rest."""
         sharding = replace(self.sharding, int8_gathers=())
         return replace(self, sharding=sharding, precision=self.precision.for_evaluation())
 

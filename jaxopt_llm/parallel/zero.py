@@ -21,6 +21,7 @@ from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement, Spec
 
+LOCAL_GROUPS = "local_groups"  # axis name of the `vmap` over groups that train by themselves
 GROUP_AXIS = "gradient_groups"  # axis name of the `vmap` over gradient groups, for collectives over all groups
 
 

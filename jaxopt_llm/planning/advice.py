@@ -341,7 +341,7 @@ def _sharding(config: Config) -> Iterator[Option]:
         for higher in range(stage + 1, 4):
             yield {"sharding.zero_stage": higher}, prices[higher]
     if mesh.data > 1 and not config.sharding.optimizer_over_data:
-        yield {"sharding.optimizer_over_data": True}, "none: fewer bytes between replicas"
+        yield {"sharding.optimizer_over_data": True}, "none, but replicas no longer hold copies of the state"
     if mesh.data > 1:
         axes = {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}
         for higher in range(max(stage, 1), 4):

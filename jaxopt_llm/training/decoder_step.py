@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.in_backward import loss_and_update
@@ -18,6 +17,7 @@ from jaxopt_llm.model.linear import outliers
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import LOCAL_GROUPS
 from jaxopt_llm.training import update
 from jaxopt_llm.training.guard import judge_step
 from jaxopt_llm.training.state import StateSpecs, TrainState
@@ -40,7 +40,7 @@ def make_decoder_advance(
     specs: StateSpecs,
     settings: StepSettings,
 ) -> Advance:
-    """Return the loss, the backward and the update of a model of tokens, for `make_step`.
+    """Return the loss, the backward and the update of a model of tokens, for `make_step_function`.
 
     Batch fields: [M, B, S], M microbatches. Further metrics are those of `_make_metrics`.
     """
@@ -51,14 +51,17 @@ def make_decoder_advance(
         advance = update_after_backward(differentiate, optimizers, specs, placement, settings)
     if settings.dropout_seed is None:
         return advance
-    return _with_noise(advance, settings.dropout_seed, placement.activation(None, "batch", "sequence"))
+    return _with_noise(advance, settings.dropout_seed, placement)
 
 
-def _with_noise(advance: Advance, seed: int, batch_sharding: NamedSharding) -> Advance:
-    """Add random bits of the seed and the step to the batch."""
+def _with_noise(advance: Advance, seed: int, placement: Placement) -> Advance:
+    """Add random bits of the seed and the step to the batch, and with local steps of the group."""
+    batch_sharding = placement.activation(None, "batch", "sequence")
 
     def advance_with_noise(state: TrainState, batch: Batch) -> Outcome:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if placement.independent:
+            key = jax.random.fold_in(key, jax.lax.axis_index(LOCAL_GROUPS))
         noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
         return advance(state, replace(batch, noise=jax.lax.with_sharding_constraint(noise, batch_sharding)))
 

@@ -83,7 +83,9 @@ class DecoderWorkload:
                 read_frozen = functools.partial(pretrained_weights.read_frozen, weights, specs.frozen, placement)
             saved, groups = count_groups(checkpoints.read_record(start)["arrays"]), placement.size("data")
             if specs.groups and saved != groups:
-                say(f"the checkpoint has {saved} groups with local steps, and this run {groups}: see docs/slow_links.md")
+                say(
+                    f"the checkpoint has {saved} groups with local steps, and this run {groups}: see docs/slow_links.md"
+                )
             return load_state(checkpoints, start, specs, placement, read_frozen)
         given = None
         if weights is not None:

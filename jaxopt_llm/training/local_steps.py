@@ -32,6 +32,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.gathering import gather_over_data, sum_over_data
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import LOCAL_GROUPS
 from jaxopt_llm.training.state import GROUP_FIELDS, StateSpecs, TrainState, initialize_state, state_shardings
 from jaxopt_llm.training.step import Metrics, Step
 from jaxopt_llm.training.update import Optimizers
@@ -100,13 +101,17 @@ def count_groups(arrays: Mapping[str, Mapping[str, str]]) -> int:
     return int(described.partition("[")[2].rstrip("]").split(",")[0])
 
 
-def with_group_count(specs: dict[str, tree.Tree], count: int) -> dict[str, tree.Tree]:
-    """Return the specs of the state of another number of groups, which all devices along `data` hold."""
+def abstract_groups(specs: dict[str, tree.Tree], count: int, placement: Placement) -> dict[str, tree.Tree]:
+    """Return the saved state of another number of groups as ShapeDtypeStructs, divided over all devices, to restore it.
 
-    def change(spec: ParamSpec) -> ParamSpec:
-        return replace(spec, shape=(count, *spec.shape[1:]), axes=(None, *spec.axes[1:]))
+    specs: those of the groups of this run.
+    """
 
-    return jax.tree.map(change, specs)
+    def describe(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        saved = replace(spec, shape=(count, *spec.shape[1:]), axes=(None, *spec.axes[1:]))
+        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=zero.scattered_sharding(saved, placement))
+
+    return jax.tree.map(describe, specs)
 
 
 def resize_groups(
@@ -114,20 +119,24 @@ def resize_groups(
 ) -> dict[str, tree.Tree]:
     """Return the state of another number of groups: group i continues from group i modulo the saved number.
 
-    Groups that are gone take no part in the next outer step. New groups begin as copies.
+    Groups that are gone take no part in the next outer step. New groups begin as copies. It deletes the arrays that it
+    receives one by one.
 
     specs: of the result.
     """
 
     def resize(spec: ParamSpec, leaf: jax.Array) -> jax.Array:
         chosen = np.arange(spec.shape[0]) % leaf.shape[0]
-        return jax.jit(lambda leaf: leaf[chosen], out_shardings=zero.master_sharding(spec, placement))(leaf)
+        select = jax.jit(lambda leaf: leaf[chosen], out_shardings=zero.master_sharding(spec, placement))
+        resized = jax.block_until_ready(select(leaf))
+        leaf.delete()
+        return resized
 
     return jax.tree.map(resize, specs, groups)
 
 
 def _repeat(leaves: tree.Tree, specs: tree.Tree) -> tree.Tree:
-    """Return leaves [...] as [G, ...], of these specs."""
+    """Repeat leaves [...] for each group: [G, ...]. specs: of the result."""
     return jax.tree.map(lambda spec, leaf: jnp.broadcast_to(leaf, spec.shape), specs, leaves)
 
 
@@ -148,16 +157,23 @@ class LocalStep:
             new, metrics = self.step_of_group(one, batch)
             return {name: getattr(new, name) for name in GROUP_FIELDS}, metrics
 
-        mapped = jax.vmap(step_group, in_axes=(0, 1), spmd_axis_name="data")
+        mapped = jax.vmap(step_group, in_axes=(0, 1), axis_name=LOCAL_GROUPS, spmd_axis_name="data")
         groups, metrics = mapped(state.groups, grouped)
-        return replace(state, step=state.step + 1, groups=groups), {
-            name: _combine(each) for name, each in metrics.items()
-        }
+        combined = {name: _combine(name, metric) for name, metric in metrics.items()}
+        return replace(state, step=state.step + 1, groups=groups), combined
 
 
-def _combine(metric: jax.Array) -> jax.Array:
-    """Combine a metric [G, ...] of the groups: the mean, and of counts and flags the largest."""
-    return jnp.mean(metric, axis=0) if jnp.issubdtype(metric.dtype, jnp.floating) else jnp.max(metric, axis=0)
+def _combine(name: str, metric: jax.Array) -> jax.Array:
+    """Combine a metric [G, ...] of the groups.
+
+    It is the mean. The smallest loss scale is that of the group in trouble. A step is skipped, or overflows, if it does
+    in all groups; `skipped` is that of the group with most such steps.
+    """
+    if name == "skipped":
+        return jnp.max(metric, axis=0)
+    if name in ("loss_scale", "skipped_in_a_row", "overflow"):
+        return jnp.min(metric, axis=0)
+    return jnp.mean(metric, axis=0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from jaxopt_llm.training.replicas import ReplicaCheck
 from jaxopt_llm.training.setup import set_aside_log
 from jaxopt_llm.training.skipped_batches import SkippedBatches, is_spike
 from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.step import Metrics
 from jaxopt_llm.training.workload import Workload
 
 NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
@@ -157,14 +158,18 @@ class Loop:
             raise Preempted(step - 1) from None  # its step counted batches
         self._meter.add_wait(waited)
         self._main.enter("step")
-        self._state, metrics = self._replicas.step(step, self._workload.step, self._state, batch)
-        if ends_round(self._config, step):
-            self._state = self._workload.average_groups(self._state)
+        run = self._run_round_end if ends_round(self._config, step) else self._workload.step
+        self._state, metrics = self._replicas.step(step, run, self._state, batch)
         self._profiler.after_step(step, metrics)
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:
             self._record_step(self._finished)
         self._finished = FinishedStep(step, metrics)
+
+    def _run_round_end(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Run the last step of a round of local steps, and the outer step."""
+        state, metrics = self._workload.step(state, batch)
+        return self._workload.average_groups(state), metrics
 
     def poll(self, step: int) -> tuple[bool, bool]:
         """Return whether any process received a request to stop, and whether a checkpoint is due.

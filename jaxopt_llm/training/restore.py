@@ -7,7 +7,7 @@ from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.training.local_steps import count_groups, resize_groups, with_group_count
+from jaxopt_llm.training.local_steps import abstract_groups, count_groups, resize_groups
 from jaxopt_llm.training.state import StateSpecs, TrainState, checkpoint_specs, resume_state
 
 
@@ -29,9 +29,9 @@ def load_state(
     arrays, saved_specs = checkpoints.read_record(step)["arrays"], checkpoint_specs(specs)
     groups = count_groups(arrays)
     resizes = bool(specs.groups) and 0 < groups != placement.size("data")
-    if resizes:
-        saved_specs["groups"] = with_group_count(specs.groups, groups)
     saved = abstract_checkpoint(saved_specs, placement)
+    if resizes:
+        saved["groups"] = abstract_groups(specs.groups, groups, placement)
     if others := sorted(arrays.keys() - saved.keys()):
         raise CheckpointError(
             f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which is not trained "

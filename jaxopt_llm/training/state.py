@@ -44,7 +44,7 @@ class TrainState:
         step: int32, number of batches read.
         masters: master weights of the trainable parameters.
         moments: optimizer state of the trainable parameters.
-        compute: compute copy of the trainable parameters, kept between steps with ZeRO stages 1 and 2; otherwise None.
+        compute: compute copy of the trainable parameters, kept between steps (zero.has_compute_copy); otherwise None.
         frozen: parameters without master weights or moments.
         guard: see guard.py.
         loss_scale: see loss_scale.py; empty without loss scaling.

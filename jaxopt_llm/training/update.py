@@ -1,8 +1,8 @@
 """Update by period: the optimizer receives the leaves of one period of a segment.
 
 A section is "non_layer", which is updated once, or a segment. Every period of a segment has its own optimizer state,
-including its step count, stacked as the parameters are. With ZeRO stages 1 and 2, the new masters are then cast and
-gathered into the compute copy.
+including its step count, stacked as the parameters are. If there is a compute copy (zero.has_compute_copy), the new
+masters are then cast and gathered into it.
 
 An elementwise optimizer whose state is on the device, without a compute copy, updates all periods of a segment at once:
 XLA makes one kernel for each leaf, which reads and writes everything in place. In a loop over periods it would make one

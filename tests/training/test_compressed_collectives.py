@@ -67,7 +67,7 @@ def run(
     gradients = jax.tree.map(np.asarray, moments)
     state, second = program.step(state, batch)
     losses = float(first["loss"]), float(second["loss"])
-    return Result(losses, gradients, jax.tree.map(np.asarray, state.masters), resting)
+    return Result(losses, gradients, jax.tree.map(np.asarray, program.to_checkpoint(state)["masters"]), resting)
 
 
 def run_alone(**settings: Any) -> Result:
@@ -84,6 +84,7 @@ def run_alone(**settings: Any) -> Result:
             (MeshConfig(data=2, fsdp=2, tensor=2), 3, {}),
             (MeshConfig(data=4, context=2), 2, {}),
             (MeshConfig(data=8), 0, {}),
+            (MeshConfig(pipeline=2, data=2, fsdp=2), 3, {"accumulation": 2}),
         ),
     ],
 )
@@ -111,7 +112,13 @@ def test_masters_and_moments_rest_divided_over_replicas(stage: Any) -> None:
         pytest.param(3, True, {}, marks=pytest.mark.core),
         (3, False, {}),
         (3, True, {"in_backward": True}),
-        *slow((1, True, {}), (1, False, {"accumulation": 3}), (2, True, {"accumulation": 3}), (0, False, {})),
+        *slow(
+            (3, True, {"mesh": MeshConfig(pipeline=2, data=2, fsdp=2), "accumulation": 2}),
+            (1, True, {}),
+            (1, False, {"accumulation": 3}),
+            (2, True, {"accumulation": 3}),
+            (0, False, {}),
+        ),
     ],
 )
 @pytest.mark.parametrize(("format", "least", "most"), [("int8", 1e-3, 0.01), ("int4", 0.03, 0.12)])
@@ -120,7 +127,9 @@ def test_gradients_over_data_as_codes(
 ) -> None:
     """They differ by the rounding of their blocks, and by no more: 1/254 or 1/14 of the largest value of a block."""
     sharding = ShardingConfig(stage, optimizer_over_data=over_data, data_gradients=format)
-    found, expected = run(HYBRID, sharding, **settings), run_alone(**settings)
+    mesh = settings.get("mesh", HYBRID)
+    settings = {name: value for name, value in settings.items() if name != "mesh"}
+    found, expected = run(mesh, sharding, **settings), run_alone(**settings)
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
     assert least < toy.distance(found.gradients, expected.gradients) < most
 

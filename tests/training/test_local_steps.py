@@ -164,3 +164,38 @@ def test_state_of_groups_is_divided_over_them() -> None:
     assert share(state.groups["masters"]) == share(state.groups["moments"]) == 1 / 8
     assert share(state.moments) == 1 / 8
     assert share(state.masters) == 1 / 4
+
+
+def test_a_step_that_one_group_skips_is_a_step_of_the_others() -> None:
+    """The gradients of group 1 overflow: it keeps its masters, and halves its own loss scale."""
+    precision = PrecisionConfig(compute_dtype="float16", loss_scaling="dynamic")
+    config = make_config(MeshConfig(data=2), **{"precision": precision})
+    program, _, state = begin(config)
+    scales = jax.device_put(np.array([1024, 2.0**100], np.float32), state.groups["loss_scale"]["scale"].sharding)
+    groups = state.groups | {"loss_scale": state.groups["loss_scale"] | {"scale": scales}}
+    before = to_host(state.groups["masters"])
+    batch = jax.device_put(read_batch(config, 1), program.batch_sharding)
+    state, metrics = program.step(replace(state, groups=groups), batch)
+
+    def moved(group: int) -> bool:
+        pairs = zip(*map(jax.tree.leaves, (state.groups["masters"], before)), strict=True)
+        return any(np.any(np.asarray(new)[group] != old[group]) for new, old in pairs)
+
+    assert moved(0) and not moved(1)
+    assert np.asarray(state.groups["guard"]["updates"]).tolist() == [1, 0]
+    assert np.asarray(state.groups["loss_scale"]["scale"]).tolist() == [1024, 2.0**99]
+    assert (int(metrics["skipped"]), bool(metrics["overflow"]), float(metrics["loss_scale"])) == (1, False, 1024)
+    assert int(metrics["skipped_in_a_row"]) == 0
+
+
+@pytest.mark.slow
+def test_dropout_of_adapters_differs_between_groups() -> None:
+    """Two groups that get the same rows have other losses only because of their masks."""
+    lora = LoraConfig(rank=4, dropout=0.5)
+    config = make_config(MeshConfig(data=2), **{"lora": lora})
+    program, _, state = begin(config)
+    batch = jax.tree.map(lambda x: np.concatenate([x[:, : ROWS // 2]] * 2, axis=1), read_batch(config, 1))
+    for _ in range(2):  # B is zero before the first step
+        state, _ = program.step(state, jax.device_put(batch, program.batch_sharding))
+    pairs = [np.asarray(leaf) for leaf in jax.tree.leaves(state.groups["masters"])]
+    assert any(np.any(leaf[0] != leaf[1]) for leaf in pairs)

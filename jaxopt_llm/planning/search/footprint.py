@@ -24,6 +24,10 @@ from jaxopt_llm.planning.search.state_sizes import StateSizes
 # stacks it brings one layer at a time.
 FETCHES_NON_LAYER_EARLY = jax.__version_info__ >= (0, 11)
 
+# Share of the sum of gradients over replicas that XLA allocates before the backward: 0.4 to 0.6 in most of the programs
+# of tests/test_plan.py.
+EARLY_SHARE = 0.5
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -73,14 +77,14 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
     """Return the bytes of one microbatch's gradients, of their sum over microbatches, and of their sum over replicas.
 
     In a pipeline one microbatch's gradients are those of one chunk. A loop over layers writes the sum over replicas.
-    XLA allocates about half of it before the backward: 0.4 to 0.6 in most programs of tests/test_plan.py.
     """
     if config.optimizer.in_backward:  # gradients of one layer, whole and divided
         one = (state.layers.trained + state.layers.gradients) / config.model.layers
         return reduced * (one + state.non_layer.gradients)
     summed = state.layers.gradients + state.non_layer.gradients
     one = state.layers.gradients / passes.chunks + state.non_layer.gradients
-    between_replicas = 4 / 2 * state.layers.masters * (config.mesh.data > 1 and config.sharding.zero_stage >= 2)
+    sums_over_replicas = config.mesh.data > 1 and config.sharding.zero_stage >= 2 and config.training.local_steps == 1
+    between_replicas = EARLY_SHARE * 4 * state.layers.masters * sums_over_replicas
     return one * reduced + summed * 4 * (accumulates_gradients(config) + passes.unrolled) + between_replicas
 
 
@@ -126,8 +130,9 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
         ahead = last + compute * state.layers.weights / (passes.layers * passes.chunks)
     if _gathers_weights(config):
         head = 1.0
-    else:  # a copy of the master weights; in stages 1 and 2 the copy is part of the train state
-        head = state.non_layer.trained / state.non_layer.weights * (config.sharding.zero_stage in (0, 3))
+    else:  # a copy of the master weights, unless a compute copy is part of the train state
+        copied = config.sharding.zero_stage in (0, 3) and not config.sharding.optimizer_over_data
+        head = state.non_layer.trained / state.non_layer.weights * copied
     return summed + zeros + ahead + logits + rows * compute * (chunk + head * model.width)
 
 

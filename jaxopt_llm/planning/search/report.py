@@ -93,10 +93,11 @@ def format_table(result: SearchResult, seconds: float) -> str:
         days = compute_days(candidate)
         speed = f"{compute_tokens_per_second(candidate):9,.0f} {'-' if days is None else f'{days:,.2f}':>8}"
         mfu = f"{compute_mfu(candidate, result):4.0%}"
+        fits = "" if candidate.fits else ": DOES NOT FIT"
         waits = f"; {candidate.network_share:.1%} of the step waits for the network" if cluster.hosts > 1 else ""
         lines += [
             f"{rank:3} {time.total:7.3f} {speed} {mfu}  {time.bottleneck:16}  {columns}",
-            f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{'' if candidate.fits else ': DOES NOT FIT'}{waits}",
+            f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{fits}{waits}",
         ]
     if result.winner:
         flags = format_flags(result.winner.config, recipe) or "the recipe without changes"

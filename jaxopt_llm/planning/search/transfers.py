@@ -140,12 +140,14 @@ class _Step:
             # Gradients are whole. Devices that share a sequence, or lie along `expert`, sum theirs in each layer.
             summed = layers.trained / passes.chunks * passes.backwards + non_layer.trained
             yield from self.transfer((*expert, "context"), "all-reduce", reduced * summed, 2)
-        summed_once = ("data", "fsdp") if config.training.local_steps == 1 else ("fsdp",)
         if stage == 0:
-            whole = reduced * (layers.trained + non_layer.trained)
-            yield from self.transfer(summed_once, "all-reduce", whole, 2, alone=1.0)
-            if config.training.local_steps > 1:
-                yield from self._exchange_changes(layers.masters + non_layer.masters)
+            sharding, whole = config.sharding, reduced * (layers.trained + non_layer.trained)
+            exact = sharding.data_gradients == "exact" and config.training.local_steps == 1
+            together = exact and not sharding.optimizer_over_data
+            groups = ("data", "fsdp") if together else ("fsdp",)
+            yield from self.transfer(groups, "all-reduce", whole, 2, alone=1.0)
+            if not together:
+                yield from self._transfer_over_data(layers.masters + non_layer.masters)
             return
         if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
             summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
@@ -157,14 +159,8 @@ class _Step:
             moved = formed + non_layer.trained * non_layer_uses
             alone = 1 - (1 - self.overlap.reduced_alone) * formed / max(moved, 1)
             yield from self.transfer(storage, "reduce-scatter", reduced * moved, 1, alone, self.overlap.reducing)
-        if config.training.local_steps > 1:
-            yield from self._exchange_changes(layers.masters + non_layer.masters)
-        else:
-            yield from self._reduce_over_data(layers.masters + non_layer.masters)
-        if config.sharding.optimizer_over_data and stage == 3:  # the compute copy, once per step
-            copies = (layers.masters + non_layer.masters) * mesh.data
-            yield from self.transfer(("data",), "all-gather", self._gathered_bytes(("data",)) * copies, alone=1.0)
-        elif config.sharding.optimizer_over_data:
+        yield from self._transfer_over_data(layers.masters + non_layer.masters)
+        if config.sharding.optimizer_over_data and stage < 3:
             storage = ("data", *storage)
         read, alone = float(layers.weights + non_layer.weights), 1.0
         if stage == 3:
@@ -173,6 +169,16 @@ class _Step:
             read = gathered + non_layer.weights * non_layer_uses
             alone = self.overlap.gathered_alone * gathered / max(read, 1)
         yield from self.transfer(storage, "all-gather", self._gathered_bytes(storage) * read, 1, alone)
+
+    def _transfer_over_data(self, masters: int) -> Iterator[EstimatedTransfer]:
+        """Yield the transfers of gradients and weights over `data` alone. masters: number of them on a device."""
+        if self.config.training.local_steps > 1:
+            yield from self._exchange_changes(masters)
+            return
+        yield from self._reduce_over_data(masters)
+        if self.config.sharding.optimizer_over_data and self.config.sharding.zero_stage in (0, 3):
+            copies = masters * self.config.mesh.data  # the compute copy, once per step
+            yield from self.transfer(("data",), "all-gather", self._gathered_bytes(("data",)) * copies, alone=1.0)
 
     def _reduce_over_data(self, masters: int) -> Iterator[EstimatedTransfer]:
         """Yield the sum of gradients over replicas.
@@ -192,7 +198,7 @@ class _Step:
         yield from self.transfer(axes, kind, reduced * values, rounds, alone=1.0)
 
     def _exchange_changes(self, masters: int) -> Iterator[EstimatedTransfer]:
-        """Yield the transfers of an outer step, as those of one step. masters: number of them on a device."""
+        """Yield the transfers of an outer step, divided by the local steps. masters: number of them on a device."""
         data_gradients, axes = self.config.sharding.data_gradients, ("data",)
         per_step, reduced = masters / self.config.training.local_steps, BYTES[self.config.precision.reduce_dtype]
         if data_gradients == "exact":
