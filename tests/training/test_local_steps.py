@@ -120,7 +120,7 @@ def train_by_hand(groups: int, **settings: Any) -> tuple[Params, list[Params], l
             (MeshConfig(data=4, fsdp=2), {"training.accumulation": 3}),
             (MeshConfig(data=2, fsdp=2, tensor=2), {"sharding.zero_stage": 0}),
             (MeshConfig(data=2, context=2), {"sharding.context_exchange": "all_to_all"}),
-            (MeshConfig(data=2, fsdp=2, expert=2), {"model": EXPERTS}),
+            (MeshConfig(data=2, fsdp=2, expert=2), {"model": EXPERTS, "sharding.expert_exchange": "gather"}),
             (MeshConfig(data=2, fsdp=2), {"lora": LoraConfig(rank=4)}),
         ),
     ],
