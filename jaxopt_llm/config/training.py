@@ -145,10 +145,11 @@ class OptimizerConfig:
     parameter for adamw. int8 stores codes in blocks along the last dimension, each with a scale (8-bit optimizer)."""
     momentum: float = setting(0.95, bounds=SHARE)
     """sgd, and muon for its matrices: decay of the momentum per step."""
-    outer_learning_rate: float = setting(0.7, bounds=POSITIVE)
-    """With training.local_steps: factor of the mean change of the replicas in an outer step."""
-    outer_momentum: float = setting(0.9, bounds=SHARE)
-    """With training.local_steps: decay of the Nesterov momentum per outer step."""
+    outer_learning_rate: float = setting(1.0, bounds=POSITIVE)
+    """With training.local_steps: factor of the mean change of the replicas in an outer step. DiLoCo's authors use 0.7
+    with outer_momentum 0.9, for rounds of 500 steps."""
+    outer_momentum: float = setting(0.0, bounds=SHARE)
+    """With training.local_steps: decay of the Nesterov momentum per outer step. 0 = the plain mean of the replicas."""
     decay_groups: tuple[str, ...] = ()
     """Factors of weight_decay by parameter, each PATTERN=NUMBER, such as "*norm/*=0" "*=1". Patterns are globs of
     paths, where * also matches slashes, and the first match applies. Every trained parameter must match a pattern, and

@@ -41,7 +41,9 @@ def make_config(mesh: MeshConfig, **settings: Any) -> Config:
         model=MODEL,
         training=TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, local_steps=LOCAL),
         # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
-        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5, outer_learning_rate=0.7, outer_momentum=0.9
+        ),
         schedule=ScheduleConfig(1, 10),
         precision=PrecisionConfig(compute_dtype="float32"),
         remat=RematConfig("full"),
