@@ -27,6 +27,10 @@ GATHERS, INT8, INT4 = (
     ("--sharding.data-gradients", "int4"),
 )
 LOCAL = ("--training.local-steps", "20")
+LESS, DILOCO = (
+    (*LOCAL, "--optimizer.outer-learning-rate", "0.7", "--optimizer.outer-momentum", momentum)
+    for momentum in ("0.6", "0.9")
+)
 CASES: dict[str, tuple[str, ...]] = {
     "exact": (),
     "optimizer over data": OVER_DATA,
@@ -38,6 +42,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "20 local steps": LOCAL,
     "20 local steps, int8": (*LOCAL, *INT8),
     "20 local steps, int4": (*LOCAL, *INT4),
+    "20 local steps, 0.7 and 0.6": LESS,
+    "20 local steps, 0.7 and 0.9": DILOCO,
+    "20 local steps, 0.7, 0.9, int8": (*DILOCO, *INT8),
 }
 HOSTS = ("--gpu", "h100", "--hosts", "4", "--gpus-per-host", "8", "--mesh.data", "4", "--network", "10")
 GIB = 2**30
