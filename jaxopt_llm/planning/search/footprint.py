@@ -83,8 +83,9 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
         return reduced * (one + state.non_layer.gradients)
     summed = state.layers.gradients + state.non_layer.gradients
     one = state.layers.gradients / passes.chunks + state.non_layer.gradients
-    sums_over_replicas = config.mesh.data > 1 and config.sharding.zero_stage >= 2 and config.training.local_steps == 1
-    between_replicas = EARLY_SHARE * 4 * state.layers.masters * sums_over_replicas
+    stage, replicas = config.sharding.zero_stage, config.mesh.data > 1 and config.training.local_steps == 1
+    by_layer = stage >= 2 or (stage == 0 and config.sharding.optimizer_over_data)  # for stage 1 see `reduction`
+    between_replicas = EARLY_SHARE * 4 * state.layers.masters * (replicas and by_layer)
     return one * reduced + summed * 4 * (accumulates_gradients(config) + passes.unrolled) + between_replicas
 
 
