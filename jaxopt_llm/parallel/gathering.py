@@ -300,10 +300,32 @@ def _moves_as_blocks(spec: Spec) -> bool:
 
 def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:
     """Return the number of values in a block if a weight is gathered as int8 codes; None if it is gathered exactly."""
-    axes = _list_axes(before) - _list_axes(after)
-    if not axes & {*placement.sharding.int8_gathers} or not _moves_as_blocks(spec):
+    if not _gathers_codes(before, after, placement) or not _moves_as_blocks(spec):
         return None
     return blocks.find_block_size(spec.shape, before, after)
+
+
+def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
+    """Return the paths of matrices that move exactly in spite of `int8_gathers` or `data_gradients`.
+
+    Their last dimension has no whole blocks on each device, or `data` divides none of their dimensions.
+    """
+    exchanges = placement.sharding.data_gradients != "exact" and placement.size("data") > 1
+
+    def find(path: str, spec: Spec) -> str | None:
+        if not _moves_as_blocks(spec):
+            return None
+        master, resting = zero.master_sharding(spec, placement), zero.parameter_sharding(spec, placement)
+        moves = (master, resting), (resting, zero.gathered_sharding(spec, placement))
+        coded = [each for each in moves if _gathers_codes(*each, placement)]
+        exact = any(blocks.find_block_size(spec.shape, *each) is None for each in coded)
+        return path if exact or (exchanges and _find_data_exchange(spec, placement) is None) else None
+
+    return jax.tree.leaves(tree.map_with_path(find, specs))
+
+
+def _gathers_codes(before: NamedSharding, after: NamedSharding, placement: Placement) -> bool:
+    return bool((_list_axes(before) - _list_axes(after)) & {*placement.sharding.int8_gathers})
 
 
 def _list_axes(sharding: NamedSharding) -> set[str]:

@@ -12,6 +12,8 @@ from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.parallel.blocks import BLOCK_SIZES
+from jaxopt_llm.parallel.gathering import find_exact_matrices
 from jaxopt_llm.parallel.zero import find_undivided
 from jaxopt_llm.training import moments
 from jaxopt_llm.training.setup import Setup
@@ -128,6 +130,11 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
         yield (
             f"optimizer.state_dtype: {len(uncompressed)} matrices have moments in 32 bits (first: {uncompressed[0]}): "
             f"no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides their last dimension"
+        )
+    if exact := find_exact_matrices(program.specs.masters, setup.placement):
+        yield (
+            f"sharding.int8_gathers, sharding.data_gradients: {len(exact)} matrices move exactly (first: {exact[0]}): "
+            f"no block of {BLOCK_SIZES[-1]} to {BLOCK_SIZES[0]} values divides each device's part of the last dimension"
         )
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:

@@ -21,7 +21,9 @@ from jaxopt_llm.config import (
     ShardingConfig,
     TrainingConfig,
 )
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.gathering import find_exact_matrices
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
@@ -113,6 +115,7 @@ def test_masters_and_moments_rest_divided_over_replicas(stage: Any) -> None:
         (3, False, {}),
         (3, True, {"in_backward": True}),
         *slow(
+            (3, True, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
             (3, True, {"mesh": MeshConfig(pipeline=2, data=2, fsdp=2), "accumulation": 2}),
             (1, True, {}),
             (1, False, {"accumulation": 3}),
@@ -149,6 +152,21 @@ def test_weights_gathered_as_codes(stage: Any, axes: Any, over_data: bool) -> No
     assert 1e-7 < abs(found.losses[0] / expected.losses[0] - 1) < 1e-3
     assert 1e-3 < toy.distance(found.gradients, expected.gradients) < 0.03
     assert toy.distance(found.masters, expected.masters) < 3e-3
+
+
+def test_matrices_that_move_exactly_are_named() -> None:
+    """The gate and up projections have 48 values in their last dimension, which no block divides."""
+    sharding = ShardingConfig(3, int8_gathers=("fsdp",), data_gradients="int8")
+    mesh = make_mesh(HYBRID, jax.devices("cpu")[: HYBRID.devices])
+    placement = Placement(mesh, sharding, PrecisionConfig())
+
+    def find(width: int, placement: Placement) -> set[str]:
+        found = find_exact_matrices(param_specs(replace(MODEL, mlp_width=width)), placement)
+        return {path.rsplit("/", 2)[-1] for path in found}
+
+    assert find(128, placement) == set()
+    assert find(48, placement) == {"up", "gate"}
+    assert find(48, replace(placement, sharding=ShardingConfig(3))) == set()
 
 
 def test_an_axis_that_gathers_no_weight_changes_nothing() -> None:
