@@ -1,22 +1,26 @@
 """Train under supervisors while faults are injected, and compare the end with that of an undisturbed run.
 
-    python benchmarks/chaos.py [--faults 48] [--minutes M] [--processes 4] [--seed 0] [--only KIND ...] [--json FILE]
+    python benchmarks/chaos.py [--faults 48] [--minutes M] [--processes 4] [--seed 0] [--bursts 0.5] [--only KIND ...]
+                               [--json FILE [--add]]
     python benchmarks/chaos.py --only peers [--faults 100]
 
 Each process has its own supervisor, as on a host of its own; this program starts supervisors again that die, as SLURM
 or Kubernetes does. As root on Linux, the processes are on hosts of their own: network namespaces, which some faults cut
 off. The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are drawn from the
-seed. At the end, parameters and moments must be equal to the bit. With --add, the figures are added to those that the
-file has. `--only peers` is another experiment: see chaos_peers.py.
+seed. With the probability --bursts, a fault is followed by another one while the job starts again: in the imports, the
+rendezvous, the compilation or the first steps. At the end, parameters and moments must be equal to the bit. With --add,
+the figures are added to those that the file has. `--only peers` is another experiment: see chaos_peers.py.
 """
 
 import argparse
 import contextlib
 import json
 import random
+import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,29 +31,66 @@ import jax
 from chaos_job import ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
-STEPS_PER_FAULT = 20
+STEPS_PER_BURST = 20
 CHECKPOINT_EVERY = 10
 PEERS = "peers"
-LONGEST = 240  # seconds from a fault to the next step, after which the run counts as hung
+LONGEST = 240  # seconds from the last fault of a burst to the next step, after which the run counts as hung
+LONGEST_PAUSE = 30.0  # seconds between two faults of a burst: about the time in which the job starts again
+TRAINING, RESTART = "training", "restart"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault to inject. pause: seconds after the step, or after the fault before it, at which it is injected."""
+
+    kind: str
+    victim: int
+    pause: float
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A fault and its consequences.
 
+    when: "training", or "restart" if the fault before it was not over yet. followed: another fault came before the next
+    step.
     detected: seconds from the fault until the first program ended; None if none did.
     resumed: seconds until the next step; None: not within LONGEST.
-    repeated: steps that ran again.
-    codes: exit codes of the programs that ended, as a shell counts them.
+    repeated: steps that ran again; 0 if the fault was followed.
+    codes: exit codes of the programs that ended before the next fault, as a shell counts them.
     """
 
     kind: str
     victim: int
     step: int
+    when: str
+    followed: bool
     detected: float | None
     resumed: float | None
     repeated: int
     codes: list[int]
+
+
+def plan_bursts(
+    kinds: Sequence[str], faults: int, processes: int, chance: random.Random, more: float
+) -> list[list[Planned]]:
+    """Draw the faults of a run, in bursts. The kinds come in turn, those that can follow another fault also in bursts.
+
+    more: probability that a fault that lets the job start again is followed by another one.
+    """
+    following = [kind for kind in kinds if chaos_faults.KINDS[kind].follows]
+    bursts: list[list[Planned]] = []
+    first = second = 0
+    for _ in range(faults):
+        last = bursts[-1][-1] if bursts else None
+        if last and following and chaos_faults.KINDS[bursts[-1][0].kind].restarts and chance.random() < more:
+            kind, pause = following[second % len(following)], chance.uniform(0, LONGEST_PAUSE)
+            bursts[-1].append(Planned(kind, chance.randrange(processes), pause))
+            second += 1
+        else:
+            bursts.append([Planned(kinds[first % len(kinds)], chance.randrange(processes), chance.uniform(0, 0.2))])
+            first += 1
+    return bursts
 
 
 def main() -> None:
@@ -58,6 +99,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="inject no more faults after this time")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bursts", type=float, default=0.5, help="probability that another fault follows a fault")
     parser.add_argument("--only", nargs="+", choices=[*chaos_faults.KINDS, PEERS])
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--add", action="store_true", help="add the figures to those of the file")
@@ -78,16 +120,25 @@ def main() -> None:
         print(f"left out: {left_out}: network namespaces need Linux, root and the program ip", flush=True)
     options.only = options.only or possible
     options.faults = options.faults or 2 * len(options.only)
-    with tempfile.TemporaryDirectory() as folder:
-        told = run(Path(folder), options)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    told = run(folder, options)
+    if is_good(told):
+        shutil.rmtree(folder)
+    else:
+        print(f"the run and the output of its supervisors are left in {folder}")
     told = add_figures(old, told) if old else told
     lines = make_table(told)
     print("\n".join(lines))
     if options.json:
         options.json.write_text(json.dumps(told, indent=1) + "\n")
         options.json.with_suffix(".txt").write_text("\n".join(lines) + "\n")
-    if not told["equal"] or told["hangs"] or told["uncoded"]:
+    if not is_good(told):
         raise SystemExit(1)
+
+
+def is_good(told: dict[str, Any]) -> bool:
+    """Return whether the job survived every fault."""
+    return bool(told["equal"] and not told["hangs"] and not told["uncoded"])
 
 
 def read_old(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
@@ -110,30 +161,31 @@ def add_figures(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run without and with faults, and return the figures."""
-    steps = STEPS_PER_FAULT * (options.faults + 1)
+    bursts = plan_bursts(
+        [*options.only], options.faults, options.processes, random.Random(options.seed), options.bursts
+    )
+    steps = STEPS_PER_BURST * (len(bursts) + 1)
     flags = {"training.steps": steps, "checkpoint.every": CHECKPOINT_EVERY, "checkpoint.keep": 3}
     flags |= {"run.check_replicas": 5, "mesh.data": options.processes}
     seconds = train_undisturbed(folder / "whole", options.processes, flags)
     print(f"undisturbed: {steps} steps in {seconds:.0f} s", flush=True)
-    chance, outcomes = random.Random(options.seed), list[Outcome]()
+    outcomes = list[Outcome]()
     began = time.monotonic()
     with contextlib.ExitStack() as scope:
         network = scope.enter_context(Network(options.processes)) if options.network else None
         job = scope.enter_context(ChaosJob(folder / "run", options.processes, flags, network))
         watcher = Watcher(job)
-        for number in range(options.faults):
-            watcher.wait_for_step(STEPS_PER_FAULT * (number + 1) - CHECKPOINT_EVERY // 2)
+        for number, burst in enumerate(bursts):
+            watcher.wait_for_step(STEPS_PER_BURST * (number + 1) - CHECKPOINT_EVERY // 2)
             if options.minutes and time.monotonic() > began + 60 * options.minutes:
                 break
-            time.sleep(chance.uniform(0, 0.2))
-            kind = options.only[number % len(options.only)]
-            outcomes.append(inject(kind, chance.randrange(options.processes), job, watcher))
-            print(outcomes[-1], flush=True)
+            outcomes += inject(burst, job, watcher)
+            print(*outcomes[-len(burst) :], sep="\n", flush=True)
             if outcomes[-1].resumed is None:
                 break
         code = job.wait() if all(each.resumed is not None for each in outcomes) else None
     equal = code == 0 and read_state(folder / "run", steps) == read_state(folder / "whole", steps)
-    away = sum(each.resumed or 0.0 for each in outcomes)
+    away = sum(each.resumed or 0.0 for each in outcomes if each.when == TRAINING)
     return {
         "jax": jax.__version__,
         "processes": options.processes,
@@ -144,43 +196,53 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "away_seconds": round(away),
         "exit_codes": [code],
         "equal": equal,
-        "hangs": sum(each.resumed is None for each in outcomes),
+        "hangs": sum(each.resumed is None for each in outcomes if not each.followed),
         "uncoded": sum(code not in chaos_faults.CODED for each in outcomes for code in each.codes),
         "faults": [asdict(each) for each in outcomes],
     }
 
 
-def inject(kind: str, victim: int, job: ChaosJob, watcher: Watcher) -> Outcome:
-    """Inject a fault, and wait until the run goes on."""
-    fault = chaos_faults.KINDS[kind]
-    step, ended = watcher.last_step(), watcher.count_ends()
-    watcher.begin()
+def inject(burst: Sequence[Planned], job: ChaosJob, watcher: Watcher) -> list[Outcome]:
+    """Inject the faults of a burst, and wait until the run goes on."""
+    injected: list[tuple[float, int, int, set[int]]] = []  # time, last step, ends before it, processes that it ended
+    detected: list[float | None] = []
     with contextlib.ExitStack() as scope:
-        killed = fault.inject(job, victim, scope)
-        resumed = watcher.wait_until_resumed(fault.restarts, LONGEST)
-    codes = [code for index, code in watcher.ends_since(ended) if index not in killed]
-    repeated = max(0, watcher.last_reached - watcher.resumed_from) if fault.restarts and resumed is not None else 0
-    return Outcome(kind, victim, step, watcher.detected, resumed, repeated, codes)
+        for number, planned in enumerate(burst):
+            if number:
+                watcher.wait_until_resumed(planned.pause)  # a job that is back by then is hit in its first steps
+                detected.append(watcher.detected)
+            else:
+                time.sleep(planned.pause)
+            fault = chaos_faults.KINDS[planned.kind]
+            watcher.begin(fault.restarts, follows=number > 0)
+            step, ended, began = watcher.last_step(), watcher.count_ends(), time.monotonic()
+            injected.append((began, step, ended, fault.inject(job, planned.victim, scope)))
+        over = watcher.wait_until_resumed(LONGEST)
+        detected.append(watcher.detected)
+    return [
+        Outcome(
+            kind=planned.kind,
+            victim=planned.victim,
+            step=step,
+            when=RESTART if number else TRAINING,
+            followed=number + 1 < len(burst),
+            detected=detected[number],
+            resumed=None if over is None else round(over - began, 1),
+            repeated=watcher.repeated if over is not None and number + 1 == len(burst) else 0,
+            codes=[code for index, code in watcher.ends_between(ended, end) if index not in killed],
+        )
+        for number, (planned, (began, step, ended, killed), end) in enumerate(
+            zip(burst, injected, [each[2] for each in injected[1:]] + [watcher.count_ends()], strict=True)
+        )
+    ]
 
 
 def make_table(told: dict[str, Any]) -> list[str]:
     faults: list[dict[str, Any]] = told["faults"]
-    lines = [
-        f"{'fault':34}{'times':>6}{'detected s':>12}{'next step s':>13}{'repeated':>10}   exit codes of the others"
-    ]
-    for kind in dict.fromkeys(str(each["kind"]) for each in faults):
-        of_kind = [each for each in faults if each["kind"] == kind]
-
-        def largest(name: str, of_kind: list[dict[str, Any]] = of_kind) -> str:
-            values = [each[name] for each in of_kind if each[name] is not None]
-            return f"{max(values):.1f}" if values else "-"
-
-        codes = sorted({code for each in of_kind for code in each["codes"]})
-        repeated = max(each["repeated"] for each in of_kind)
-        lines.append(
-            f"{kind:34}{len(of_kind):6}{largest('detected'):>12}{largest('resumed'):>13}{repeated:>10}   "
-            f"{', '.join(map(str, codes)) or '-'}"
-        )
+    restarting = [each for each in faults if each["when"] == RESTART]
+    lines = list_kinds("while it trains", [each for each in faults if each["when"] == TRAINING])
+    if restarting:
+        lines += ["", *list_kinds("while it starts again", restarting)]
     training = told["undisturbed_seconds"]
     lines += [
         "",
@@ -189,6 +251,27 @@ def make_table(told: dict[str, Any]) -> list[str]:
         f"hangs {told['hangs']}, uncoded exits {told['uncoded']}, final parameters and moments "
         f"{'equal to the bit' if told['equal'] else 'NOT EQUAL'}",
     ]
+    return lines
+
+
+def list_kinds(title: str, faults: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table with the largest figures of each kind; a fault that was followed has no times."""
+    lines = [
+        f"{'fault ' + title:34}{'times':>6}{'detected s':>12}{'next step s':>13}{'repeated':>10}   codes of the others"
+    ]
+    for kind in dict.fromkeys(str(each["kind"]) for each in faults):
+        of_kind = [each for each in faults if each["kind"] == kind]
+
+        def largest(name: str, of_kind: list[dict[str, Any]] = of_kind) -> str:
+            values = [each[name] for each in of_kind if each[name] is not None and not each["followed"]]
+            return f"{max(values):.1f}" if values else "-"
+
+        codes = sorted({code for each in of_kind for code in each["codes"]})
+        repeated = max(each["repeated"] for each in of_kind)
+        lines.append(
+            f"{kind:34}{len(of_kind):6}{largest('detected'):>12}{largest('resumed'):>13}{repeated:>10}   "
+            f"{', '.join(map(str, codes)) or '-'}"
+        )
     return lines
 
 

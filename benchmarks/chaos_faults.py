@@ -16,9 +16,9 @@ from pathlib import Path
 
 from chaos_job import ChaosJob
 
-# Exit codes of a program that ends by itself: done, wrong input (another process is missing at the start), diverged,
-# no checkpoint, another process was lost, wrong bits, a disk or a network failed, stopped.
-CODED = frozenset((0, 2, 3, 4, 5, 9, 74, 75))
+# Exit codes of a program that ends by itself: done, no checkpoint, another process was lost or is missing, wrong bits,
+# a disk or a network failed, stopped. Nothing here is wrong input (2), and no run diverges (3).
+CODED = frozenset((0, 4, 5, 9, 74, 75))
 LOST = 5
 Inject = Callable[[ChaosJob, int, contextlib.ExitStack], set[int]]
 
@@ -30,11 +30,14 @@ class Fault:
     Attributes:
         inject: (job, victim, scope) -> the processes that it ends itself. The scope ends when the run goes on.
         restarts: whether the job has to start again.
+        follows: whether it can come while the job starts again. The recipe harms itself only once it is loaded, and
+            damage to several checkpoints in a row could leave none.
         needs_network: the processes must be on hosts of their own.
     """
 
     inject: Inject
     restarts: bool = True
+    follows: bool = True
     needs_network: bool = False
 
 
@@ -177,15 +180,15 @@ KINDS: dict[str, Fault] = {
     "host away for 10 s": Fault(lose_host),
     "process frozen (SIGSTOP)": Fault(send(signal.SIGSTOP)),
     "process paused for 2 s": Fault(send(signal.SIGSTOP, signal.SIGCONT, pause=2.0), restarts=False),
-    "main thread stuck": Fault(harm("stuck")),
-    "exception in a process": Fault(harm("exception")),
-    "bit flip in memory": Fault(harm("flip")),
-    "clock jumps by an hour": Fault(harm("clock"), restarts=False),
+    "main thread stuck": Fault(harm("stuck"), follows=False),
+    "exception in a process": Fault(harm("exception"), follows=False),
+    "bit flip in memory": Fault(harm("flip"), follows=False),
+    "clock jumps by an hour": Fault(harm("clock"), restarts=False, follows=False),
     "disk full for 3 s": Fault(fill_disk, restarts=False),
-    "disk slow for 5 s": Fault(harm("slow disk"), restarts=False),
-    "newest checkpoint torn": Fault(with_damage(tear)),
-    "bit flip on disk": Fault(with_damage(flip_on_disk)),
-    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree)),
+    "disk slow for 5 s": Fault(harm("slow disk"), restarts=False, follows=False),
+    "newest checkpoint torn": Fault(with_damage(tear), follows=False),
+    "bit flip on disk": Fault(with_damage(flip_on_disk), follows=False),
+    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree), follows=False),
     "records cut": Fault(cut_records),
     "garbage on the port": Fault(send_garbage),
     "JAX's service killed": Fault(kill_service),

@@ -148,14 +148,27 @@ class Watcher:
     def __init__(self, job: ChaosJob) -> None:
         self._job = job
         self.detected: float | None = None
-        self.last_reached = self.resumed_from = 0
-        self._began, self._starts, self._programs = 0.0, 0, set[int]()
+        self._began, self._programs = 0.0, set[int]()
+        self._reached = self._resumed_from = 0
+        self._starts: int | None = None  # of the run, which one more has to follow; None: the run goes on by itself
 
-    def begin(self) -> None:
-        """Begin to measure, just before a fault."""
-        self._began, self.detected = time.monotonic(), None
-        self._starts, self.last_reached = len(self._list_starts()), self.last_step()
-        self._programs = self._list_programs()
+    def begin(self, restarts: bool, follows: bool) -> None:
+        """Begin to measure, just before a fault.
+
+        restarts: the job has to start again; otherwise it goes on by itself.
+        follows: the fault before it may not be over.
+        """
+        self._began, self.detected, self._programs = time.monotonic(), None, self._list_programs()
+        self._reached = max(self._reached if follows else 0, self.last_step())
+        if restarts:
+            self._starts = len(self._list_starts())
+        elif not follows or self._is_back():
+            self._starts = None
+
+    @property
+    def repeated(self) -> int:
+        """Number of steps that ran again."""
+        return 0 if self._starts is None else max(0, self._reached - self._resumed_from)
 
     def last_step(self) -> int:
         records = _read_lines(self._job.directory / "metrics.jsonl")
@@ -168,30 +181,32 @@ class Watcher:
                 raise SystemExit(f"the run did not reach step {step} in {seconds:g} s")
             time.sleep(LOOK_SECONDS)
 
-    def wait_until_resumed(self, restarts: bool, seconds: float) -> float | None:
-        """Return the seconds from the fault to the next step, None if there is none in time.
-
-        restarts: the job has to start again; otherwise it goes on by itself.
-        """
-        while (waited := time.monotonic() - self._began) < seconds:
+    def wait_until_resumed(self, seconds: float) -> float | None:
+        """Return the time (of the monotonic clock) of the next step, None if there is none in time."""
+        while (now := time.monotonic()) < self._began + seconds:
             if self.detected is None and not self._programs <= self._list_programs():
-                self.detected = round(waited, 2)
-            starts = self._list_starts()
-            if restarts and len(starts) > self._starts:
-                self.resumed_from = starts[-1]["step"]
-                if self.last_step() > self.resumed_from:
-                    return round(waited, 1)
-            elif not restarts and self.last_step() > self.last_reached + 2:
-                return round(waited, 1)
+                self.detected = round(now - self._began, 2)
+            if self._is_back():
+                return now
             time.sleep(LOOK_SECONDS)
         return None
+
+    def _is_back(self) -> bool:
+        """Return whether the run makes steps since the faults."""
+        if self._starts is None:
+            return self.last_step() > self._reached + 2
+        starts = self._list_starts()
+        if len(starts) <= self._starts:
+            return False
+        self._resumed_from = starts[-1]["step"]
+        return self.last_step() > self._resumed_from
 
     def count_ends(self) -> int:
         return len(_read_lines(self._job.directory / "faults.jsonl"))
 
-    def ends_since(self, count: int) -> list[tuple[int, int]]:
-        """Return (host, exit code) of the programs that ended, from the journal after its first `count` lines."""
-        entries = _read_lines(self._job.directory / "faults.jsonl")[count:]
+    def ends_between(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Return (host, exit code) of the programs that ended, from the entries first to last of the journal."""
+        entries = _read_lines(self._job.directory / "faults.jsonl")[first:last]
         return [(int(index), code) for entry in entries for index, code in entry.get("codes", {}).items()]
 
     def _list_starts(self) -> list[dict[str, Any]]:

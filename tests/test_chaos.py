@@ -24,10 +24,32 @@ def inject(folder: Path, *options: object) -> dict[str, object]:
 
 
 def test_a_killed_process_and_a_damaged_checkpoint(tmp_path: Path) -> None:
-    told = inject(tmp_path, "--processes", 2, "--faults", 2, "--only", "process killed", "bit flip on disk")
+    kinds = ("--only", "process killed", "bit flip on disk")
+    told = inject(tmp_path, "--processes", 2, "--faults", 2, "--bursts", 0, *kinds)
     killed, flipped = told["faults"]  # type: ignore[misc]
     assert killed["codes"] == [chaos_faults.LOST]
     assert flipped["repeated"] >= chaos.CHECKPOINT_EVERY  # it continued from the checkpoint before the damaged one
+    assert told["equal"]
+
+
+def test_bursts_are_drawn_from_the_seed() -> None:
+    kinds, chance = [*chaos_faults.KINDS], random.Random(5)
+    bursts = chaos.plan_bursts(kinds, 500, 4, chance, more=0.5)
+    assert bursts == chaos.plan_bursts(kinds, 500, 4, random.Random(5), more=0.5)
+    assert sum(map(len, bursts)) == 500
+    first, following = [burst[0].kind for burst in bursts], {each.kind for burst in bursts for each in burst[1:]}
+    assert first[: len(kinds)] == kinds
+    assert following == {kind for kind in kinds if chaos_faults.KINDS[kind].follows}
+    assert all(chaos_faults.KINDS[burst[0].kind].restarts for burst in bursts if len(burst) > 1)
+    assert all(len(burst) == 1 for burst in chaos.plan_bursts(kinds, 50, 4, chance, more=0.0))
+
+
+@pytest.mark.slow
+def test_a_death_while_the_job_starts_again(tmp_path: Path) -> None:
+    told = inject(tmp_path, "--processes", 2, "--faults", 2, "--bursts", 1, "--only", "process killed")
+    first, second = told["faults"]  # type: ignore[misc]
+    assert (first["when"], first["followed"]) == (chaos.TRAINING, True)
+    assert (second["when"], second["followed"]) == (chaos.RESTART, False)
     assert told["equal"]
 
 

@@ -87,6 +87,15 @@ class ProcessLost(CommandError):
         super().__init__(f"{reason}; {remedy}")
 
 
+class ProcessMissing(CommandError):
+    """Error for a job in which another process did not come in time, or could not be reached, at the start.
+
+    A restart may help: the process may be late, or its network may be cut off.
+    """
+
+    exit_code = ProcessLost.exit_code
+
+
 class DoesNotFit(CommandError):
     """Result of a plan whose step needs more memory than the GPUs have.
 

@@ -47,7 +47,8 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
         facts: values that must be equal in all processes, by name.
 
     Raises:
-        InputError: the processes do not connect, or their facts differ.
+        ProcessMissing: the processes do not connect in time.
+        InputError: their facts differ.
     """
     global _joined
     if job.processes == 1:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxopt_llm.core import errors, json_files
-from jaxopt_llm.core.errors import InputError, ProcessLost
+from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import handshake
 from jaxopt_llm.distributed.acceptor import HELLO_SECONDS, Acceptor, Arrival
 from jaxopt_llm.distributed.handshake import Hello, printable
@@ -48,7 +48,8 @@ def connect_processes(
         process 0 to all others, and those of the others to process 0.
 
     Raises:
-        InputError: a process is missing, or the processes do not match.
+        ProcessMissing: a process is missing.
+        InputError: the processes do not match.
     """
     deadline = time.monotonic() + timeout_seconds
     if job.index:
@@ -60,7 +61,7 @@ def connect_processes(
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             # Perhaps another process 0 uses the port. It then answers with the error.
-            with contextlib.suppress(_NotCoordinatorError):
+            with contextlib.suppress(_NotCoordinatorError, _NotReachedError):
                 _join(job, facts, min(deadline, time.monotonic() + HELLO_SECONDS), token)
             problem = "the port is in use by another program; set --distributed.coordinator to another port"
         else:
@@ -76,7 +77,11 @@ def connect_processes(
 
 
 class _NotCoordinatorError(InputError):
-    """Nothing listens at the coordinator's address, or another program does."""
+    """Another program listens at the coordinator's address."""
+
+
+class _NotReachedError(ProcessMissing):
+    """Nothing listens at the coordinator's address, or it does not answer."""
 
 
 def _join(job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> tuple[str, dict[int, Peer]]:
@@ -105,7 +110,7 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> 
                 continue
             unless_joined.pop_all()
             return answer, {0: peer}
-    raise _NotCoordinatorError(
+    raise _NotReachedError(
         f"distributed.coordinator={job.coordinator} was not reached in {seconds:.0f} s ({reason}); check process 0 and "
         "the network, or raise --distributed.timeout-seconds"
     )
@@ -115,6 +120,7 @@ def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float, token:
     """Say hello to process 0, and return the address at which JAX starts; None if the connection was closed.
 
     Raises:
+        ProcessMissing: process 0 does not answer, or misses another process.
         InputError: process 0 ends the job, or this is not process 0 of this job.
     """
     nonce = handshake.make_nonce()
@@ -129,7 +135,7 @@ def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float, token:
             return None
         answer = handshake.open_signed(token, nonce, signed)
         if "end" in answer:
-            raise InputError(printable(answer["end"]))
+            raise (ProcessMissing if answer["missing"] else InputError)(printable(answer["end"]))
         return str(answer["start"])
     except handshake.NotTrustedError as error:
         raise InputError(
@@ -137,8 +143,9 @@ def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float, token:
             f"same --distributed.token-file, or the same {handshake.TOKEN_VARIABLE}"
         ) from error
     except (TimeoutError, ValueError, KeyError, TypeError) as error:
-        problem = "does not answer" if isinstance(error, TimeoutError) else "is not a coordinator of jaxopt_llm"
-        raise _NotCoordinatorError(
+        silent = isinstance(error, TimeoutError)
+        problem = "does not answer" if silent else "is not a coordinator of jaxopt_llm"
+        raise (_NotReachedError if silent else _NotCoordinatorError)(
             f"distributed.coordinator={job.coordinator}: it {problem}; check the address and process 0"
         ) from error
 
@@ -149,17 +156,18 @@ def _accept_all(
     """Return the connections of all other processes.
 
     Raises:
-        InputError: a process is missing, or the processes do not match. Those that are connected get the message too.
+        ProcessMissing: a process is missing.
+        InputError: the processes do not match. In both cases those that are connected get the message too.
     """
     began = time.monotonic()
     arrivals: list[Arrival] = []
     hosts = {0: socket.gethostname()}
-    problem = ""
+    problem, is_missing = "", False
     with Acceptor(listener, token) as acceptor:
         while len(arrivals) < job.processes - 1 and not problem:
             arrival = acceptor.wait(deadline)
             if arrival is None:
-                problem = _describe_missing(job, hosts, time.monotonic() - began, acceptor.rejected)
+                problem, is_missing = _describe_missing(job, hosts, time.monotonic() - began, acceptor.rejected), True
                 break
             arrivals.append(arrival)
             problem = _compare(arrival.hello, job, facts, hosts)
@@ -170,9 +178,9 @@ def _accept_all(
                 arrivals.append(late)
     if problem:
         for arrival in arrivals:
-            arrival.answer(token, {"end": problem})
+            arrival.answer(token, {"end": problem, "missing": is_missing})
             arrival.peer.connection.close()
-        raise InputError(problem)
+        raise (ProcessMissing if is_missing else InputError)(problem)
     return arrivals
 
 

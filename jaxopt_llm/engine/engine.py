@@ -35,6 +35,7 @@ from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.rows import LocalRows
+from jaxopt_llm.training import saved_state
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.restore import load_state
@@ -273,7 +274,7 @@ class Engine:
 
     def to_checkpoint(self, state: TrainState) -> dict[str, Any]:
         """Return the trees of a state's checkpoint."""
-        return {name: getattr(state, name) for name in training_state.checkpoint_specs(self.program.specs)}
+        return {name: getattr(state, name) for name in saved_state.checkpoint_specs(self.program.specs)}
 
     @property
     def has_schedule(self) -> bool:

@@ -53,8 +53,7 @@ def find_cause(ends: Sequence[End]) -> End | None:
 def find_final_code(ends: Sequence[End]) -> int | None:
     """Return the exit code of the job if a restart would not help; None: restart it.
 
-    A process ends with 2 if another one is missing at the start. So 2, 3 and 4 are final only if no host had an end of
-    another kind.
+    2, 3 and 4 are final only if no host had an end of another kind.
     """
     cause = find_cause(ends)
     if cause is None:

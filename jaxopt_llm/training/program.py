@@ -22,7 +22,7 @@ from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import count_key_parts
-from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training import saved_state
 from jaxopt_llm.training.decoder_step import make_decoder_advance
 from jaxopt_llm.training.local_steps import inside_group, place_groups
 from jaxopt_llm.training.lora import adapt_model
@@ -86,7 +86,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         model=model,
         attention=attention,
         executor=executor,
-        to_checkpoint=training_state.make_checkpoint_converter(made.specs, placement),
+        to_checkpoint=saved_state.make_checkpoint_converter(made.specs, placement),
         batch_sharding=batch_sharding,
     )
 

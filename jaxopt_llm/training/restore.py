@@ -8,7 +8,8 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.training.local_steps import abstract_groups, count_groups, resize_groups
-from jaxopt_llm.training.state import StateSpecs, TrainState, checkpoint_specs, resume_state
+from jaxopt_llm.training.saved_state import checkpoint_specs, resume_state
+from jaxopt_llm.training.state import StateSpecs, TrainState
 
 
 def load_state(

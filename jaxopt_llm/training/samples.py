@@ -18,8 +18,9 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import lora
+from jaxopt_llm.training.saved_state import make_weight_reader
 from jaxopt_llm.training.setup import Setup
-from jaxopt_llm.training.state import TrainState, make_weight_reader
+from jaxopt_llm.training.state import TrainState
 
 TEXT_PROMPT_TOKENS = 64  # longest prompt from a text; a conversation gives its first question
 SEARCHED_TOKENS = 2**16  # of a validation set, from each position where a prompt is wanted

@@ -1,21 +1,17 @@
-"""Training state, its sharding, and its conversion to and from checkpoint trees."""
+"""Training state and its sharding. Conversion to and from checkpoint trees: saved_state.py."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import PrecisionConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -174,7 +170,7 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
     return jax.tree.map(add_sharding, state, concrete, abstract)
 
 
-def _make_compute_copy(specs: Params, masters: Params, shardings: Params | None, placement: Placement) -> Params | None:
+def make_compute_copy(specs: Params, masters: Params, shardings: Params | None, placement: Placement) -> Params | None:
     """Cast and gather the masters into the compute copy; None if `shardings` is None.
 
     It converts one leaf at a time, so that the device does not hold the whole copy twice.
@@ -198,7 +194,7 @@ def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> T
         return state
     shardings = state_shardings(specs, placement)
     masters = jax.tree.map(jax.device_put, state.average, shardings.masters)
-    compute = _make_compute_copy(specs.masters, masters, shardings.compute, placement)
+    compute = make_compute_copy(specs.masters, masters, shardings.compute, placement)
     return replace(state, masters=masters, compute=compute)
 
 
@@ -260,7 +256,7 @@ def initialize_state(
     for paths in _divide_into_programs(shapes, sharding_by_path):
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
-    compute = _make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
+    compute = make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
     return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average))
 
 
@@ -284,146 +280,3 @@ def _divide_into_programs(
         programs[-1].append(path)
         room -= size
     return programs
-
-
-def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
-    """Return the specs of the checkpoint trees. Their layout is the same for every mesh: stacks by layer."""
-
-    def stack_by_layer(spec: ParamSpec) -> ParamSpec:
-        return spec if spec.layers is None else spec.unstack().stack(param.count_layers(spec))
-
-    trees = {name: getattr(specs, name) for name in STORED if name != "frozen" or specs.keep_frozen}
-    return {name: jax.tree.map(stack_by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
-
-
-def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
-    """Return a function from a state to its checkpoint trees.
-
-    With a pipeline the trees are in host memory, converted one leaf at a time: the devices cannot hold the state twice.
-    """
-    saved_specs = checkpoint_specs(specs)
-
-    def select(state: TrainState) -> dict[str, Params]:
-        return {name: getattr(state, name) for name in saved_specs}
-
-    @functools.cache
-    def make_conversion(spec: ParamSpec, saved_spec: ParamSpec) -> Callable[[jax.Array], jax.Array]:
-        def convert(array: jax.Array) -> jax.Array:
-            return _stack_by_layer(spec, offload.fetch_to_device(array), placement)
-
-        return jax.jit(convert, out_shardings=zero.checkpoint_sharding(saved_spec, placement))
-
-    def to_host(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
-        converted = make_conversion(_layout_only(spec), _layout_only(saved_spec))(array)
-        return jax.block_until_ready(jax.device_put(converted, converted.sharding.with_memory_kind(offload.HOST)))
-
-    if placement.size("pipeline") == 1:
-        return select
-    return lambda state: {
-        name: jax.tree.map(to_host, getattr(specs, name), saved_specs[name], arrays)
-        for name, arrays in select(state).items()
-    }
-
-
-def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placement) -> Callable[[TrainState], Params]:
-    """Return a function from a state to the model's parameters, stacked by layer, as `target` holds them.
-
-    An array that has this layout and sharding in the state is not copied. A copy of a master weight has the compute
-    dtype. With an average, it is read in place of the masters.
-
-    Args:
-        target: a placement on the same devices, in the same order.
-    """
-    saved_specs = checkpoint_specs(replace(specs, keep_frozen=True))
-
-    @functools.cache
-    def make_conversion(
-        spec: ParamSpec, dtype: np.dtype[Any], sharding: NamedSharding
-    ) -> Callable[[jax.Array], jax.Array]:
-        def convert(array: jax.Array) -> jax.Array:
-            return _stack_by_layer(spec, offload.fetch_to_device(array), placement).astype(dtype)
-
-        return jax.jit(convert, out_shardings=sharding)
-
-    def read(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-        sharding = zero.resting_parameter_sharding(saved_spec, target)
-        if spec.leading < 2 and array.sharding.is_equivalent_to(sharding, array.ndim):
-            return array
-        return make_conversion(_layout_only(spec), dtype, sharding)(array)
-
-    def read_master(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
-        return read(spec, saved_spec, array, np.dtype(target.precision.for_param(spec).compute_dtype))
-
-    def read_frozen(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
-        return read(spec, saved_spec, array, array.dtype)
-
-    def read_all(state: TrainState) -> Params:
-        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.averaged_masters)
-        if "frozen" not in saved_specs:
-            return masters
-        return tree.merge(masters, jax.tree.map(read_frozen, specs.frozen, saved_specs["frozen"], state.frozen))
-
-    return read_all
-
-
-def _stack_by_layer(spec: ParamSpec, array: jax.Array, placement: Placement) -> jax.Array:
-    """[virtual, stages, slots, ...] -> [repeats, ...], within a program."""
-    if spec.leading < 2:
-        return array
-    layers = np.ravel(np.asarray(spec.layers))
-    # Remove the stage sharding first: each device then selects rows locally, without communication.
-    rows = spec.unstack().stack(layers.size)
-    flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), zero.checkpoint_sharding(rows, placement))
-    return flat[np.argsort(layers)[-param.count_layers(spec) :]]
-
-
-def _layout_only(spec: ParamSpec) -> ParamSpec:
-    """Return the spec without the fields that do not affect its layout, so that similar leaves share one program."""
-    return replace(spec, contracting=(), init=param.ones)
-
-
-def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tree.Tree) -> TrainState:
-    """Return the state after `step` from its checkpoint trees, and make the compute copy again.
-
-    It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
-
-    Args:
-        trees: those of `checkpoint_specs`, and the frozen parameters if the checkpoint does not hold them, which may
-            already have their final sharding and layout.
-    """
-
-    def stack_by_stage(spec: ParamSpec, array: jax.Array) -> jax.Array:
-        """[repeats, ...] -> [virtual, stages, slots, ...], zeros in slots without a layer."""
-        layers = np.asarray(spec.layers)
-        live = np.reshape(layers >= 0, layers.shape + (1,) * (array.ndim - 1))
-        return jnp.where(live, array[np.maximum(layers, 0)], 0)
-
-    def move(sharding: NamedSharding, array: jax.Array) -> jax.Array:
-        if array.sharding == sharding:
-            return array
-        moved = jax.block_until_ready(jax.device_put(array, sharding, may_alias=False))
-        array.delete()
-        return moved
-
-    @functools.cache
-    def make_conversion(spec: ParamSpec, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-        return jax.jit(lambda array: stack_by_stage(spec, offload.fetch_to_device(array)), out_shardings=sharding)
-
-    def convert(spec: ParamSpec, sharding: NamedSharding, array: jax.Array) -> jax.Array:
-        if array.shape == spec.shape:
-            return move(sharding, array)
-        converted = jax.block_until_ready(make_conversion(_layout_only(spec), sharding)(array))
-        array.delete()
-        return converted
-
-    def make(trees: dict[str, tree.Tree]) -> TrainState:
-        return TrainState(step=jnp.int32(step), **trees)
-
-    def convert_tree(name: str) -> tree.Tree:
-        expected = getattr(specs, name)  # without leaves if the checkpoint has no such tree
-        return jax.tree.map(convert, expected, getattr(shardings, name), trees.get(name, expected))
-
-    shardings = state_shardings(specs, placement)
-    converted = {name: convert_tree(name) for name in STORED}
-    compute = _make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({**converted, "compute": compute})

@@ -13,7 +13,7 @@ import pytest
 from ports import free_address
 
 from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, ProcessMissing
 from jaxopt_llm.distributed import acceptor, handshake, peer, rendezvous
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.rendezvous import connect_processes
@@ -47,7 +47,10 @@ def coordinator() -> str:
 
 
 def run_together(*calls: Callable[[], Any]) -> list[Any]:
-    """Run each call in its own thread, and return their results, or the text of an InputError that one raises."""
+    """Run each call in its own thread, and return their results, or the text of the error that one raises.
+
+    The text of a ProcessMissing begins with "missing: ".
+    """
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
@@ -55,6 +58,8 @@ def run_together(*calls: Callable[[], Any]) -> list[Any]:
             results[index] = calls[index]()
         except InputError as error:
             results[index] = str(error)
+        except ProcessMissing as error:
+            results[index] = f"missing: {error}"
 
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
     for thread in threads:
@@ -110,7 +115,7 @@ def test_missing_processes_are_named_in_time(
 
     monkeypatch.setattr(rendezvous, "_compare", compare_and_time_out)
     for message in run_together(process(coordinator, 0, 4, timeout=20), process(coordinator, 2, 4)):
-        assert message.startswith("process(es) 1, 3 of 4 did not connect in 20 s; start them")
+        assert message.startswith("missing: process(es) 1, 3 of 4 did not connect in 20 s; start them")
 
 
 def test_a_coordinator_that_does_not_answer_is_named_in_time(
@@ -121,7 +126,8 @@ def test_a_coordinator_that_does_not_answer_is_named_in_time(
 
     monkeypatch.setattr(rendezvous.time, "sleep", sleep)
     (message,) = run_together(process(coordinator, 1, timeout=20))
-    assert f"distributed.coordinator={coordinator} was not reached in 20 s" in message and "refused" in message
+    assert message.startswith(f"missing: distributed.coordinator={coordinator} was not reached in 20 s")
+    assert "refused" in message
     assert 1020 <= clock[0] < 1021
 
 

@@ -118,7 +118,7 @@ def test_an_error_ends_the_job_on_all_hosts(own: int, others: int, make_hosts: C
 
 
 def test_a_missing_host_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
-    """Check also that a process that misses another one at its start, which is exit code 2, does not end the job."""
+    """Check also that an exit code 2, which is final by itself, does not end the job while a host is lost."""
     hosts = make_hosts(2)
     hosts.plan(0, wait_for("lost") + "exit 2", "exit 0")
     hosts.plan(1, "touch ../run/here; while :; do sleep 0.05; done", "exit 0")

@@ -13,7 +13,7 @@ from marks import slow
 from jaxopt_llm.config import LoraConfig, OffloadConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.training import ema
+from jaxopt_llm.training import ema, saved_state
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.evaluation import make_held_out_loss
 from jaxopt_llm.training.program import Program
@@ -75,9 +75,9 @@ def read(program: Program, state: TrainState) -> Any:
 
 
 def resume(program: Program, placement: Placement, trees: Any) -> TrainState:
-    abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), placement)
+    abstract = abstract_checkpoint(saved_state.checkpoint_specs(program.specs), placement)
     arrays = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), trees, abstract)
-    return training_state.resume_state(program.specs, STEPS, placement, **arrays)
+    return saved_state.resume_state(program.specs, STEPS, placement, **arrays)
 
 
 def train(setting: Setting) -> tuple[Program, TrainState]:
@@ -131,7 +131,7 @@ def test_evaluation_and_samples_read_the_average(setting: Setting) -> None:
     found, expected, trained = (float(held_out(each, batch)[0]) for each in (used, swapped, state))
     assert found == expected != trained
     target = toy.placement(zero_stage=3, fsdp=placement.mesh.size)
-    reader = training_state.make_weight_reader(program.specs, placement, target)
+    reader = saved_state.make_weight_reader(program.specs, placement, target)
     assert_equal(jax.tree.map(np.asarray, reader(state)), trees["average"])
 
 
