@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from commands import metrics, start_training, tiny
+from commands import checkpoint, metrics, start_training, tiny
 from gates import DEADLINE, finish
 from ports import free_address
 from test_death import logged
@@ -283,3 +284,32 @@ def test_a_run_shrinks_and_grows_with_the_losses_of_an_undisturbed_one(
     assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
     losses = [[entry["loss"] for entry in run.values()] for run in records]
     np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_groups_of_local_steps_go_on_without_a_lost_host(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    """Until a host is lost, the losses are those of an undisturbed run. Then two groups train, later three again."""
+    steps, local = 120, 4
+    run = ("--mesh.data", 3, "--training.batch-size", 12, "--training.local-steps", local)
+    run += ("--training.steps", steps, "--evaluation.every", 60, "--checkpoint.every", 10)
+    run += ("--precision.compute-dtype", "float32", "--logging.tensorboard", False)
+    whole = tmp_path / "whole"
+    finish(start_training(whole, *run))
+
+    hosts = make_hosts(3, "--elastic", 5)
+    program = ("train", *tiny(hosts.run), *run)
+    for index in (2, 1, 0):  # the others wait for host 0
+        hosts.start(index, *program)
+    await_that(lambda: logged(hosts.run) >= 12)
+    hosts.lose(1)
+    await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
+    hosts.start(1, *program)
+    hosts.finish()
+    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
+    records = [{entry["step"]: entry["loss"] for entry in metrics(directory)} for directory in (hosts.run, whole)]
+    assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
+    early = [[losses[step] for step in range(1, 11)] for losses in records]
+    np.testing.assert_allclose(*early, rtol=2e-6)
+    assert records[0][steps] == pytest.approx(records[1][steps], rel=0.1)
+    groups = checkpoint(hosts.run, steps, ("groups",))["groups"]
+    assert {len(leaf) for leaf in jax.tree.leaves(groups)} == {3}

@@ -28,6 +28,7 @@ from jaxopt_llm.planning.search.setting_space import (
 )
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.settings_choice import list_candidates
+from jaxopt_llm.training.local_steps import has_groups
 
 GPU = "h100"  # by whose rates meshes are compared
 
@@ -35,7 +36,8 @@ GPU = "h100"  # by whose rates meshes are compared
 def choose_setting(config: Config, cluster: Cluster) -> Config | None:
     """Return the recipe with the mesh and the accumulation that are fastest by arithmetic; None: no mesh is legal.
 
-    A setting that may fit is preferred to one that does not. Everything else stays, so a step computes the same sums.
+    A setting that may fit is preferred to one that does not. Everything else stays, so a step computes the same sums;
+    with local steps, there are fewer groups of the same devices.
     """
     limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION) * (1 - FREE))
     settings: dict[Config, Config] = {}  # by the same setting with a policy in place of `auto`
@@ -51,12 +53,17 @@ def choose_setting(config: Config, cluster: Cluster) -> Config | None:
 
 def _list_settings(config: Config, cluster: Cluster) -> Iterator[Config]:
     for mesh in enumerate_meshes(config, cluster):
-        if list_mesh_problems(config, mesh):
+        if list_mesh_problems(config, mesh) or not _keeps_groups(config, mesh):
             continue
         pipeline = list_pipelines(config, mesh)[0]
         for accumulation in list_divisors(config.training.batch_size // mesh.batch_shards):
             training = replace(config.training, accumulation=accumulation)
             yield replace(config, mesh=mesh, training=training, pipeline=pipeline)
+
+
+def _keeps_groups(config: Config, mesh: MeshConfig) -> bool:
+    """Return whether the groups of a run with local steps have the same devices on this mesh, but for their number."""
+    return not has_groups(config) or replace(mesh, data=1) == replace(config.mesh, data=1)
 
 
 def _compute_state(config: Config) -> StateSizes | None:

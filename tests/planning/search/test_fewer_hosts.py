@@ -1,6 +1,7 @@
 """Meshes for fewer hosts than a recipe is for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from commands import command
@@ -36,6 +37,20 @@ def test_a_batch_that_does_not_fit_is_taken_in_more_parts() -> None:
 
 def test_a_number_of_devices_that_no_axis_takes_has_no_mesh() -> None:
     assert choose_setting(recipe(TOY, 8, fsdp=8), Cluster("h100", 7, 1)) is None
+
+
+@pytest.mark.parametrize(("hosts", "groups"), [(3, 3), (1, 1)])
+def test_groups_of_local_steps_stay_whole(hosts: int, groups: int) -> None:
+    config = recipe(TOY, 12, data=4, fsdp=2)
+    config = replace(config, training=replace(config.training, local_steps=5))
+    chosen = choose_setting(config, Cluster("h100", hosts, 2))
+    assert chosen is not None and chosen.mesh == MeshConfig(data=groups, fsdp=2)
+
+
+def test_hosts_that_make_no_whole_groups_have_no_mesh() -> None:
+    config = recipe(TOY, 12, data=2, fsdp=4)
+    config = replace(config, training=replace(config.training, local_steps=5))
+    assert choose_setting(config, Cluster("h100", 3, 2)) is None
 
 
 @pytest.mark.parametrize(
