@@ -14,6 +14,7 @@ the figures are added to those that the file has. `--only peers` is another expe
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import shutil
@@ -28,19 +29,18 @@ from typing import Any
 import chaos_faults
 import chaos_peers
 import jax
-from chaos_job import ChaosJob, Watcher, read_state, train_undisturbed
+from chaos_job import LONGEST, ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
 STEPS_PER_BURST = 20
 CHECKPOINT_EVERY = 10
 PEERS = "peers"
-LONGEST = 240  # seconds from the last fault of a burst to the next step, after which the run counts as hung
 LONGEST_PAUSE = 30.0  # seconds between two faults of a burst: about the time in which the job starts again
 TRAINING, RESTART = "training", "restart"
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedFault:
     """A fault to inject. pause: seconds after the step, or after the fault before it, at which it is injected."""
 
     kind: str
@@ -52,11 +52,11 @@ class Planned:
 class Outcome:
     """A fault and its consequences.
 
-    when: "training", or "restart" if the fault before it was not over yet. followed: another fault came before the next
-    step.
+    when: "restart" for the second and later faults of a burst, otherwise "training".
+    followed: another fault of the burst came after it.
     detected: seconds from the fault until the first program ended; None if none did.
     resumed: seconds until the next step; None: not within LONGEST.
-    repeated: steps that ran again; 0 if the fault was followed.
+    repeated: steps that ran again; 0 if the fault was followed, or if it does not make the job start again.
     codes: exit codes of the programs that ended before the next fault, as a shell counts them.
     """
 
@@ -72,24 +72,24 @@ class Outcome:
 
 
 def plan_bursts(
-    kinds: Sequence[str], faults: int, processes: int, chance: random.Random, more: float
-) -> list[list[Planned]]:
-    """Draw the faults of a run, in bursts. The kinds come in turn, those that can follow another fault also in bursts.
+    kinds: Sequence[str], faults: int, processes: int, chance: random.Random, probability: float
+) -> list[list[PlannedFault]]:
+    """Draw the faults of a run, in bursts. The kinds come in turn, and so do those that follow another fault.
 
-    more: probability that a fault that lets the job start again is followed by another one.
+    probability: with which another fault is added to a burst, if its first one makes the job start again.
     """
-    following = [kind for kind in kinds if chaos_faults.KINDS[kind].follows]
-    bursts: list[list[Planned]] = []
-    first = second = 0
+    following = [kind for kind in kinds if chaos_faults.KINDS[kind].may_follow]
+    first_kinds, following_kinds = itertools.cycle(kinds), itertools.cycle(following)
+    bursts: list[list[PlannedFault]] = []
     for _ in range(faults):
-        last = bursts[-1][-1] if bursts else None
-        if last and following and chaos_faults.KINDS[bursts[-1][0].kind].restarts and chance.random() < more:
-            kind, pause = following[second % len(following)], chance.uniform(0, LONGEST_PAUSE)
-            bursts[-1].append(Planned(kind, chance.randrange(processes), pause))
-            second += 1
+        restarts = bool(bursts) and chaos_faults.KINDS[bursts[-1][0].kind].restarts
+        extends = restarts and bool(following) and chance.random() < probability
+        pause = chance.uniform(0, LONGEST_PAUSE if extends else 0.2)
+        fault = PlannedFault(next(following_kinds if extends else first_kinds), chance.randrange(processes), pause)
+        if extends:
+            bursts[-1].append(fault)
         else:
-            bursts.append([Planned(kinds[first % len(kinds)], chance.randrange(processes), chance.uniform(0, 0.2))])
-            first += 1
+            bursts.append([fault])
     return bursts
 
 
@@ -121,7 +121,11 @@ def main() -> None:
     options.only = options.only or possible
     options.faults = options.faults or 2 * len(options.only)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    told = run(folder, options)
+    try:
+        told = run(folder, options)
+    except BaseException:
+        print(f"the run and the output of its supervisors are left in {folder}")
+        raise
     if is_good(told):
         shutil.rmtree(folder)
     else:
@@ -190,6 +194,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "jax": jax.__version__,
         "processes": options.processes,
         "seeds": [options.seed],
+        "bursts": [options.bursts],
         "steps": steps,
         "undisturbed_seconds": round(seconds),
         "seconds": round(time.monotonic() - began),
@@ -202,39 +207,46 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def inject(burst: Sequence[Planned], job: ChaosJob, watcher: Watcher) -> list[Outcome]:
+def inject(burst: Sequence[PlannedFault], job: ChaosJob, watcher: Watcher) -> list[Outcome]:
     """Inject the faults of a burst, and wait until the run goes on."""
     injected: list[tuple[float, int, int, set[int]]] = []  # time, last step, ends before it, processes that it ended
     detected: list[float | None] = []
     with contextlib.ExitStack() as scope:
         for number, planned in enumerate(burst):
             if number:
-                watcher.wait_until_resumed(planned.pause)  # a job that is back by then is hit in its first steps
+                watcher.wait_for_resume(planned.pause)  # a job that is back by then is hit in its first steps
                 detected.append(watcher.detected)
             else:
                 time.sleep(planned.pause)
             fault = chaos_faults.KINDS[planned.kind]
-            watcher.begin(fault.restarts, follows=number > 0)
+            watcher.begin(fault.restarts, in_burst=number > 0)
             step, ended, began = watcher.last_step(), watcher.count_ends(), time.monotonic()
             injected.append((began, step, ended, fault.inject(job, planned.victim, scope)))
-        over = watcher.wait_until_resumed(LONGEST)
+        resumed_at = watcher.wait_for_resume(LONGEST)
         detected.append(watcher.detected)
-    return [
-        Outcome(
-            kind=planned.kind,
-            victim=planned.victim,
-            step=step,
-            when=RESTART if number else TRAINING,
-            followed=number + 1 < len(burst),
-            detected=detected[number],
-            resumed=None if over is None else round(over - began, 1),
-            repeated=watcher.repeated if over is not None and number + 1 == len(burst) else 0,
-            codes=[code for index, code in watcher.ends_between(ended, end) if index not in killed],
+    outcomes = []
+    ends = [*(each[2] for each in injected[1:]), watcher.count_ends()]
+    for number, (planned, (began, step, ended, killed), end) in enumerate(zip(burst, injected, ends, strict=True)):
+        # The journal gets the end of a program when all have ended, which may be after the next fault.
+        killed_before = set[int]().union(*(each[3] for each in injected[:number]))
+        codes = [
+            code
+            for index, code in watcher.ends_between(ended, end)
+            if index not in killed and not (index in killed_before and code not in chaos_faults.CODED)
+        ]
+        is_last = number + 1 == len(burst)
+        outcomes.append(
+            Outcome(
+                *(planned.kind, planned.victim, step),
+                when=RESTART if number else TRAINING,
+                followed=not is_last,
+                detected=detected[number],
+                resumed=None if resumed_at is None else round(resumed_at - began, 1),
+                repeated=watcher.repeated if is_last and resumed_at is not None else 0,
+                codes=codes,
+            )
         )
-        for number, (planned, (began, step, ended, killed), end) in enumerate(
-            zip(burst, injected, [each[2] for each in injected[1:]] + [watcher.count_ends()], strict=True)
-        )
-    ]
+    return outcomes
 
 
 def make_table(told: dict[str, Any]) -> list[str]:

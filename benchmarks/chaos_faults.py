@@ -8,13 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_job import ChaosJob
+from chaos_job import LOOK_SECONDS, ChaosJob
 
 # Exit codes of a program that ends by itself: done, no checkpoint, another process was lost or is missing, wrong bits,
 # a disk or a network failed, stopped. Nothing here is wrong input (2), and no run diverges (3).
@@ -30,14 +29,15 @@ class Fault:
     Attributes:
         inject: (job, victim, scope) -> the processes that it ends itself. The scope ends when the run goes on.
         restarts: whether the job has to start again.
-        follows: whether it can come while the job starts again. The recipe harms itself only once it is loaded, and
-            damage to several checkpoints in a row could leave none.
+        may_follow: whether it can come while the job starts again. The recipe harms itself only once it is loaded, and
+            damage to several checkpoints in a row could leave none. To what a start writes, a limit on files is no full
+            disk.
         needs_network: the processes must be on hosts of their own.
     """
 
     inject: Inject
     restarts: bool = True
-    follows: bool = True
+    may_follow: bool = True
     needs_network: bool = False
 
 
@@ -77,9 +77,12 @@ def lose_host(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[in
 
 
 def kill_service(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
-    """Kill JAX's coordination service, without which JAX aborts all processes."""
-    for child in job.children(job.program(0)):
-        os.kill(child, signal.SIGKILL)
+    """Kill JAX's coordination service, without which JAX aborts all processes, as soon as it runs."""
+    while not (found := job.children(job.program(0))):
+        time.sleep(LOOK_SECONDS)
+    for child in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     return set(range(job.count))
 
 
@@ -160,10 +163,7 @@ def cut_off(seconds: float) -> Inject:
 
     def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
         assert job.network is not None
-        job.network.cut(victim)
-        timer = threading.Timer(seconds, job.network.join, [victim])
-        timer.start()
-        scope.callback(timer.join)
+        scope.callback(job.network.cut(victim, seconds).join)
         return set()
 
     return inject
@@ -180,15 +180,15 @@ KINDS: dict[str, Fault] = {
     "host away for 10 s": Fault(lose_host),
     "process frozen (SIGSTOP)": Fault(send(signal.SIGSTOP)),
     "process paused for 2 s": Fault(send(signal.SIGSTOP, signal.SIGCONT, pause=2.0), restarts=False),
-    "main thread stuck": Fault(harm("stuck"), follows=False),
-    "exception in a process": Fault(harm("exception"), follows=False),
-    "bit flip in memory": Fault(harm("flip"), follows=False),
-    "clock jumps by an hour": Fault(harm("clock"), restarts=False, follows=False),
-    "disk full for 3 s": Fault(fill_disk, restarts=False),
-    "disk slow for 5 s": Fault(harm("slow disk"), restarts=False, follows=False),
-    "newest checkpoint torn": Fault(with_damage(tear), follows=False),
-    "bit flip on disk": Fault(with_damage(flip_on_disk), follows=False),
-    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree), follows=False),
+    "main thread stuck": Fault(harm("stuck"), may_follow=False),
+    "exception in a process": Fault(harm("exception"), may_follow=False),
+    "bit flip in memory": Fault(harm("flip"), may_follow=False),
+    "clock jumps by an hour": Fault(harm("clock"), restarts=False, may_follow=False),
+    "disk full for 3 s": Fault(fill_disk, restarts=False, may_follow=False),
+    "disk slow for 5 s": Fault(harm("slow disk"), restarts=False, may_follow=False),
+    "newest checkpoint torn": Fault(with_damage(tear), may_follow=False),
+    "bit flip on disk": Fault(with_damage(flip_on_disk), may_follow=False),
+    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree), may_follow=False),
     "records cut": Fault(cut_records),
     "garbage on the port": Fault(send_garbage),
     "JAX's service killed": Fault(kill_service),

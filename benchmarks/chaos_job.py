@@ -22,6 +22,7 @@ from chaos_network import Network
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "benchmarks/recipes/chaos_model.py"
 LOOK_SECONDS = 0.02
+LONGEST = 240  # seconds from the last fault of a burst to the next step, after which the run counts as hung
 # Limits short enough for a benchmark: a process that does not answer, and one that makes no progress.
 SHORT = {"distributed.timeout_seconds": 30, "watchdog.floor_seconds": 15, "watchdog.save_floor_seconds": 15}
 
@@ -79,6 +80,9 @@ class ChaosJob:
         self._variables = environment(self.folder)
         self._log = (self.folder / "supervisors.log").open("ab")
         self.supervisors: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._due = dict[int, float]()  # times at which supervisors that are away start again, by index
+        self._ended = False
 
     def __enter__(self) -> "ChaosJob":
         self.supervisors = [self._start(rank) for rank in range(self.count)]
@@ -87,6 +91,8 @@ class ChaosJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with self._lock:
+            self._ended = True
         for supervisor in self.supervisors:
             supervisor.kill()  # its program dies with it
             supervisor.wait()
@@ -116,15 +122,23 @@ class ChaosJob:
         return codes.pop() if len(codes) == 1 else None
 
     def kill_supervisor(self, index: int, away: float) -> None:
-        """Kill a supervisor, and start another one after `away` seconds."""
-        self.supervisors[index].kill()
-        self.supervisors[index].wait()
+        """Kill a supervisor, and start another one after `away` seconds. One that is away already stays so as long."""
+        with self._lock:
+            self.supervisors[index].kill()
+            self.supervisors[index].wait()
+            waits = index in self._due
+            self._due[index] = time.monotonic() + away
 
         def restart() -> None:
-            time.sleep(away)
-            self.supervisors[index] = self._start(index)
+            while (seconds := self._due[index] - time.monotonic()) > 0:
+                time.sleep(seconds)
+            with self._lock:
+                del self._due[index]
+                if not self._ended:
+                    self.supervisors[index] = self._start(index)
 
-        threading.Thread(target=restart, daemon=True).start()
+        if not waits:
+            threading.Thread(target=restart, daemon=True).start()
 
     def children(self, process: int) -> list[int]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -132,8 +146,15 @@ class ChaosJob:
         return []
 
     def program(self, index: int) -> int:
-        """Return the process id of a host's program, waiting until it runs."""
+        """Return the process id of a host's program, waiting until it runs.
+
+        Raises:
+            SystemExit: it does not run within LONGEST seconds.
+        """
+        deadline = time.monotonic() + LONGEST
         while not (found := self.children(self.supervisors[index].pid)):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"host {index} has had no program for {LONGEST} s")
             time.sleep(LOOK_SECONDS)
         return found[0]
 
@@ -150,24 +171,24 @@ class Watcher:
         self.detected: float | None = None
         self._began, self._programs = 0.0, set[int]()
         self._reached = self._resumed_from = 0
-        self._starts: int | None = None  # of the run, which one more has to follow; None: the run goes on by itself
+        self._starts: set[float] | None = None  # times of the starts so far; None: the run needs no further one
 
-    def begin(self, restarts: bool, follows: bool) -> None:
+    def begin(self, restarts: bool, in_burst: bool) -> None:
         """Begin to measure, just before a fault.
 
         restarts: the job has to start again; otherwise it goes on by itself.
-        follows: the fault before it may not be over.
+        in_burst: the fault before this one may not be over yet.
         """
         self._began, self.detected, self._programs = time.monotonic(), None, self._list_programs()
-        self._reached = max(self._reached if follows else 0, self.last_step())
+        self._reached = max(self._reached if in_burst else 0, self.last_step())
         if restarts:
-            self._starts = len(self._list_starts())
-        elif not follows or self._is_back():
+            self._starts = {start["time"] for start in self._list_starts()}
+        elif not in_burst or self._is_back():
             self._starts = None
 
     @property
     def repeated(self) -> int:
-        """Number of steps that ran again."""
+        """Number of steps that ran again; 0 if the job did not have to start again after the last fault."""
         return 0 if self._starts is None else max(0, self._reached - self._resumed_from)
 
     def last_step(self) -> int:
@@ -181,8 +202,8 @@ class Watcher:
                 raise SystemExit(f"the run did not reach step {step} in {seconds:g} s")
             time.sleep(LOOK_SECONDS)
 
-    def wait_until_resumed(self, seconds: float) -> float | None:
-        """Return the time (of the monotonic clock) of the next step, None if there is none in time."""
+    def wait_for_resume(self, seconds: float) -> float | None:
+        """Wait for the next step, and return its time by the monotonic clock; None if there is none in time."""
         while (now := time.monotonic()) < self._began + seconds:
             if self.detected is None and not self._programs <= self._list_programs():
                 self.detected = round(now - self._began, 2)
@@ -192,13 +213,13 @@ class Watcher:
         return None
 
     def _is_back(self) -> bool:
-        """Return whether the run makes steps since the faults."""
+        """Return whether the run has made a step since the last fault."""
         if self._starts is None:
             return self.last_step() > self._reached + 2
-        starts = self._list_starts()
-        if len(starts) <= self._starts:
+        new = [start for start in self._list_starts() if start["time"] not in self._starts]
+        if not new:
             return False
-        self._resumed_from = starts[-1]["step"]
+        self._resumed_from = new[-1]["step"]
         return self.last_step() > self._resumed_from
 
     def count_ends(self) -> int:

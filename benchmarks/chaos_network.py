@@ -5,6 +5,8 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,7 @@ class Network:
     def __init__(self, count: int) -> None:
         self._names = [f"chaos{os.getpid()}-{index}" for index in range(count)]
         self._switch = f"chaos{os.getpid()}-switch"
+        self._cut_until = dict[int, float]()
 
     @staticmethod
     def is_possible() -> bool:
@@ -68,13 +71,18 @@ class Network:
         with contextlib.suppress(OSError):  # others have files there
             _ALIASES.rmdir()
 
-    def cut(self, index: int) -> None:
-        """Drop all that a host sends and receives."""
+    def cut(self, index: int, seconds: float) -> threading.Timer:
+        """Drop all that a host sends and receives for some time. Return the timer that connects it again."""
+        self._cut_until[index] = max(self._cut_until.get(index, 0.0), time.monotonic() + seconds)
         _ip(f"-n {self._switch} link set host{index} down")
+        timer = threading.Timer(seconds, self._connect, [index])
+        timer.start()
+        return timer
 
-    def join(self, index: int) -> None:
-        """Connect a host again."""
-        _ip(f"-n {self._switch} link set host{index} up")
+    def _connect(self, index: int) -> None:
+        """Connect a host again, unless a longer cut of it has not ended."""
+        if time.monotonic() >= self._cut_until[index]:
+            _ip(f"-n {self._switch} link set host{index} up")
 
     def _make(self, name: str) -> None:
         _ip(f"netns add {name}")

@@ -31,8 +31,10 @@ LESS, DILOCO = (
     (*LOCAL, "--optimizer.outer-learning-rate", "0.7", "--optimizer.outer-momentum", momentum)
     for momentum in ("0.6", "0.9")
 )
+HALF = ("--optimizer.learning-rate", "2.5e-3")  # of the recipe's
 CASES: dict[str, tuple[str, ...]] = {
     "exact": (),
+    "exact, half the rate": HALF,
     "optimizer over data": OVER_DATA,
     "gradients int8": (*OVER_DATA, *INT8),
     "gradients int4": (*OVER_DATA, *INT4),
@@ -42,6 +44,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "20 local steps": LOCAL,
     "20 local steps, int8": (*LOCAL, *INT8),
     "20 local steps, int4": (*LOCAL, *INT4),
+    "20 local steps, half the rate": (*LOCAL, *HALF),
+    "20 local steps, half, int8": (*LOCAL, *HALF, *INT8),
     "20 local steps, 0.7 and 0.6": LESS,
     "20 local steps, 0.7 and 0.9": DILOCO,
     "20 local steps, 0.7, 0.9, int8": (*DILOCO, *INT8),

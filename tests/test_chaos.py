@@ -34,14 +34,17 @@ def test_a_killed_process_and_a_damaged_checkpoint(tmp_path: Path) -> None:
 
 def test_bursts_are_drawn_from_the_seed() -> None:
     kinds, chance = [*chaos_faults.KINDS], random.Random(5)
-    bursts = chaos.plan_bursts(kinds, 500, 4, chance, more=0.5)
-    assert bursts == chaos.plan_bursts(kinds, 500, 4, random.Random(5), more=0.5)
+    bursts = chaos.plan_bursts(kinds, 500, 4, chance, probability=0.5)
+    assert bursts == chaos.plan_bursts(kinds, 500, 4, random.Random(5), probability=0.5)
     assert sum(map(len, bursts)) == 500
     first, following = [burst[0].kind for burst in bursts], {each.kind for burst in bursts for each in burst[1:]}
     assert first[: len(kinds)] == kinds
-    assert following == {kind for kind in kinds if chaos_faults.KINDS[kind].follows}
+    assert {each.victim for burst in bursts for each in burst} == {0, 1, 2, 3}
+    pauses = [each.pause for burst in bursts for each in burst[1:]]
+    assert 0 <= min(pauses) < 2 and chaos.LONGEST_PAUSE - 2 < max(pauses) <= chaos.LONGEST_PAUSE
+    assert following == {kind for kind in kinds if chaos_faults.KINDS[kind].may_follow}
     assert all(chaos_faults.KINDS[burst[0].kind].restarts for burst in bursts if len(burst) > 1)
-    assert all(len(burst) == 1 for burst in chaos.plan_bursts(kinds, 50, 4, chance, more=0.0))
+    assert all(len(burst) == 1 for burst in chaos.plan_bursts(kinds, 50, 4, chance, probability=0.0))
 
 
 @pytest.mark.slow
@@ -50,6 +53,8 @@ def test_a_death_while_the_job_starts_again(tmp_path: Path) -> None:
     first, second = told["faults"]  # type: ignore[misc]
     assert (first["when"], first["followed"]) == (chaos.TRAINING, True)
     assert (second["when"], second["followed"]) == (chaos.RESTART, False)
+    assert first["codes"] == second["codes"] == [chaos_faults.LOST]  # both killed a program, and the other one noticed
+    assert second["step"] - chaos.CHECKPOINT_EVERY < first["step"]  # the job was not back for long, if at all
     assert told["equal"]
 
 

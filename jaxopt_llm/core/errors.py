@@ -88,7 +88,7 @@ class ProcessLost(CommandError):
 
 
 class ProcessMissing(CommandError):
-    """Error for a job in which another process did not come in time, or could not be reached, at the start.
+    """Error for a job in which, at the start, another process did not connect in time or could not be reached.
 
     A restart may help: the process may be late, or its network may be cut off.
     """

@@ -16,7 +16,7 @@ import jax
 from jax._src.distributed import global_state  # neither it nor the client has a public name
 from jaxlib import _jax
 
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import ProcessMissing
 from jaxopt_llm.distributed.launchers import Job
 
 _SERVICE = Path(__file__).with_name("jax_service.py")
@@ -30,7 +30,7 @@ def run_service(job: Job, address: str, timeout_seconds: int) -> Iterator[None]:
         address: host:port on which it listens.
 
     Raises:
-        InputError: it cannot listen there.
+        ProcessMissing: it did not start. The port is a free one, which another program may have taken since.
     """
     if job.index:
         yield
@@ -47,9 +47,9 @@ def run_service(job: Job, address: str, timeout_seconds: int) -> Iterator[None]:
             if child.stdout.readline() != "ready\n":
                 log.seek(0)
                 reason = (log.read().decode(errors="replace").strip().splitlines() or ["it ended"])[-1]
-                raise InputError(
-                    f"distributed.coordinator={job.coordinator}: JAX's coordination service cannot listen on {address} "
-                    f"({reason}); set it to an address of process 0"
+                raise ProcessMissing(
+                    f"distributed.coordinator={job.coordinator}: JAX's coordination service did not start on {address} "
+                    f"({reason}); run again"
                 )
             yield
         finally:

@@ -135,7 +135,7 @@ def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float, token:
             return None
         answer = handshake.open_signed(token, nonce, signed)
         if "end" in answer:
-            raise (ProcessMissing if answer["missing"] else InputError)(printable(answer["end"]))
+            raise (ProcessMissing if answer.get("missing") else InputError)(printable(answer["end"]))
         return str(answer["start"])
     except handshake.NotTrustedError as error:
         raise InputError(

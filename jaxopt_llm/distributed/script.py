@@ -16,8 +16,8 @@ def run_job(main: Callable[[], object], distributed: DistributedConfig | Mapping
     torchrun, srun, mpirun or Kubernetes starts the script once on each host, and sets the variables from which the
     processes find each other. A single process runs `main` alone. An error of this package is one line on standard
     error, and the exit code is that of `jaxopt-llm train`: 2 for wrong input, 3 for a loss that diverged, 4 for
-    checkpoints, 5 if another process was lost, 75 after a signal. An error of one process ends all. Only process 0
-    writes to standard output.
+    checkpoints, 5 if another process was lost or is missing, 75 after a signal. An error of one process ends all. Only
+    process 0 writes to standard output.
 
     Args:
         main: function without arguments. No device of JAX may be open before it runs, so arrays are made in it.

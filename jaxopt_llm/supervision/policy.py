@@ -44,7 +44,7 @@ class RestartBudget:
 def find_cause(ends: Sequence[End]) -> End | None:
     """Return the end that caused the others, given in the order in which they were noticed; None: all are done.
 
-    Exit code 5 says that another process was lost, so any other end comes before it.
+    Exit code 5 says that another process was lost or is missing, so any other end comes before it.
     """
     faults = [end for end in ends if end.code != 0]
     return min(faults, key=lambda end: end.code == ProcessLost.exit_code, default=None)
@@ -53,7 +53,7 @@ def find_cause(ends: Sequence[End]) -> End | None:
 def find_final_code(ends: Sequence[End]) -> int | None:
     """Return the exit code of the job if a restart would not help; None: restart it.
 
-    2, 3 and 4 are final only if no host had an end of another kind.
+    2, 3 and 4 are final only if no host had an end of another kind than these and 5.
     """
     cause = find_cause(ends)
     if cause is None:

@@ -100,7 +100,7 @@ def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placemen
 
 
 def _stack_by_layer(spec: ParamSpec, array: jax.Array, placement: Placement) -> jax.Array:
-    """[virtual, stages, slots, ...] -> [repeats, ...], within a program."""
+    """Stack an array by layer within a program: [virtual, stages, slots, ...] -> [repeats, ...]."""
     if spec.leading < 2:
         return array
     layers = np.ravel(np.asarray(spec.layers))
@@ -126,7 +126,7 @@ def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tr
     """
 
     def stack_by_stage(spec: ParamSpec, array: jax.Array) -> jax.Array:
-        """[repeats, ...] -> [virtual, stages, slots, ...], zeros in slots without a layer."""
+        """Stack an array by stage: [repeats, ...] -> [virtual, stages, slots, ...], zeros in slots without a layer."""
         layers = np.asarray(spec.layers)
         live = np.reshape(layers >= 0, layers.shape + (1,) * (array.ndim - 1))
         return jnp.where(live, array[np.maximum(layers, 0)], 0)

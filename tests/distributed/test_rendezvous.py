@@ -13,7 +13,7 @@ import pytest
 from ports import free_address
 
 from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.core.errors import InputError, ProcessMissing
+from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import acceptor, handshake, peer, rendezvous
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.rendezvous import connect_processes
@@ -131,6 +131,18 @@ def test_a_coordinator_that_does_not_answer_is_named_in_time(
     assert 1020 <= clock[0] < 1021
 
 
+def test_a_coordinator_that_only_listens_is_named(coordinator: str) -> None:
+    host, port = coordinator.split(":")
+    with socket.create_server((host, int(port))):
+        (message,) = run_together(process(coordinator, 1, timeout=0.5))
+    assert message.startswith(f"missing: distributed.coordinator={coordinator}: it does not answer")
+
+
+def test_a_missing_process_is_no_wrong_input() -> None:
+    """A supervisor ends after 2, and starts the job again after 5."""
+    assert ProcessMissing.exit_code == ProcessLost.exit_code == 5
+
+
 def test_a_port_in_use_is_named(coordinator: str) -> None:
     connections = []
 
@@ -220,7 +232,7 @@ def test_rejected_connections_are_counted_when_a_process_is_missing(
             clock[0] += 20
 
     message, _ = run_together(process(coordinator, 0, timeout=20, token=b"secret"), other_token)
-    assert "did not connect in 20 s; 1 connection(s) had another token; start them" in message
+    assert message.startswith("missing: process(es) 1 of 2 did not connect in 20 s; 1 connection(s) had another token")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

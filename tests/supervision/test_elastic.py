@@ -305,7 +305,8 @@ def test_groups_of_local_steps_go_on_without_a_lost_host(make_hosts: Callable[..
     await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
     hosts.start(1, *program)
     hosts.finish()
-    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
+    rounds = [(entry["hosts"], entry["flags"]) for entry in journal(hosts.run) if "hosts" in entry]
+    assert rounds == [([0, 2], ["--mesh.data=2"]), ([0, 1, 2], [])]
     records = [{entry["step"]: entry["loss"] for entry in metrics(directory)} for directory in (hosts.run, whole)]
     assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
     early = [[losses[step] for step in range(1, 11)] for losses in records]

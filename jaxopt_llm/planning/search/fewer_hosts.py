@@ -62,7 +62,7 @@ def _list_settings(config: Config, cluster: Cluster) -> Iterator[Config]:
 
 
 def _keeps_groups(config: Config, mesh: MeshConfig) -> bool:
-    """Return whether the groups of a run with local steps have the same devices on this mesh, but for their number."""
+    """Return whether a mesh differs from the recipe's only in the number of groups, if the run has local steps."""
     return not has_groups(config) or replace(mesh, data=1) == replace(config.mesh, data=1)
 
 

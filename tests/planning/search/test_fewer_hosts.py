@@ -39,12 +39,14 @@ def test_a_number_of_devices_that_no_axis_takes_has_no_mesh() -> None:
     assert choose_setting(recipe(TOY, 8, fsdp=8), Cluster("h100", 7, 1)) is None
 
 
-@pytest.mark.parametrize(("hosts", "groups"), [(3, 3), (1, 1)])
-def test_groups_of_local_steps_stay_whole(hosts: int, groups: int) -> None:
-    config = recipe(TOY, 12, data=4, fsdp=2)
-    config = replace(config, training=replace(config.training, local_steps=5))
-    chosen = choose_setting(config, Cluster("h100", hosts, 2))
-    assert chosen is not None and chosen.mesh == MeshConfig(data=groups, fsdp=2)
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_groups_of_local_steps_stay_whole(hosts: int) -> None:
+    """Without groups, no reason makes the planner divide the state over two devices in each of the hosts."""
+    config = recipe(TOY, 12, data=4, fsdp=1, tensor=2)
+    local = replace(config, training=replace(config.training, local_steps=5))
+    chosen, free = (choose_setting(each, Cluster("h100", hosts, 2)) for each in (local, config))
+    assert chosen is not None and chosen.mesh == replace(config.mesh, data=hosts)
+    assert free is not None and free.mesh != chosen.mesh
 
 
 def test_hosts_that_make_no_whole_groups_have_no_mesh() -> None:
