@@ -22,6 +22,9 @@ LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
 # Time that the other programs have to end after the first one has failed. They can do nothing useful: a checkpoint
 # needs all of them. One that is frozen, or stuck in a driver, never ends by itself.
 STRAGGLER_SECONDS = 20.0
+# The same before the first step, where a process that has not met the others yet would wait for the one that is gone.
+# It gets SIGTERM then, after which it ends with 75.
+STARTING_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Leader:
         self._round: tuple[int, ...] = ()  # indices of its hosts
         self._trains = False  # the steps of the round have begun
         self._killed: set[int] = set()  # the hosts on which a program of the round was left over
+        self._stops_start = False  # the programs that are left were told to stop before the first step
         self._strikes = Strikes(task.directory, self._journal)
 
     def run(self) -> int | None:
@@ -129,7 +133,7 @@ class Leader:
     def _run_round(self) -> tuple[bool, list[End]]:
         """Wait until the program has ended on all hosts of the round. Return whether it ended to grow, and the ends."""
         ends: list[End] = []
-        grows, failed_at, self._killed = False, None, set()
+        grows, broken_at, self._killed, self._stops_start = False, None, set(), False
         while waited := set(self._round) - {end.index for end in ends}:
             own = self._host.poll()
             for end in (*self._members.take_ends(), *([own] if own else [])):
@@ -139,12 +143,11 @@ class Leader:
             if self._host.stopped and not self._host.running:
                 break
             now = time.monotonic()
-            if failed_at is None and any(end.code not in (0, STOPPED) for end in ends):
-                failed_at = now
+            if broken_at is None and self._is_broken(ends):
+                broken_at = now
                 self._fault_at = self._fault_at or now
-            elif failed_at is not None and now > failed_at + STRAGGLER_SECONDS:
-                self._killed |= waited
-                self._signal(waited, signal.SIGKILL)
+            elif broken_at is not None:
+                self._end_stragglers(waited, now - broken_at)
             if not ends:
                 self._note_start(now)
                 if self._trains and not grows and self._may_grow():
@@ -153,6 +156,23 @@ class Leader:
             if waited:
                 self._members.serve(LOOK_SECONDS)
         return grows, ends
+
+    def _is_broken(self, ends: Sequence[End]) -> bool:
+        """Return whether the programs that are left can do nothing useful: one has failed, or was stopped at the start."""
+        return any(end.code not in (0, STOPPED) or (end.code == STOPPED and self._starts()) for end in ends)
+
+    def _starts(self) -> bool:
+        """Return whether a round of `train` has not come to its first step."""
+        return self._task.trains and not self._trains and last_start(self._task.directory) == self._start_seen
+
+    def _end_stragglers(self, left: set[int], seconds: float) -> None:
+        """End the programs that are left some seconds after the round was broken."""
+        if seconds > STRAGGLER_SECONDS:
+            self._killed |= left
+            self._signal(left, signal.SIGKILL)
+        elif seconds > STARTING_SECONDS and not self._stops_start and self._starts():
+            self._stops_start = True  # a second SIGTERM would end them without an exit code of their own
+            self._signal(left, signal.SIGTERM)
 
     def _signal(self, indices: Sequence[int] | set[int], signum: int) -> None:
         """Send a signal to the program on some hosts."""

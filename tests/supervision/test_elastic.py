@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -257,6 +259,22 @@ def test_a_stranger_is_not_admitted(make_hosts: Callable[..., Hosts]) -> None:
     assert starts(hosts.home(0)) == 0
     hosts.start(1)
     hosts.finish()
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_a_dead_one_at_the_start_is_told_to_stop(make_hosts: Callable[..., Hosts]) -> None:
+    """It would wait for distributed.timeout_seconds, and be killed before."""
+    hosts = make_hosts(2)
+    run = ("--mesh.data", 2, "--training.steps", 4, "--logging.tensorboard", False)
+    for index in (1, 0):
+        hosts.start(index, "train", *tiny(hosts.run), *run)
+    supervisor = hosts.running[1].pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    await_that(lambda: children.read_text())
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    hosts.finish()
+    (fault,) = faults(hosts.run)
+    assert (fault["process"], fault["codes"]) == (1, {"1": 137, "0": 75})
 
 
 @pytest.mark.slow
