@@ -158,7 +158,7 @@ class Leader:
         return grows, ends
 
     def _is_broken(self, ends: Sequence[End]) -> bool:
-        """Return whether the programs that are left can do nothing useful: one has failed, or was stopped at the start."""
+        """Return whether the other programs can do nothing useful: one has failed, or was stopped at the start."""
         return any(end.code not in (0, STOPPED) or (end.code == STOPPED and self._starts()) for end in ends)
 
     def _starts(self) -> bool:
