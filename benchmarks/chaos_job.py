@@ -226,9 +226,13 @@ class Watcher:
         return len(_read_lines(self._job.directory / "faults.jsonl"))
 
     def ends_between(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return (host, exit code) of the programs that ended, from the entries first to last of the journal."""
+        """Return (host, exit code) of the programs that ended, from the entries first to last of the journal.
+
+        Those of hosts that were lost have none.
+        """
         entries = _read_lines(self._job.directory / "faults.jsonl")[first:last]
-        return [(int(index), code) for entry in entries for index, code in entry.get("codes", {}).items()]
+        ends = [(int(index), code) for entry in entries for index, code in entry.get("codes", {}).items()]
+        return [(index, code) for index, code in ends if code is not None]
 
     def _list_starts(self) -> list[dict[str, Any]]:
         events = _read_lines(self._job.directory / "events.jsonl")

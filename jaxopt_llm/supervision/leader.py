@@ -115,6 +115,7 @@ class Leader:
             self._host.say(f"continues on {len(chosen)} host(s): {', '.join(map(str, chosen))}")
             self._journal.write_hosts(chosen, flags)
         self._round, self._trains, self._start_seen = chosen, False, last_start(self._task.directory)
+        self._members.take_ends()  # hosts that were lost since the last round, and are back
         for rank, index in enumerate(chosen):
             place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags)
             if index == self._host.index:

@@ -139,6 +139,21 @@ def test_a_missing_host_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
     assert [fault["fault"] for fault in journal(hosts.run)] == ["host lost"]
 
 
+def test_a_host_that_was_lost_between_two_rounds_is_not_lost_in_the_next(make_hosts: Callable[..., Hosts]) -> None:
+    """Otherwise its program would be left running beside that of the round after it, with the same index."""
+    hosts = make_hosts(2, "--backoff", 2)
+    hosts.plan(0, "exit 5", NOTE + "sleep 1; exit 0")
+    hosts.plan(1, "exit 1", NOTE + "sleep 1; exit 0")
+    hosts.start(0)
+    hosts.start(1)
+    await_that(lambda: journal(hosts.run))
+    hosts.lose(1)
+    hosts.start(1)
+    hosts.finish()
+    assert [starts(hosts.home(index)) for index in range(2)] == [2, 2]
+    assert [fault["fault"] for fault in faults(hosts.run)] == ["exit code 1"]
+
+
 def test_a_lost_host_is_left_out_and_taken_in_again(make_hosts: Callable[..., Hosts]) -> None:
     hosts = make_hosts(3, "--elastic", 3)
     stop = "trap 'touch ../run/stop; exit 75' TERM; "
