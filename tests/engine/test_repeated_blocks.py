@@ -134,9 +134,10 @@ def test_training_is_that_of_optax(setting: Setting) -> None:
     assert_equal_to_optax(setting, remat={"policy": "full"})
 
 
-def count(policy: str, layers: int, remat: bool) -> tuple[int, int, int]:
-    """Return temporaries, gathered bytes and FLOPs of a step on eight H200s."""
-    config = Config(mesh={"fsdp": 8}, remat={"policy": policy})  # type: ignore[arg-type]
+def count(policy: str, layers: int, remat: bool, *options: str) -> tuple[int, int, int]:
+    """Return temporaries, gathered bytes and FLOPs of a step on eight H200s. options: of XLA."""
+    sections: Any = {"mesh": {"fsdp": 8}, "remat": {"policy": policy}, "xla": {"options": options}}
+    config = Config(**sections)
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("ids", "next")}
     engine = jaxopt_llm.initialize(lambda: Model(True, remat, layers, rngs=nnx.Rngs(0)), loss, batch, config)
     mesh = make_mesh(config.mesh, topology.gpu_topology("h200", 1, 8))
@@ -150,6 +151,9 @@ def count(policy: str, layers: int, remat: bool) -> tuple[int, int, int]:
 def test_a_block_keeps_its_input_as_under_the_users_own_remat() -> None:
     found, written = count("full", 4, remat=False), count("none", 4, remat=True)
     assert found == written
-    more = count("full", 8, remat=False)
+    # Where memory is left, XLA's latency hiding scheduler begins a part of the recomputation early: 25 MB a layer with
+    # 0.11.2, where 8 are the input. Without remat it is 121 MB.
+    in_order = "xla_gpu_enable_latency_hiding_scheduler=false"
+    less, more = (count("full", layers, False, in_order)[0] for layers in (4, 8))
     kept, gradient = 2 * ROWS // 8 * LENGTH * WIDTH, 4 * BLOCK // 8
-    assert (more[0] - found[0]) / 4 < 1.1 * (kept + gradient)
+    assert (more - less) / 4 < 1.1 * (kept + gradient)
