@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--add", action="store_true", help="add the figures to those of the file")
     options = parser.parse_args()
+    if not 0 <= options.bursts <= 1:
+        parser.error(f"--bursts {options.bursts:g}: must be from 0 to 1")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs started by nohup ignore it
     if options.only and PEERS in options.only:
         if len(options.only) > 1 or options.minutes or options.add:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_job import LOOK_SECONDS, ChaosJob
+from chaos_job import ChaosJob
 
 # Exit codes of a program that ends by itself: done, no checkpoint, another process was lost or is missing, wrong bits,
 # a disk or a network failed, stopped. Nothing here is wrong input (2), and no run diverges (3).
@@ -30,8 +30,8 @@ class Fault:
         inject: (job, victim, scope) -> the processes that it ends itself. The scope ends when the run goes on.
         restarts: whether the job has to start again.
         may_follow: whether it can come while the job starts again. The recipe harms itself only once it is loaded, and
-            damage to several checkpoints in a row could leave none. To what a start writes, a limit on files is no full
-            disk.
+            damage to several checkpoints in a row could leave none. A full disk is imitated by a limit on the size of
+            files, whose error the start of a run rightly takes for wrong input.
         needs_network: the processes must be on hosts of their own.
     """
 
@@ -78,9 +78,7 @@ def lose_host(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[in
 
 def kill_service(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
     """Kill JAX's coordination service, without which JAX aborts all processes, as soon as it runs."""
-    while not (found := job.children(job.program(0))):
-        time.sleep(LOOK_SECONDS)
-    for child in found:
+    for child in job.services():
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
     return set(range(job.count))

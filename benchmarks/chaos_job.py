@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -122,7 +122,7 @@ class ChaosJob:
         return codes.pop() if len(codes) == 1 else None
 
     def kill_supervisor(self, index: int, away: float) -> None:
-        """Kill a supervisor, and start another one after `away` seconds. One that is away already stays so as long."""
+        """Kill a supervisor, and start another one after `away` seconds, counted from its last kill."""
         with self._lock:
             self.supervisors[index].kill()
             self.supervisors[index].wait()
@@ -146,17 +146,25 @@ class ChaosJob:
         return []
 
     def program(self, index: int) -> int:
-        """Return the process id of a host's program, waiting until it runs.
+        """Wait for the program of a host, and return its process id."""
+        return self._wait_for(f"program on host {index}", lambda: self.children(self.supervisors[index].pid))[0]
+
+    def services(self) -> list[int]:
+        """Wait for the children of the program on host 0 (JAX's coordination service), and return their process ids."""
+        return self._wait_for("service of JAX", lambda: self.children(self.program(0)))
+
+    def _wait_for(self, name: str, find: Callable[[], list[int]]) -> list[int]:
+        """Wait for processes, and return their ids.
 
         Raises:
-            SystemExit: it does not run within LONGEST seconds.
+            SystemExit: there are none within LONGEST seconds.
         """
         deadline = time.monotonic() + LONGEST
-        while not (found := self.children(self.supervisors[index].pid)):
+        while not (found := find()):
             if time.monotonic() > deadline:
-                raise SystemExit(f"host {index} has had no program for {LONGEST} s")
+                raise SystemExit(f"there was no {name} for {LONGEST} s")
             time.sleep(LOOK_SECONDS)
-        return found[0]
+        return found
 
     def signal_program(self, index: int, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

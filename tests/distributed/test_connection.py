@@ -1,8 +1,15 @@
-"""JAX's coordination service at the end of a job: it outlives the connection of every process."""
+"""JAX's coordination service: its start, and the end of a job, where it outlives the connection of every process."""
 
+import socket
+
+import pytest
 from commands import start_python
 from gates import finish
 from ports import free_address
+
+from jaxopt_llm.core.errors import ProcessMissing
+from jaxopt_llm.distributed.connection import run_service
+from jaxopt_llm.distributed.launchers import Job
 
 # JAX aborts a process whose service closes the connection while the process still leaves it.
 PROGRAM = """
@@ -35,3 +42,12 @@ def test_the_service_ends_after_all_processes_have_left() -> None:
     for process in processes:
         finish(process)
         assert process.returncode == 0
+
+
+def test_a_service_that_does_not_start_is_no_wrong_input() -> None:
+    """Another program may have taken its port, so that a restart helps."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        expected = pytest.raises(ProcessMissing, match=f"JAX's coordination service did not start on {address}")
+        with expected, run_service(Job(address, 2, 0), address, 5):
+            pytest.fail("it runs on a port in use")

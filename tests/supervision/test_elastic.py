@@ -16,7 +16,6 @@ import pytest
 from commands import checkpoint, metrics, start_training, tiny
 from gates import DEADLINE, finish
 from ports import free_address
-from test_death import logged
 from test_supervisor import NEXT_LINE, faults, journal, start_supervisor, starts
 
 # Part of a program: note its place in the job.
@@ -292,6 +291,23 @@ def test_a_process_that_waits_for_a_dead_one_at_the_start_is_told_to_stop(make_h
     assert (fault["process"], fault["codes"]) == (1, {"1": 137, "0": 75})
 
 
+def lose_host_1_for_some_time(hosts: Hosts, *run: object) -> list[tuple[list[int], list[str]]]:
+    """Train on three hosts, of which one is lost after the first checkpoint and comes back when the others go on.
+
+    Returns:
+        The hosts and the flags of the rounds after the first.
+    """
+    program = ("train", *tiny(hosts.run), *run)
+    for index in (2, 1, 0):  # the others wait for host 0
+        hosts.start(index, *program)
+    await_that((hosts.run / "checkpoints/10").exists)  # before it, a restart would begin at step 0
+    hosts.lose(1)
+    await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
+    hosts.start(1, *program)  # it has been there for long when the others train again
+    hosts.finish()
+    return [(entry["hosts"], entry["flags"]) for entry in journal(hosts.run) if "hosts" in entry]
+
+
 @pytest.mark.slow
 def test_a_run_shrinks_and_grows_with_the_losses_of_an_undisturbed_one(
     make_hosts: Callable[..., Hosts], tmp_path: Path
@@ -304,15 +320,7 @@ def test_a_run_shrinks_and_grows_with_the_losses_of_an_undisturbed_one(
     finish(start_training(whole, *run))
 
     hosts = make_hosts(3, "--elastic", 5)
-    program = ("train", *tiny(hosts.run), *run)
-    for index in (2, 1, 0):  # the others wait for host 0
-        hosts.start(index, *program)
-    await_that(lambda: logged(hosts.run) >= 12)
-    hosts.lose(1)
-    await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
-    hosts.start(1, *program)  # it has been there for long when the others train again
-    hosts.finish()
-    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[0, 2], [0, 1, 2]]
+    assert [each for each, _ in lose_host_1_for_some_time(hosts, *run)] == [[0, 2], [0, 1, 2]]
     records = [{entry["step"]: entry for entry in metrics(directory)} for directory in (hosts.run, whole)]
     assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
     losses = [[entry["loss"] for entry in run.values()] for run in records]
@@ -330,15 +338,7 @@ def test_groups_of_local_steps_go_on_without_a_lost_host(make_hosts: Callable[..
     finish(start_training(whole, *run))
 
     hosts = make_hosts(3, "--elastic", 5)
-    program = ("train", *tiny(hosts.run), *run)
-    for index in (2, 1, 0):  # the others wait for host 0
-        hosts.start(index, *program)
-    await_that((hosts.run / "checkpoints/10").exists)  # before it, a restart would begin with two groups at step 0
-    hosts.lose(1)
-    await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
-    hosts.start(1, *program)
-    hosts.finish()
-    rounds = [(entry["hosts"], entry["flags"]) for entry in journal(hosts.run) if "hosts" in entry]
+    rounds = lose_host_1_for_some_time(hosts, *run)
     assert rounds == [([0, 2], ["--mesh.data=2"]), ([0, 1, 2], [])]
     records = [{entry["step"]: entry["loss"] for entry in metrics(directory)} for directory in (hosts.run, whole)]
     assert [*records[0]] == [*records[1]] == [*range(1, steps + 1)]
