@@ -35,7 +35,7 @@ from chaos_network import Network
 STEPS_PER_BURST = 20
 CHECKPOINT_EVERY = 10
 PEERS = "peers"
-LONGEST_PAUSE = 30.0  # seconds between two faults of a burst: about the time in which the job starts again
+LONGEST_PAUSE = 20.0  # seconds between two faults of a burst: about the time in which the job starts again
 TRAINING, RESTART = "training", "restart"
 
 

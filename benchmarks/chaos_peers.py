@@ -9,10 +9,8 @@ one process SIGKILL, SIGSEGV, or SIGTERM twice. Moments, signals, victims and de
 import collections
 import contextlib
 import json
-import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,14 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
+from chaos_job import environment, free_port, join_variables
 
-ROOT = Path(__file__).parent.parent
 DEADLINE = 300  # seconds from the start of a job to the moment, and from the signal to the end of the others
 RUN = {
     **{"model.width": 16, "model.layers": 2, "model.pattern": "global", "model.heads": 2, "model.kv_heads": 1},
     **{"model.head_dim": 8, "model.mlp_width": 16, "training.sequence_length": 32, "schedule.warmup_steps": 0},
     **{"training.steps": 100000, "logging.every": 1, "logging.tensorboard": False},
-    "xla.options": "xla_backend_optimization_level=0",  # compiles in half of the time
 }
 # Settings with which a random moment of the run is probably of a kind, and the longest delay until the signal.
 MOMENTS: dict[str, tuple[dict[str, object], float]] = {
@@ -98,16 +95,16 @@ def start_job(directory: Path, count: int, settings: dict[str, object]) -> Itera
     flags = [f"--{name}={value}" for name, value in (RUN | settings).items()]
     shape = [f"--mesh.fsdp={count}", f"--training.batch_size={2 * count}", f"--run.directory={directory}"]
     program = [sys.executable, "-m", "jaxopt_llm.train", "--config", "quickstart.py", *flags, *shape]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "JAX_PLATFORMS": "cpu"}
-    # JAX writes directly into the files of its cache, which a process that is killed would leave damaged.
-    job |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    variables, port = environment(), free_port()
     output = directory.parent / "output"
     with output.open("w") as file:
         processes = [
             subprocess.Popen(
-                program, env={**os.environ, **job, "RANK": str(rank)}, stdout=file, stderr=subprocess.PIPE, text=True
+                program,
+                env=variables | join_variables(port, count, rank),
+                stdout=file,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(count)
         ]

@@ -21,7 +21,6 @@ from jaxopt_llm.config import (
     ModelConfig,
     ScheduleConfig,
     TrainingConfig,
-    XlaConfig,
 )
 
 
@@ -34,7 +33,6 @@ def get_config() -> Config:
         schedule=ScheduleConfig(warmup_steps=10),
         evaluation=EvaluationConfig(every=50, batches=2),
         logging=LoggingConfig(every=1, tensorboard=False),
-        xla=XlaConfig(("xla_backend_optimization_level=0",)),  # each restart compiles: JAX has no cache for such jobs
     )
 
 
