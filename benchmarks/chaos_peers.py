@@ -138,8 +138,16 @@ def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen
 def send(sent: str, process: subprocess.Popen[str]) -> None:
     process.send_signal(getattr(signal, sent.split()[0]))
     if sent.endswith("twice"):
-        time.sleep(0.05)  # until its handler has run
+        while process.poll() is None and _catches(process.pid, signal.SIGTERM):  # two at the same time would be one
+            time.sleep(0.001)
         process.send_signal(signal.SIGTERM)
+
+
+def _catches(process: int, signum: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
 def make_table(trials: Sequence[Trial]) -> list[str]:

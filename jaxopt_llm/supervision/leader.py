@@ -2,8 +2,12 @@
 
 A round begins when all hosts are there, and ends when the program has ended on all of its hosts. So the programs of a
 job start at the same time, however long each host was away.
+
+An elastic job waits for missing hosts for a limited time. Meanwhile the hosts that are there start, load, compile and
+hold (hold.py). They train when the time is over, or end when more hosts are there.
 """
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -25,6 +29,9 @@ STRAGGLER_SECONDS = 20.0
 # The same before the first step, where a process that has not met the others yet would wait for the one that is gone.
 # It gets SIGTERM then, after which it ends with 75.
 STARTING_SECONDS = 3.0
+# Part of the wait for missing hosts after which those that are there start. Most hosts that come back do so before: the
+# supervisor alone was started again.
+PATIENCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,10 @@ class Leader:
         self._fault_at: float | None = None  # until the run is back
         self._start_seen = last_start(task.directory)  # before the round
         self._not_before = time.monotonic()  # end of the pause
+        self._waits_since: float | None = None  # hosts were missing; None: not known of any
         self._round: tuple[int, ...] = ()  # indices of its hosts
+        self._hold_until = 0.0  # before this time the steps of the round do not begin
+        self._announced: tuple[int, ...] = ()  # the last round that did not hold
         self._trains = False  # the steps of the round have begun
         self._killed: set[int] = set()  # the hosts on which a program of the round was left over
         self._stops_start = False  # the programs that are left were told to stop before the first step
@@ -66,7 +76,8 @@ class Leader:
             own = next((end.code for end in ends if end.index == self._host.index), None)
             if self._host.stopped:
                 return STOPPED if own is None else own
-            if grows and all(end.code == STOPPED for end in ends):
+            # A round that has not trained has nothing to save, so it is no matter how its programs end.
+            if grows and all(end.code == STOPPED or (end.code not in FINAL and not self._trains) for end in ends):
                 continue
             final = self._judge(ends)
             if final is not None:
@@ -76,15 +87,16 @@ class Leader:
 
     def _gather(self) -> bool:
         """Wait for the hosts of the next round, and begin it. Return False if there is none that this host leads."""
-        began = time.monotonic()
+        limit = math.inf if self._limits.elastic_seconds is None else self._limits.elastic_seconds
+        self._waits_since = self._waits_since or time.monotonic()
         while not self._host.stopped and not self._members.superseded(self._task.directory):
             now, present = time.monotonic(), self._present()
-            is_late = self._limits.elastic_seconds is not None and now >= began + self._limits.elastic_seconds
-            if now >= self._not_before and (len(present) >= self._limits.hosts or is_late):
-                chosen = self._choose(present)
-                if chosen:
-                    self._begin(chosen)
-                    return True
+            waited = now - self._waits_since
+            hold_seconds = 0.0 if len(present) >= self._limits.hosts else max(0.0, limit - waited)
+            may_begin = not hold_seconds or (self._task.trains and waited >= PATIENCE * limit)
+            if now >= self._not_before and may_begin and (chosen := self._choose(present)):
+                self._begin(chosen, hold_seconds)
+                return True
             self._members.serve(LOOK_SECONDS if now >= self._not_before else min(LOOK_SECONDS, self._not_before - now))
         return False
 
@@ -107,23 +119,32 @@ class Leader:
                     return tuple(sorted(hosts[:count]))
         return ()
 
-    def _begin(self, chosen: tuple[int, ...]) -> None:
-        """Start the program on the hosts of a round."""
+    def _begin(self, chosen: tuple[int, ...], hold_seconds: float) -> None:
+        """Start the program on the hosts of a round. hold_seconds: for which its steps may not begin."""
         flags = self._meshes.flags(len(chosen))
         assert flags is not None
-        if self._round and chosen != self._round:
-            self._host.say(f"continues on {len(chosen)} host(s): {', '.join(map(str, chosen))}")
-            self._journal.write_hosts(chosen, flags)
+        self._hold_until = time.monotonic() + hold_seconds
+        if hold_seconds:
+            self._host.say(f"prepares {_list_hosts(chosen)}, and waits {hold_seconds:.0f} s more for the others")
+        else:
+            self._announce(chosen)
         self._round, self._trains, self._start_seen = chosen, False, last_start(self._task.directory)
         self._members.take_ends()  # hosts that were lost since the last round, and are back
         for rank, index in enumerate(chosen):
-            place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags)
+            place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags, hold_seconds)
             if index == self._host.index:
                 self._host.start(self._task.command(place), self._task.variables(place))
             else:
                 self._members.send(index, {"start": place.to_json()})
         if self._limits.elastic_seconds is not None:
             self._meshes.prepare(len(chosen) - 1, self._limits.least)
+
+    def _announce(self, chosen: tuple[int, ...]) -> None:
+        """Say on which hosts the job goes on, if they are not those of before."""
+        if self._announced and chosen != self._announced:
+            self._host.say(f"continues on {_list_hosts(chosen)}")
+            self._journal.write_hosts(chosen, self._meshes.flags(len(chosen)) or ())
+        self._announced = chosen
 
     def _coordinator(self, first: int) -> str:
         """Return host:port of process 0 of a round. first: the host that it runs on."""
@@ -149,11 +170,15 @@ class Leader:
                 self._fault_at = self._fault_at or now
             elif broken_at is not None:
                 self._end_stragglers(waited, now - broken_at)
-            if not ends:
+            if not ends and not grows:
+                if now >= self._hold_until:
+                    self._announce(self._round)
                 self._note_start(now)
-                if self._trains and not grows and self._may_grow():
-                    grows = True
+                if grows := self._trains and self._may_grow():
                     self._signal(self._round[:1], signal.SIGTERM)  # all save, and end with 75
+                elif grows := now < self._hold_until and len(self._choose(self._present())) > len(self._round):
+                    broken_at, self._stops_start = now, True
+                    self._signal(self._round, signal.SIGTERM)
             if waited:
                 self._members.serve(LOOK_SECONDS)
         return grows, ends
@@ -187,7 +212,7 @@ class Leader:
         """Notice when the steps of a round begin, and write it into the journal if this follows a fault."""
         if self._trains or last_start(self._task.directory) == self._start_seen:
             return
-        self._trains = True
+        self._trains, self._waits_since = True, None
         if self._fault_at is not None:
             self._journal.write_recovery(now - self._fault_at)
             self._fault_at = None
@@ -205,7 +230,7 @@ class Leader:
         final, cause = find_final_code(ends), find_cause(ends)
         if cause is None:
             return final
-        self._fault_at = self._fault_at or time.monotonic()
+        self._fault_at, self._waits_since = self._fault_at or time.monotonic(), None
         self._budget = self._budget.after_fault(newest_checkpoint(self._task.directory))
         if final is None and self._budget.exhausted:
             final = ProcessLost.exit_code if cause.code is None else cause.code
@@ -221,3 +246,7 @@ class Leader:
         elif final not in FINAL:
             self._host.say(f"{name}; no new checkpoint after {self._budget.limit} restarts, so it ends")
         return final
+
+
+def _list_hosts(indices: Sequence[int]) -> str:
+    return f"{len(indices)} host(s) ({', '.join(map(str, indices))})"

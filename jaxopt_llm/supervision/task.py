@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.distributed.hold import HOLD_VARIABLE
 from jaxopt_llm.distributed.launchers import Job
 
 _OF_THE_JOB = ("distributed.coordinator", "distributed.processes", "distributed.process_id")
@@ -18,12 +19,14 @@ class Place:
     Attributes:
         coordinator: host:port of process 0 of the round.
         flags: settings of `train` for this number of hosts, such as those of the mesh.
+        hold_seconds: time from the start of the program before which its steps may not begin.
     """
 
     coordinator: str
     processes: int
     index: int
     flags: tuple[str, ...] = ()
+    hold_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,11 +65,14 @@ class Task:
         return [sys.executable, "-m", "jaxopt_llm", *words, *place.flags]
 
     def variables(self, place: Place) -> dict[str, str]:
-        """Return the variables that tell a program other than `train` its place, if the launcher named another one.
+        """Return the variables of the program, beside those of the supervisor.
 
-        They are torchrun's, which `find_job` prefers to those of other launchers.
+        They tell `train` how long to wait, and another program its place, if the launcher named another one. These are
+        torchrun's, which `find_job` prefers to those of other launchers.
         """
-        if self.trains or self._is_own(place):
+        if self.trains:
+            return {HOLD_VARIABLE: str(place.hold_seconds)}
+        if self._is_own(place):
             return {}
         address, port = place.coordinator.rsplit(":", 1)
         numbers = {"WORLD_SIZE": place.processes, "RANK": place.index, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}

@@ -14,6 +14,7 @@ import jax
 from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.distributed.hold import hold_start
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
@@ -90,6 +91,18 @@ class Loop:
             self._window = LossWindow(**record.get("window", {}))
             self._left_out = SkippedBatches.from_record(record)
             self._progress.say(f"continues from step {start}")
+
+    def hold(self, start: int) -> None:
+        """Wait until the supervisor lets the steps begin.
+
+        Raises:
+            Preempted: a stop was requested meanwhile: the hosts that were missing are back.
+        """
+        self.current = start
+        self._main.leave()  # no progress is expected
+        hold_start(self._preemption.requested, self._progress.say)
+        if self._preemption.requested():
+            raise Preempted(start)
 
     def start(self, start: int) -> None:
         """Open the records of the run and the iterator of batches, which starts to read at the first step.
@@ -353,6 +366,7 @@ def train_workload(workload: Workload, records: Records, preemption: Preemption)
             loop.restore(start)
         try:
             if start < config.training.steps:
+                loop.hold(start)
                 loop.start(start)
                 # Metrics are read one step late, and JAX reports a failed allocation only then.
                 with workload.explain_oom(lambda: f"in step {loop.current} or the one before"):

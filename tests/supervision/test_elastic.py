@@ -38,6 +38,10 @@ class Hosts:
         self.running: dict[int, subprocess.Popen[str]] = {}
         self.run.mkdir()
 
+    @property
+    def elastic_seconds(self) -> float:
+        return float(str(self._options[self._options.index("--elastic") + 1]))
+
     def home(self, index: int) -> Path:
         return self.folder / f"host{index}"
 
@@ -305,7 +309,34 @@ def lose_host_1_for_some_time(hosts: Hosts, *run: object) -> list[tuple[list[int
     await_that(lambda: any(entry.get("hosts") == [0, 2] for entry in journal(hosts.run)))
     hosts.start(1, *program)  # it has been there for long when the others train again
     hosts.finish()
+    (lost,) = faults(hosts.run)
+    events = [json.loads(line) for line in (hosts.run / "events.jsonl").read_text().splitlines()]
+    shrunk = next(event for event in events if event["event"] == "resume")
+    assert shrunk["time"] - lost["time"] > hosts.elastic_seconds  # before, host 1 could have come back
     return [(entry["hosts"], entry["flags"]) for entry in journal(hosts.run) if "hosts" in entry]
+
+
+@pytest.mark.slow
+def test_the_other_hosts_prepare_while_a_lost_one_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
+    """When it comes back in time, all hosts train again, and the prepared programs have not made a step."""
+    run = ("--mesh.fsdp", 3, "--training.batch-size", 12, "--training.steps", 100, "--evaluation.every", 100)
+    run += ("--checkpoint.every", 10, "--logging.tensorboard", False)
+    hosts = make_hosts(3, "--elastic", 90)
+    program = ("train", *tiny(hosts.run), *run)
+    for index in (2, 1, 0):  # the others wait for host 0
+        hosts.start(index, *program)
+    await_that((hosts.run / "checkpoints/10").exists)
+    hosts.lose(1)
+    told = hosts.running[0].stdout
+    assert told is not None
+    assert any("ready; waits" in line for line in told)  # compiled for two hosts, and restored
+    reached = len(metrics(hosts.run))
+    hosts.start(1, *program)
+    hosts.finish()
+    assert not [entry for entry in journal(hosts.run) if "hosts" in entry]  # two hosts have never trained
+    assert [fault["fault"] for fault in faults(hosts.run)] == ["host lost"]
+    assert reached < 100
+    assert [entry["step"] for entry in metrics(hosts.run)] == [*range(1, 101)]
 
 
 @pytest.mark.slow
