@@ -41,7 +41,7 @@ class Fault:
     needs_network: bool = False
 
 
-def send(*signals: signal.Signals, pause: float = 0.05) -> Inject:
+def send(*signals: signal.Signals, pause: float = 0.5) -> Inject:
     def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
         for number, signum in enumerate(signals):
             time.sleep(pause if number else 0)

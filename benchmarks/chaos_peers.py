@@ -138,8 +138,8 @@ def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen
 def send(sent: str, process: subprocess.Popen[str]) -> None:
     process.send_signal(getattr(signal, sent.split()[0]))
     if sent.endswith("twice"):
-        while process.poll() is None and _catches(process.pid, signal.SIGTERM):  # two at the same time would be one
-            time.sleep(0.001)
+        while process.poll() is None and _catches(process.pid, signal.SIGTERM):  # until then it is the same request
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
 
 

@@ -20,6 +20,7 @@ from ports import free_address
 from test_death import logged
 
 from jaxopt_llm.config import DistributedConfig, ModelConfig
+from jaxopt_llm.distributed.hold import HOLD_VARIABLE
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
 MESH = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)
@@ -101,6 +102,21 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_stop_of_one_process_before_the_first_step_stops_all(corpus: tuple[str, Path], tmp_path: Path) -> None:
+    """Process 0 holds, as in an elastic job, while process 1 waits for its vote."""
+    address, port = free_address().split(":")
+    job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    holding = {HOLD_VARIABLE: "1e9"}
+    variables = [{"RANK": "0", **job, **holding}, {"RANK": "1", **job}]
+    processes = [start_training(tmp_path / "run", *RUN, *corpus, **each) for each in variables]
+    line_with("ready; waits", processes[0])
+    processes[0].send_signal(signal.SIGTERM)
+    (_, first), (_, second) = [finish(process, 75) for process in processes]
+    assert (first, second) == ("preempted at step 0; run again to continue\n", "")
+    assert not (tmp_path / "run/events.jsonl").exists()  # nothing has begun
+
+
 def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path: Path) -> None:
     """Check that processes read a pretrained model together: each reads the parts of its own devices."""
     sizes = {name.removeprefix("model.").replace("-", "_"): value for name, value in TINY.items() if "model." in name}

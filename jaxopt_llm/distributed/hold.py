@@ -8,14 +8,15 @@ import os
 import time
 from collections.abc import Callable
 
-HOLD_VARIABLE = "JAXOPT_LLM_HOLD_SECONDS"  # from the start of the program; the supervisor sets it
+# The steps may not begin before this time, by the monotonic clock, which all processes of a host share. The supervisor
+# sets it.
+HOLD_VARIABLE = "JAXOPT_LLM_HOLD_UNTIL"
 _LOOK_SECONDS = 0.1
-_started = time.monotonic()
 
 
 def hold_start(is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
-    """Wait for the time before which the steps may not begin, or for a request to stop."""
-    begin = _started + float(os.environ.get(HOLD_VARIABLE, 0))
+    """Wait until the steps may begin, or until a stop is requested."""
+    begin = float(os.environ.get(HOLD_VARIABLE, 0))
     if (seconds := begin - time.monotonic()) > 0:
         say(f"ready; waits {seconds:.0f} s more for hosts that are missing")
     while time.monotonic() < begin and not is_stopped():

@@ -1,15 +1,22 @@
-"""Signals that request a stop: the first one stops the run after its step, the second ends the process."""
+"""Signals that request a stop: the first one stops the run after its step, a later one ends the process."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from jaxopt_llm.core.errors import Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# After the first signal, further ones are part of the same request for this time: SLURM and systemd signal the program
+# itself, and its supervisor passes the same signal on.
+TOGETHER_SECONDS = 0.25
 _MESSAGE = b"\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
@@ -32,59 +39,88 @@ def _end(signum: int, frame: FrameType | None) -> None:
 class Preemption:
     """Record of a signal that requests a stop. A context manager for the main thread.
 
-    On exit it restores the old handlers. SIGHUP is handled unless it is ignored, as nohup does.
+    After TOGETHER_SECONDS, the next signal ends the process by the default action. On exit the old handlers are
+    restored. SIGHUP is handled unless it is ignored, as nohup does.
 
     Python runs a handler only between two bytecodes of the main thread, which may wait for a device for long, or for
-    ever. But it writes the signal's number into a socket at once. A thread reads it, so that a second signal ends the
-    process even then.
+    ever. But Python writes the signal's number into a socket at once. A thread reads it there. So a second signal ends
+    the process also then, unless the main thread holds the interpreter's lock.
     """
 
     def __init__(self) -> None:
         self._requested = False
+        self._before: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
         return self._requested
 
     def __enter__(self) -> "Preemption":
+        global _entered
         # A shell starts background jobs with SIGINT ignored, but a signal that is sent to them is meant for them.
         caught = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {each: signal.signal(each, self._request) for each in caught}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._outer, _entered = _entered, self
+        self._thread = threading.Thread(target=self._watch, args=(_find_set_action(),), name="signals", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        global _entered
+        _entered = self._outer
         signal.set_wakeup_fd(self._fd_before)
-        self._writer.close()
+        self._writer.shutdown(socket.SHUT_RDWR)  # a forked process may have it open, too
         self._thread.join()
+        self._close()
+
+    def leave_in_child(self) -> None:
+        """Leave a process that was forked from this one: a signal to it is no request to this process."""
+        signal.set_wakeup_fd(-1)
+        self._close()
+
+    def _close(self) -> None:
+        self._writer.close()
         self._reader.close()
         for each, handler in self._before.items():
             signal.signal(each, handler)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         self._requested = True
-        # By the default action, the next signal ends the process at once.
+
+    def _watch(self, set_action: Callable[[int, None], object]) -> None:
+        """Wait for the first signal, and some time after it let the next one end the process."""
+        while self._before.keys().isdisjoint(received := self._reader.recv(64)):
+            if not received:
+                return
+        self._requested = True
+        if os.isatty(2):
+            os.write(2, _MESSAGE)
+        end = time.monotonic() + TOGETHER_SECONDS
+        while (seconds := end - time.monotonic()) > 0:
+            self._reader.settimeout(seconds)
+            with contextlib.suppress(TimeoutError):
+                if not self._reader.recv(64):
+                    return
         for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
-
-    def _watch(self) -> None:
-        """Wait for the first signal, and let the next one end the process."""
-        while received := self._reader.recv(64):
-            if self._before.keys().isdisjoint(received):
-                continue  # a signal of somebody else
-            for each in self._before:
-                _restore_default_action(each)
-            self._requested = True
-            if os.isatty(2):
-                os.write(2, _MESSAGE)
-            return
+            set_action(each, None)  # SIG_DFL is 0
 
 
-def _restore_default_action(signum: int) -> None:
-    """Set the default action of a signal. Only the main thread may call `signal.signal`."""
-    set_action = ctypes.CDLL(None).signal
-    set_action.argtypes, set_action.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    set_action(signum, None)  # SIG_DFL is 0
+def _find_set_action() -> Callable[[int, None], object]:
+    """Return C's `signal`: Python's may be called only by the main thread."""
+    found = ctypes.CDLL(None).signal
+    found.argtypes, found.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    set_action: Callable[[int, None], object] = found
+    return set_action
+
+
+_entered: Preemption | None = None
+
+
+def _leave_in_child() -> None:
+    if _entered is not None:
+        _entered.leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -3,8 +3,9 @@
 A round begins when all hosts are there, and ends when the program has ended on all of its hosts. So the programs of a
 job start at the same time, however long each host was away.
 
-An elastic job waits for missing hosts for a limited time. Meanwhile the hosts that are there start, load, compile and
-hold (hold.py). They train when the time is over, or end when more hosts are there.
+An elastic job waits for missing hosts for a limited time. Meanwhile the programs of the hosts that are there start,
+compile and restore, and hold (hold.py). They train when the time is over. If more hosts are there before, they give way
+to a larger round.
 """
 
 import math
@@ -21,6 +22,7 @@ from jaxopt_llm.supervision.meshes import Meshes
 from jaxopt_llm.supervision.policy import FINAL, STOPPED, RestartBudget, find_cause, find_final_code
 from jaxopt_llm.supervision.strikes import Strikes
 from jaxopt_llm.supervision.task import Place, Task, join_address, split_address
+from jaxopt_llm.supervision.wait import Wait
 
 LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
 # Time that the other programs have to end after the first one has failed. They can do nothing useful: a checkpoint
@@ -29,9 +31,6 @@ STRAGGLER_SECONDS = 20.0
 # The same before the first step, where a process that has not met the others yet would wait for the one that is gone.
 # It gets SIGTERM then, after which it ends with 75.
 STARTING_SECONDS = 3.0
-# Part of the wait for missing hosts after which those that are there start. Most hosts that come back do so before: the
-# supervisor alone was started again.
-PATIENCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,12 @@ class Leader:
         self._fault_at: float | None = None  # until the run is back
         self._start_seen = last_start(task.directory)  # before the round
         self._not_before = time.monotonic()  # end of the pause
-        self._waits_since: float | None = None  # hosts were missing; None: not known of any
+        self._wait: Wait | None = None  # for missing hosts; None: it begins with the next look
         self._round: tuple[int, ...] = ()  # indices of its hosts
         self._hold_until = 0.0  # before this time the steps of the round do not begin
-        self._announced: tuple[int, ...] = ()  # the last round that did not hold
+        self._gives_way = False  # the round is ended for a larger one before its first step
+        self._fails_early = False  # a program of the round has failed while it held
+        self._announced: tuple[int, ...] = ()  # the last round that was allowed to train
         self._trains = False  # the steps of the round have begun
         self._killed: set[int] = set()  # the hosts on which a program of the round was left over
         self._stops_start = False  # the programs that are left were told to stop before the first step
@@ -76,8 +77,13 @@ class Leader:
             own = next((end.code for end in ends if end.index == self._host.index), None)
             if self._host.stopped:
                 return STOPPED if own is None else own
-            # A round that has not trained has nothing to save, so it is no matter how its programs end.
-            if grows and all(end.code == STOPPED or (end.code not in FINAL and not self._trains) for end in ends):
+            is_complete = all(end.code is not None for end in ends)
+            if is_complete and (self._gives_way or (grows and all(end.code == STOPPED for end in ends))):
+                continue  # a round that gives way has nothing to save
+            if is_complete and self._fails_early and self._wait is not None:
+                self._wait.prepares = False
+                codes = ", ".join(str(end.code) for end in ends)
+                self._host.say(f"the prepared programs ended with exit codes {codes}; waits for missing hosts")
                 continue
             final = self._judge(ends)
             if final is not None:
@@ -87,15 +93,16 @@ class Leader:
 
     def _gather(self) -> bool:
         """Wait for the hosts of the next round, and begin it. Return False if there is none that this host leads."""
-        limit = math.inf if self._limits.elastic_seconds is None else self._limits.elastic_seconds
-        self._waits_since = self._waits_since or time.monotonic()
+        if self._wait is None:
+            limit = math.inf if self._limits.elastic_seconds is None else self._limits.elastic_seconds
+            # At the start of a job, hosts come one after the other: to prepare for each number would be in vain.
+            self._wait = Wait(limit, prepares=self._task.trains and self._fault_at is not None)
         while not self._host.stopped and not self._members.superseded(self._task.directory):
             now, present = time.monotonic(), self._present()
-            waited = now - self._waits_since
-            hold_seconds = 0.0 if len(present) >= self._limits.hosts else max(0.0, limit - waited)
-            may_begin = not hold_seconds or (self._task.trains and waited >= PATIENCE * limit)
-            if now >= self._not_before and may_begin and (chosen := self._choose(present)):
-                self._begin(chosen, hold_seconds)
+            is_full = len(present) >= self._limits.hosts
+            may_begin = now >= self._not_before and (is_full or self._wait.lets_begin())
+            if may_begin and (chosen := self._choose(present)):
+                self._begin(chosen, 0.0 if is_full else self._wait.seconds_left())
                 return True
             self._members.serve(LOOK_SECONDS if now >= self._not_before else min(LOOK_SECONDS, self._not_before - now))
         return False
@@ -120,7 +127,7 @@ class Leader:
         return ()
 
     def _begin(self, chosen: tuple[int, ...], hold_seconds: float) -> None:
-        """Start the program on the hosts of a round. hold_seconds: for which its steps may not begin."""
+        """Start the program on the hosts of a round. hold_seconds: time from now during which it may not train."""
         flags = self._meshes.flags(len(chosen))
         assert flags is not None
         self._hold_until = time.monotonic() + hold_seconds
@@ -129,6 +136,7 @@ class Leader:
         else:
             self._announce(chosen)
         self._round, self._trains, self._start_seen = chosen, False, last_start(self._task.directory)
+        self._gives_way = self._fails_early = False
         self._members.take_ends()  # hosts that were lost since the last round, and are back
         for rank, index in enumerate(chosen):
             place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags, hold_seconds)
@@ -168,17 +176,22 @@ class Leader:
             if broken_at is None and self._is_broken(ends):
                 broken_at = now
                 self._fault_at = self._fault_at or now
+                self._fails_early = now < self._hold_until
             elif broken_at is not None:
                 self._end_stragglers(waited, now - broken_at)
-            if not ends and not grows:
+            if not ends and not grows and not self._host.stopped:
                 if now >= self._hold_until:
                     self._announce(self._round)
                 self._note_start(now)
-                if grows := self._trains and self._may_grow():
+                if self._trains and self._may_grow():
+                    grows = True
                     self._signal(self._round[:1], signal.SIGTERM)  # all save, and end with 75
-                elif grows := now < self._hold_until and len(self._choose(self._present())) > len(self._round):
-                    broken_at, self._stops_start = now, True
+                elif now < self._hold_until and len(self._choose(self._present())) > len(self._round):
+                    grows = self._gives_way = True
+                    broken_at = now
                     self._signal(self._round, signal.SIGTERM)
+                    if len(self._present()) >= self._limits.hosts:
+                        self._wait = None
             if waited:
                 self._members.serve(LOOK_SECONDS)
         return grows, ends
@@ -193,7 +206,7 @@ class Leader:
 
     def _end_stragglers(self, left: set[int], seconds: float) -> None:
         """End the programs that are left some seconds after the round was broken."""
-        if seconds > STRAGGLER_SECONDS:
+        if seconds > (STARTING_SECONDS if self._gives_way else STRAGGLER_SECONDS):
             self._killed |= left
             self._signal(left, signal.SIGKILL)
         elif seconds > STARTING_SECONDS and not self._stops_start and self._starts():
@@ -212,7 +225,7 @@ class Leader:
         """Notice when the steps of a round begin, and write it into the journal if this follows a fault."""
         if self._trains or last_start(self._task.directory) == self._start_seen:
             return
-        self._trains, self._waits_since = True, None
+        self._trains, self._wait = True, None
         if self._fault_at is not None:
             self._journal.write_recovery(now - self._fault_at)
             self._fault_at = None
@@ -230,7 +243,7 @@ class Leader:
         final, cause = find_final_code(ends), find_cause(ends)
         if cause is None:
             return final
-        self._fault_at, self._waits_since = self._fault_at or time.monotonic(), None
+        self._fault_at, self._wait = self._fault_at or time.monotonic(), None
         self._budget = self._budget.after_fault(newest_checkpoint(self._task.directory))
         if final is None and self._budget.exhausted:
             final = ProcessLost.exit_code if cause.code is None else cause.code

@@ -1,6 +1,7 @@
 """Program of a supervisor, and its place in the job in each round."""
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ class Place:
     Attributes:
         coordinator: host:port of process 0 of the round.
         flags: settings of `train` for this number of hosts, such as those of the mesh.
-        hold_seconds: time from the start of the program before which its steps may not begin.
+        hold_seconds: time from the start of the program during which its steps may not begin.
     """
 
     coordinator: str
@@ -67,11 +68,11 @@ class Task:
     def variables(self, place: Place) -> dict[str, str]:
         """Return the variables of the program, beside those of the supervisor.
 
-        They tell `train` how long to wait, and another program its place, if the launcher named another one. These are
-        torchrun's, which `find_job` prefers to those of other launchers.
+        They tell `train` when its steps may begin, and another program its place, if the launcher named another one.
+        These are torchrun's, which `find_job` prefers to those of other launchers.
         """
         if self.trains:
-            return {HOLD_VARIABLE: str(place.hold_seconds)}
+            return {HOLD_VARIABLE: str(time.monotonic() + place.hold_seconds)}
         if self._is_own(place):
             return {}
         address, port = place.coordinator.rsplit(":", 1)

@@ -64,12 +64,14 @@ class Loop:
         self._replicas = ReplicaCheck(self._config.run.check_replicas, self._note_corruption)
         self._left_out = SkippedBatches()
         self._spike: int | None = None  # the step of a spike, to which the run has not answered
+        self._started = False
 
     def __enter__(self) -> "Loop":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self._events.write_end(self.current, error)
+        if self._started or not isinstance(error, Preempted):
+            self._events.write_end(self.current, error)
         if self._batches is not None:
             self._batches.close()
         self._scope.close()
@@ -93,24 +95,25 @@ class Loop:
             self._progress.say(f"continues from step {start}")
 
     def hold(self, start: int) -> None:
-        """Wait until the supervisor lets the steps begin.
-
-        Raises:
-            Preempted: a stop was requested meanwhile: the hosts that were missing are back.
-        """
+        """Wait until the supervisor lets the steps begin, or until a stop is requested."""
         self.current = start
         self._main.leave()  # no progress is expected
         hold_start(self._preemption.requested, self._progress.say)
-        if self._preemption.requested():
-            raise Preempted(start)
+        self._main.enter("restore")
 
     def start(self, start: int) -> None:
         """Open the records of the run and the iterator of batches, which starts to read at the first step.
 
         Raises:
-            Preempted: a stop was requested.
+            Preempted: a stop of any process was requested. The run has no record of this start then.
         """
         config, directory, processes = self._config, self._workload.directory, self._workload.processes
+        self._vote = processes.vote()
+        if self._vote.cast_and_wait(self._preemption.requested()):
+            raise Preempted(start)
+        self._started = True
+        if self._memory is not None:
+            self._memory.discard_after(start)
         if processes.first:
             if not start:
                 set_aside_log(directory / "metrics.jsonl")
@@ -123,9 +126,6 @@ class Loop:
         self._events.write(start, "resume" if start else "start")
         profile = config.profile if processes.first else ProfileConfig()
         self._profiler = self._scope.enter_context(Profiler(profile, directory))
-        self._vote = processes.vote()
-        if self._vote.cast_and_wait(self._preemption.requested()):
-            raise Preempted(start)
         self._begin_after(start)
         self._progress.start_training()
 

@@ -1,5 +1,6 @@
 """Effects of signals, tested within this process."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,36 +8,45 @@ import time
 
 import pytest
 
+from jaxopt_llm.observe import preemption
 from jaxopt_llm.observe.preemption import Preemption
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
 @pytest.mark.parametrize("sent", BOTH, ids=lambda sent: sent.name)
-def test_the_first_signal_is_recorded_and_the_second_ends_the_process(sent: signal.Signals) -> None:
+def test_the_first_signal_is_recorded(sent: signal.Signals) -> None:
     before = {each: signal.getsignal(each) for each in BOTH}
-    with Preemption() as preemption:
+    with Preemption() as signals:
         assert signal.getsignal(sent) is not before[sent]
-        assert not preemption.requested()
+        assert not signals.requested()
         signal.raise_signal(sent)
-        assert preemption.requested()
-        assert [signal.getsignal(each) for each in BOTH] == [signal.SIG_DFL] * 2
+        assert signals.requested()
     assert {each: signal.getsignal(each) for each in BOTH} == before
+
+
+def test_signals_at_the_same_time_are_one_request() -> None:
+    with Preemption() as signals:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert signals.requested()
 
 
 # The main thread waits in C for a lock that is never released, as for a device that never answers: no handler runs.
 STUCK = """
 import ctypes, threading, time
-from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.observe import preemption
 
-def tell(preemption):
-    while not preemption.requested():
+def tell(signals):
+    while not signals.requested():
         time.sleep(0.01)
     print("requested", flush=True)
 
+preemption.TOGETHER_SECONDS = 0.1
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
-with Preemption() as preemption:
-    threading.Thread(target=tell, args=(preemption,), daemon=True).start()
+with preemption.Preemption() as signals:
+    threading.Thread(target=tell, args=(signals,), daemon=True).start()
     libc.pthread_mutex_lock(mutex)
     print("stuck", flush=True)
     libc.pthread_mutex_lock(mutex)
@@ -44,21 +54,44 @@ with Preemption() as preemption:
 
 
 @pytest.mark.parametrize("sent", BOTH, ids=lambda sent: sent.name)
-def test_the_second_signal_ends_a_process_that_is_stuck(sent: signal.Signals) -> None:
+def test_a_later_signal_ends_a_process_that_is_stuck(sent: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for told in ("stuck", "requested"):
             assert process.stdout.readline().strip() == told
             process.send_signal(sent)
-        assert process.wait(30) == -sent
+        while process.poll() is None:
+            time.sleep(0.2)
+            process.send_signal(sent)
+        assert process.returncode == -sent
 
 
 def test_signals_of_others_are_not_requests() -> None:
     before = signal.signal(signal.SIGUSR2, lambda signum, frame: None)
     try:
-        with Preemption() as preemption:
+        with Preemption() as signals:
             signal.raise_signal(signal.SIGUSR2)
             time.sleep(0.1)
-            assert not preemption.requested()
+            assert not signals.requested()
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_signal_to_a_forked_process_is_no_request() -> None:
+    """Check also that a forked process that lives on does not keep the context from its end."""
+    with Preemption() as signals:
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(1)
+        living = os.fork()
+        if not living:
+            time.sleep(30)
+            os._exit(1)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        time.sleep(0.1)
+        assert not signals.requested()
+    os.kill(living, signal.SIGKILL)
+    os.waitpid(living, 0)
+    assert preemption._entered is None

@@ -214,6 +214,12 @@ def test_a_spare_takes_the_place_of_a_lost_host(make_hosts: Callable[..., Hosts]
     assert [hosts.places(index) for index in range(3)] == [["0 of 2", "0 of 2"], ["1 of 2"], ["1 of 2"]]
 
 
+def children(supervisor: subprocess.Popen[str]) -> list[int]:
+    """Return the ids of the processes that a supervisor has started, by Linux's table."""
+    listed = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text()
+    return [int(each) for each in listed.split()]
+
+
 def count_members(hosts: Hosts) -> int:
     """Return the number of supervisors that are connected with the leader, by Linux's table of connections."""
     path = hosts.run / "supervisors"
@@ -286,10 +292,8 @@ def test_a_process_that_waits_for_a_dead_one_at_the_start_is_told_to_stop(make_h
     run = ("--mesh.data", 2, "--training.steps", 4, "--logging.tensorboard", False)
     for index in (1, 0):
         hosts.start(index, "train", *tiny(hosts.run), *run)
-    supervisor = hosts.running[1].pid
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
-    await_that(lambda: children.read_text())
-    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    await_that(lambda: children(hosts.running[1]))
+    os.kill(children(hosts.running[1])[0], signal.SIGKILL)
     hosts.finish()
     (fault,) = faults(hosts.run)
     assert (fault["process"], fault["codes"]) == (1, {"1": 137, "0": 75})
@@ -317,8 +321,12 @@ def lose_host_1_for_some_time(hosts: Hosts, *run: object) -> list[tuple[list[int
 
 
 @pytest.mark.slow
-def test_the_other_hosts_prepare_while_a_lost_one_is_waited_for(make_hosts: Callable[..., Hosts]) -> None:
-    """When it comes back in time, all hosts train again, and the prepared programs have not made a step."""
+@pytest.mark.parametrize("then", ["they give way", "one fails"])
+def test_the_other_hosts_prepare_while_a_lost_one_is_waited_for(then: str, make_hosts: Callable[..., Hosts]) -> None:
+    """When it comes back in time, all hosts train again, and the prepared programs have not made a step.
+
+    If one of these fails, that is no fault of the job, which waits on.
+    """
     run = ("--mesh.fsdp", 3, "--training.batch-size", 12, "--training.steps", 100, "--evaluation.every", 100)
     run += ("--checkpoint.every", 10, "--logging.tensorboard", False)
     hosts = make_hosts(3, "--elastic", 90)
@@ -331,6 +339,10 @@ def test_the_other_hosts_prepare_while_a_lost_one_is_waited_for(make_hosts: Call
     assert told is not None
     assert any("ready; waits" in line for line in told)  # compiled for two hosts, and restored
     reached = len(metrics(hosts.run))
+    if then == "one fails":
+        (prepared,) = children(hosts.running[2])
+        os.kill(prepared, signal.SIGKILL)
+        await_that(lambda: not children(hosts.running[0]))
     hosts.start(1, *program)
     hosts.finish()
     assert not [entry for entry in journal(hosts.run) if "hosts" in entry]  # two hosts have never trained

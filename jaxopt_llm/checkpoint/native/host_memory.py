@@ -114,7 +114,7 @@ class HostMemory:
         )
 
     def find(self, after: int) -> int | None:
-        """Return the newest step after `after` of which every part is there; the others are deleted."""
+        """Return the newest step after `after` of which every part is there."""
         valid = {step: self._verify(step) for step in self._steps()}
         answers = [json_files.parse(each) for each in self._channel.exchange(json.dumps(valid))]
         everywhere = sorted({int(step) for answer in answers for step in answer}, reverse=True)
@@ -124,7 +124,6 @@ class HostMemory:
                 self._holders = [index for index, each in enumerate(holds) if OWN in each]
                 self.step, self.record = step, holds[self._holders[0]]["record"]
                 break
-        self.discard_after(self.step or after)
         return self.step
 
     def load(self) -> tree.Tree:
