@@ -22,12 +22,14 @@ class Position:
         marks: number of phases and waits that it has begun so far. Of threads that do the same work in all processes,
             the one with the smallest number is behind.
         waiting: it waits for a device or for other processes.
+        beats: changes with progress inside the phase.
     """
 
     step: int
     phase: Phase
     marks: int
     waiting: bool = False
+    beats: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Activity:
         self.ended[phase].append(seconds)
         before = self.totals.phases
         self.totals = replace(self.totals, step=self._step, phases=before | {phase: before.get(phase, 0.0) + seconds})
+
+    def beat(self) -> None:
+        """Note progress inside a phase that takes long, in which processes advance at different rates."""
+        if self.position is not None:
+            self.position = replace(self.position, beats=self.position.beats + 1)
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:

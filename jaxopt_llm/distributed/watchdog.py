@@ -2,7 +2,8 @@
 
 All processes run the same phases in the same order. Each one counts them, and sends the count with its heartbeat to
 process 0. The process with the smallest count is behind: the others wait for it, in a collective or for a message. The
-job hangs if that count does not change for the limit of the phase in which it stands.
+job hangs if that count does not change for the limit of the phase in which it stands, and the process does not note any
+progress inside the phase either.
 """
 
 import dataclasses
@@ -133,7 +134,7 @@ class Watchdog:
         for kind, clock in self._clocks.items():
             positions = {index: at for index, each in reports.items() if (at := getattr(each, kind))}
             behind = find_behind(positions)
-            seconds = clock.measure(positions[behind[0]].marks if behind else None)
+            seconds = clock.measure([(positions[index].marks, positions[index].beats) for index in behind])
             if behind and seconds > (limit := max(reports[index].limits[kind] for index in behind)):
                 self._processes.end_hung(self._describe(behind, reports, positions, seconds, limit))
 
@@ -185,10 +186,10 @@ class _Clock:
     """Seconds for which a value has not changed."""
 
     def __init__(self) -> None:
-        self._value: int | None = None
+        self._value: object = None
         self._since = time.monotonic()
 
-    def measure(self, value: int | None) -> float:
+    def measure(self, value: object) -> float:
         now = time.monotonic()
         if value != self._value:
             self._value, self._since = value, now

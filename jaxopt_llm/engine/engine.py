@@ -171,13 +171,18 @@ class Engine:
             raise InputError("evaluate: this is one batch; give a list of batches")
         if ema:
             state = training_state.use_average(state, self.program.specs, self.program.placement)
-        each = [jax.device_get(self.program.evaluation(state, batch=self.place(batch))) for batch in batches]
+        each = [self._evaluate_batch(state, self.place(batch)) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
         sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
         totals = {"loss": sums.total, **sums.metrics}
         count = float(replace_zero(sums.count))
         return {name: float(value) / count for name, value in totals.items()}
+
+    def _evaluate_batch(self, state: TrainState, placed: Any) -> LossParts:
+        with self.processes.main.wait():
+            parts: LossParts = jax.device_get(self.program.evaluation(state, batch=placed))
+        return parts
 
     def place(self, batch: Any) -> Any:
         """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].

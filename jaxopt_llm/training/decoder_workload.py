@@ -119,7 +119,8 @@ class DecoderWorkload:
         total, losses = LossSum(), {}
         state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
         for name, batches in self._setup.validation.items():
-            loss = evaluate(self._programs.held_out, state, map(self._setup.local_rows.make_global, batches))
+            placed = map(self._setup.local_rows.make_global, batches)
+            loss = evaluate(self._programs.held_out, state, placed, self.processes.main.wait)
             total += loss
             if self.config.evaluation.paths:
                 losses[f"eval_loss/{name}"] = loss.mean
@@ -129,7 +130,7 @@ class DecoderWorkload:
         return self._sampler(state)
 
     def check_data(self, wait: bool) -> None:
-        self._verification.check(wait)
+        self._verification.check(wait, self.processes.main.beat)
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
         return self._setup.program.to_checkpoint(state)

@@ -1,6 +1,8 @@
 """Held-out loss."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +49,21 @@ class LossSum:
         return self.loss / self.tokens
 
 
-def evaluate(held_out_loss: Any, state: TrainState, batches: Iterable[Batch]) -> LossSum:
+def evaluate(
+    held_out_loss: Any,
+    state: TrainState,
+    batches: Iterable[Batch],
+    wait: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> LossSum:
     """Return the loss over batches. The devices hold one batch at a time.
 
     Args:
         held_out_loss: the function from `make_held_out_loss`, compiled or not.
+        wait: returns a context in which the thread waits for the devices.
     """
     loss, tokens = 0.0, 0
     for batch in batches:
-        batch_loss, batch_tokens = held_out_loss(state, batch)
-        loss, tokens = loss + float(batch_loss), tokens + int(batch_tokens)
+        with wait():
+            batch_loss, batch_tokens = held_out_loss(state, batch)
+            loss, tokens = loss + float(batch_loss), tokens + int(batch_tokens)
     return LossSum(loss, tokens)

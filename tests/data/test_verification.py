@@ -59,15 +59,35 @@ def test_a_check_waits_only_if_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "verify_corpus", verify)
     with Verification([Path("corpus")]) as checked:
         assert begun.wait(60)
-        checked.check(wait=False)
+        checked.check(False, no_beat)
         threading.Timer(0.05, allowed.set).start()
         with pytest.raises(InputError, match="corpus is damaged"):
-            checked.check(wait=True)
+            checked.check(True, no_beat)
         with pytest.raises(InputError):
-            checked.check(wait=False)
+            checked.check(False, no_beat)
     monkeypatch.setattr(verification, "verify_corpus", wait_for_end)
     with Verification([Path("corpus")]):
         pass
+
+
+def no_beat() -> None:
+    raise AssertionError("the reading did not advance")
+
+
+def test_a_check_that_waits_notes_the_progress_of_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the watchdog would end a job that reads a large corpus on slow storage."""
+    beats = list[float]()
+
+    def read_slowly(corpus: Path, workers: int, share: tuple[int, int], cancelled: Callable[[], bool]) -> None:
+        while len(beats) < 3:
+            cancelled()
+            time.sleep(0.001)
+
+    monkeypatch.setattr(verification, "verify_corpus", read_slowly)
+    monkeypatch.setattr(verification, "LOOK_SECONDS", 0.02)
+    with Verification([Path("corpus")]) as checked:
+        checked.check(True, lambda: beats.append(time.monotonic()))
+    assert len(beats) >= 3
 
 
 def test_processes_together_verify_every_shard(corpus: Path) -> None:
