@@ -30,7 +30,9 @@ address, count, index, directory, hangs = sys.argv[1:]
 config = Config(
     run=RunConfig(directory=directory),
     data=DataConfig(stall_seconds={LIMIT}),
-    watchdog=WatchdogConfig(floor_seconds={LIMIT}, save_floor_seconds={LIMIT}, factor=0 if hangs == "nothing, unwatched" else 1),
+    watchdog=WatchdogConfig(
+        floor_seconds={LIMIT}, save_floor_seconds={LIMIT}, factor=0 if hangs == "nothing, unwatched" else 1
+    ),
 )
 
 def stick(where):

@@ -256,13 +256,6 @@ class Vote:
         with activity.wait():
             self._answers = self._start(False, False)
 
-    def cast_and_wait(self, stop: bool) -> bool:
-        """Return whether any process requests a stop. Waits for all processes."""
-        if self._count == 1:
-            return stop
-        with self._activity.wait():
-            return bool(np.asarray(self._start(stop, False))[0])
-
     def cast(self, stop: bool, failed: bool) -> tuple[bool, bool]:
         """Cast this step's votes, and return whether any process voted yes at the call before.
 
