@@ -1,6 +1,6 @@
 """Train under supervisors while faults are injected, and compare the end with that of an undisturbed run.
 
-    python benchmarks/chaos.py [--faults 48] [--minutes M] [--processes 4] [--seed 0] [--bursts 0.5] [--only KIND ...]
+    python benchmarks/chaos.py [--faults 48] [--hours H] [--processes 4] [--seed 0] [--bursts 0.5] [--only KIND ...]
                                [--json FILE [--add]]
     python benchmarks/chaos.py --only peers [--faults 100]
 
@@ -8,8 +8,9 @@ Each process has its own supervisor, as on a host of its own; this program start
 or Kubernetes does. As root on Linux, the processes are on hosts of their own: network namespaces, which some faults cut
 off. The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are drawn from the
 seed. With the probability --bursts, a fault is followed by another one while the job starts again: in the imports, the
-rendezvous, the compilation or the first steps. At the end, parameters and moments must be equal to the bit. With --add,
-the figures are added to those that the file has. `--only peers` is another experiment: see chaos_peers.py.
+rendezvous, the compilation or the first steps. After --hours no more faults are injected. At the end, parameters and
+moments must be equal to the bit, and no fault may have cost more steps than those since the last whole checkpoint.
+With --add, the figures are added to those that the file has. `--only peers` is another experiment: see chaos_peers.py.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from chaos_job import LONGEST, ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
 STEPS_PER_BURST = 20
+SECONDS_PER_FAULT = 15  # about, on two cores
 CHECKPOINT_EVERY = 10
 PEERS = "peers"
 LONGEST_PAUSE = 20.0  # seconds between two faults of a burst: about the time in which the job starts again
@@ -96,7 +98,7 @@ def plan_bursts(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int)
-    parser.add_argument("--minutes", type=float, help="inject no more faults after this time")
+    parser.add_argument("--hours", type=float, help="inject no more faults after this time")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bursts", type=float, default=0.5, help="probability that another fault follows a fault")
@@ -108,8 +110,8 @@ def main() -> None:
         parser.error(f"--bursts {options.bursts:g}: must be from 0 to 1")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs started by nohup ignore it
     if options.only and PEERS in options.only:
-        if len(options.only) > 1 or options.minutes or options.add:
-            parser.error(f"--only {PEERS}: other kinds, --minutes and --add do not go with it")
+        if len(options.only) > 1 or options.hours or options.add:
+            parser.error(f"--only {PEERS}: other kinds, --hours and --add do not go with it")
         chaos_peers.main(options.faults or 100, options.processes, options.seed, options.json)
         return
     old = read_old(parser, options)
@@ -121,7 +123,8 @@ def main() -> None:
         left_out = ", ".join(name for name in chaos_faults.KINDS if name not in possible)
         print(f"left out: {left_out}: network namespaces need Linux, root and the program ip", flush=True)
     options.only = options.only or possible
-    options.faults = options.faults or 2 * len(options.only)
+    of_hours = round(3600 * (options.hours or 0) / SECONDS_PER_FAULT)
+    options.faults = options.faults or of_hours or 2 * len(options.only)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
         told = run(folder, options)
@@ -144,7 +147,22 @@ def main() -> None:
 
 def is_good(told: dict[str, Any]) -> bool:
     """Return whether the job survived every fault."""
-    return bool(told["equal"] and not told["hangs"] and not told["uncoded"])
+    return bool(told["equal"] and not told["hangs"] and not told["uncoded"] and not list_losses(told["faults"]))
+
+
+def list_losses(faults: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last faults of bursts that cost more steps than those since the last whole checkpoint.
+
+    These are up to an interval, another one if a save was on its way, and one for each checkpoint that was damaged.
+    """
+    found, damaged = [], 0
+    for each in faults:
+        damaged += chaos_faults.KINDS[each["kind"]].damages
+        if each["repeated"] > CHECKPOINT_EVERY * (2 + damaged):
+            found.append(each)
+        if not each["followed"]:
+            damaged = 0
+    return found
 
 
 def read_old(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
@@ -183,7 +201,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         watcher = Watcher(job)
         for number, burst in enumerate(bursts):
             watcher.wait_for_step(STEPS_PER_BURST * (number + 1) - CHECKPOINT_EVERY // 2)
-            if options.minutes and time.monotonic() > began + 60 * options.minutes:
+            if options.hours and time.monotonic() > began + 3600 * options.hours:
                 break
             outcomes += inject(burst, job, watcher)
             print(*outcomes[-len(burst) :], sep="\n", flush=True)
@@ -262,7 +280,8 @@ def make_table(told: dict[str, Any]) -> list[str]:
         "",
         f"{len(faults)} faults in {told['seconds']} s over {told['steps']} steps of {told['processes']} processes",
         f"goodput {training / told['seconds']:.0%} (undisturbed: {training} s)",
-        f"hangs {told['hangs']}, uncoded exits {told['uncoded']}, final parameters and moments "
+        f"hangs {told['hangs']}, uncoded exits {told['uncoded']}, faults that cost more than the steps since the last "
+        f"whole checkpoint {len(list_losses(faults))}, final parameters and moments "
         f"{'equal to the bit' if told['equal'] else 'NOT EQUAL'}",
     ]
     return lines

@@ -33,12 +33,14 @@ class Fault:
             damage to several checkpoints in a row could leave none. A full disk is imitated by a limit on the size of
             files, whose error the start of a run rightly takes for wrong input.
         needs_network: the processes must be on hosts of their own.
+        damages: it damages the newest checkpoint.
     """
 
     inject: Inject
     restarts: bool = True
     may_follow: bool = True
     needs_network: bool = False
+    damages: bool = False
 
 
 def send(*signals: signal.Signals, pause: float = 0.5) -> Inject:
@@ -184,9 +186,9 @@ KINDS: dict[str, Fault] = {
     "clock jumps by an hour": Fault(harm("clock"), restarts=False, may_follow=False),
     "disk full for 3 s": Fault(fill_disk, restarts=False, may_follow=False),
     "disk slow for 5 s": Fault(harm("slow disk"), restarts=False, may_follow=False),
-    "newest checkpoint torn": Fault(with_damage(tear), may_follow=False),
-    "bit flip on disk": Fault(with_damage(flip_on_disk), may_follow=False),
-    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree), may_follow=False),
+    "newest checkpoint torn": Fault(with_damage(tear), may_follow=False, damages=True),
+    "bit flip on disk": Fault(with_damage(flip_on_disk), may_follow=False, damages=True),
+    "newest checkpoint deleted": Fault(with_damage(shutil.rmtree), may_follow=False, damages=True),
     "records cut": Fault(cut_records),
     "garbage on the port": Fault(send_garbage),
     "JAX's service killed": Fault(kill_service),
