@@ -120,6 +120,7 @@ def test_masters_and_moments_rest_divided_over_replicas(stage: Any) -> None:
             (1, True, {}),
             (1, False, {"accumulation": 3}),
             (2, True, {"accumulation": 3}),
+            (3, True, {"accumulation": 3}),
             (0, False, {}),
         ),
     ],
@@ -138,20 +139,38 @@ def test_gradients_over_data_as_codes(
 
 
 @pytest.mark.parametrize(
-    ("stage", "axes", "over_data"),
+    ("stage", "axes", "over_data", "accumulation"),
     [
-        pytest.param(3, ("fsdp",), False, marks=pytest.mark.core),
-        (3, ("data",), True),
-        *slow((1, ("fsdp",), False), (2, ("data", "fsdp"), True), (3, ("data", "fsdp"), True)),
+        pytest.param(3, ("fsdp",), False, 1, marks=pytest.mark.core),
+        (3, ("data",), True, 1),
+        *slow(
+            (1, ("fsdp",), False, 1),
+            (2, ("data", "fsdp"), True, 1),
+            (3, ("data", "fsdp"), True, 1),
+            (3, ("data", "fsdp"), True, 3),
+            (0, ("data",), True, 1),
+        ),
     ],
 )
-def test_weights_gathered_as_codes(stage: Any, axes: Any, over_data: bool) -> None:
+def test_weights_gathered_as_codes(stage: Any, axes: Any, over_data: bool, accumulation: int) -> None:
     """The model computes with rounded weights. The masters, which the gradients then update, stay exact."""
     sharding = ShardingConfig(stage, optimizer_over_data=over_data, int8_gathers=axes)
-    found, expected = run(HYBRID, sharding), run_alone()
+    found, expected = run(HYBRID, sharding, accumulation), run_alone(accumulation=accumulation)
     assert 1e-7 < abs(found.losses[0] / expected.losses[0] - 1) < 1e-3
     assert 1e-3 < toy.distance(found.gradients, expected.gradients) < 0.03
     assert toy.distance(found.masters, expected.masters) < 3e-3
+
+
+@pytest.mark.parametrize("accumulation", [1, *slow(3)])
+def test_adapters_move_exactly_and_the_weights_beside_them_as_codes(accumulation: int) -> None:
+    """Adapters and their gradients are not rounded. The products beside them are those of rounded weights."""
+    expected = run_alone(rank=4, accumulation=accumulation)
+    exact = run(HYBRID, ShardingConfig(3, data_gradients="int8"), accumulation, rank=4)
+    assert exact.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert toy.distance(exact.gradients, expected.gradients) < 1e-5
+    found = run(HYBRID, ShardingConfig(3, int8_gathers=("fsdp",), data_gradients="int8"), accumulation, rank=4)
+    assert 1e-7 < abs(found.losses[0] / expected.losses[0] - 1) < 1e-3
+    assert toy.distance(found.gradients, expected.gradients) < 0.03
 
 
 def test_matrices_that_move_exactly_are_named() -> None:
