@@ -28,8 +28,11 @@ LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
 # Time that the other programs have to end after the first one has failed. They can do nothing useful: a checkpoint
 # needs all of them. One that is frozen, or stuck in a driver, never ends by itself.
 STRAGGLER_SECONDS = 20.0
-# The same before the first step, where a process that has not met the others yet would wait for the one that is gone.
-# It gets SIGTERM then, after which it ends with 75.
+# After this time, a program that SIGKILL has not ended counts as lost with its host. It waits in the kernel, for a disk
+# or a driver.
+GIVE_UP_SECONDS = 60.0
+# As STRAGGLER_SECONDS, but before the first step, where a process that has not met the others would wait for the one
+# that is gone. It gets SIGTERM then, after which it ends with 75.
 STARTING_SECONDS = 3.0
 
 
@@ -68,6 +71,7 @@ class Leader:
         self._trains = False  # the steps of the round have begun
         self._killed: set[int] = set()  # the hosts on which a program of the round was left over
         self._stops_start = False  # the programs that are left were told to stop before the first step
+        self._own_is_stuck = False  # the program on this host cannot be killed
         self._strikes = Strikes(task.directory, self._journal)
 
     def run(self) -> int | None:
@@ -98,6 +102,7 @@ class Leader:
             # At the start of a job, hosts come one after the other: to prepare for each number would be in vain.
             self._wait = Wait(limit, prepares=self._task.trains and self._fault_at is not None)
         while not self._host.stopped and not self._members.superseded(self._task.directory):
+            self._own_is_stuck &= self._host.poll() is None
             now, present = time.monotonic(), self._present()
             is_full = len(present) >= self._limits.hosts
             may_begin = now >= self._not_before and (is_full or self._wait.lets_begin())
@@ -108,7 +113,9 @@ class Leader:
         return False
 
     def _present(self) -> list[int]:
-        return sorted({self._host.index, *self._members.indices()})
+        """Return the hosts that can take part in the next round."""
+        own = () if self._own_is_stuck else (self._host.index,)
+        return sorted({*own, *self._members.indices()})
 
     def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
         """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet.
@@ -166,6 +173,7 @@ class Leader:
         grows, broken_at, self._killed, self._stops_start = False, None, set(), False
         while waited := set(self._round) - {end.index for end in ends}:
             own = self._host.poll()
+            self._own_is_stuck &= own is None
             for end in (*self._members.take_ends(), *([own] if own else [])):
                 if end.index in waited:
                     ends.append(end)
@@ -179,6 +187,8 @@ class Leader:
                 self._fails_early = now < self._hold_until
             elif broken_at is not None:
                 self._end_stragglers(waited, now - broken_at)
+                if now - broken_at > GIVE_UP_SECONDS:
+                    ends += self._give_up(waited)
             if not ends and not grows and not self._host.stopped:
                 if now >= self._hold_until:
                     self._announce(self._round)
@@ -212,6 +222,14 @@ class Leader:
         elif seconds > STARTING_SECONDS and not self._stops_start and self._starts():
             self._stops_start = True  # a second SIGTERM would end them without an exit code of their own
             self._signal(left, signal.SIGTERM)
+
+    def _give_up(self, left: set[int]) -> list[End]:
+        """Count the hosts whose programs cannot be killed as lost. Return the end of the leader's own one."""
+        for index in left - {self._host.index}:
+            self._members.give_up(index)  # its end is among those that are taken next
+        self._own_is_stuck = self._host.index in left
+        own = End(self._host.index, self._host.name, None, "its program cannot be killed")
+        return [own] if self._own_is_stuck else []
 
     def _signal(self, indices: Sequence[int] | set[int], signum: int) -> None:
         """Send a signal to the program on some hosts."""

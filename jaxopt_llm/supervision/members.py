@@ -61,6 +61,11 @@ class Members:
         if index in self._peers:
             self._peers[index].send(message)
 
+    def give_up(self, index: int) -> None:
+        """Count a host as lost. Its supervisor can join again when its program has ended."""
+        if index in self._peers:
+            self._lose(index, "has a program that cannot be killed")
+
     def dismiss(self, code: int) -> None:
         """Let all supervisors end with a code, and wait a moment until they have read it.
 
