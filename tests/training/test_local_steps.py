@@ -139,13 +139,22 @@ def test_groups_train_by_themselves_and_are_averaged(mesh: MeshConfig, settings:
     assert toy.distance(groups[0], groups[1]) > 1e-4, "the groups do not differ between outer steps"
 
 
-@pytest.mark.parametrize(("format", "most"), [("int8", 0.01), ("int4", 0.2)])
-def test_changes_as_codes(format: Any, most: float) -> None:
-    """The first outer step differs by the rounding of the changes; all groups continue from the same masters."""
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"sharding.data_gradients": "int8"}, 0.01),
+        ({"sharding.data_gradients": "int4"}, 0.2),
+        ({"precision.reduce_dtype": "bfloat16"}, 0.01),
+    ],
+    ids=["int8", "int4", "bfloat16"],
+)
+def test_changes_in_fewer_bits(settings: dict[str, Any], most: float) -> None:
+    """The first outer step differs by the rounding of the changes; all groups continue from the same masters.
+
+    In bfloat16, the gradients within a group are rounded, too.
+    """
     mesh = MeshConfig(data=2, fsdp=4)
-    exact, coded = (
-        train(make_config(mesh, **{"sharding.data_gradients": each}), LOCAL)[0] for each in ("exact", format)
-    )
+    exact, coded = (train(make_config(mesh, **each), LOCAL)[0] for each in ({}, settings))
     start = begin(make_config(mesh))[2]
     moved, expected = (
         jax.tree.map(np.subtract, to_host(each.masters), to_host(start.masters)) for each in (coded, exact)
