@@ -14,6 +14,7 @@ from jaxopt_llm.distributed.peer import Peer
 
 HELLO_SECONDS = 5  # time that a new connection has for its first message
 MAX_WAITING = 256  # connections whose first message is waited for at the same time
+ERROR_PAUSE_SECONDS = 0.1  # after an error of accept, which may come back at once
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,17 @@ class Acceptor:
 
     def _accept(self) -> None:
         while not self._closed:
-            with contextlib.suppress(TimeoutError):
+            try:
                 connection, _ = self._listener.accept()
-                if self._waiting.acquire(blocking=False):
-                    threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
-                else:
-                    connection.close()
+            except TimeoutError:
+                continue
+            except OSError:  # for example, no more files may be open for a moment
+                time.sleep(ERROR_PAUSE_SECONDS)
+                continue
+            if self._waiting.acquire(blocking=False):
+                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
 
     def _receive(self, connection: socket.socket) -> None:
         peer, nonce, arrival = Peer(connection), handshake.make_nonce(), None

@@ -46,10 +46,15 @@ class Peer:
             raise ValueError("not a message")
         return messages
 
-    def receive_one(self, deadline: float) -> dict[str, Any] | None:
-        """Return one message as `receive` does. deadline: a time of `time.monotonic()`."""
+    def receive_some(self, deadline: float) -> list[dict[str, Any]] | None:
+        """Return at least one message as `receive` does. deadline: a time of `time.monotonic()`."""
         messages: list[dict[str, Any]] | None = []
         while messages == []:
             self.connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             messages = self.receive()
+        return messages
+
+    def receive_one(self, deadline: float) -> dict[str, Any] | None:
+        """Return one message as `receive` does, and drop those that come together with it."""
+        messages = self.receive_some(deadline)
         return messages[0] if messages else None

@@ -148,7 +148,8 @@ class Leader:
         for rank, index in enumerate(chosen):
             place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags, hold_seconds)
             if index == self._host.index:
-                self._host.start(self._task.command(place), self._task.variables(place))
+                variables = self._task.variables(place, self._members.program_token)
+                self._host.start(self._task.command(place), variables)
             else:
                 self._members.send(index, {"start": place.to_json()})
         if self._limits.elastic_seconds is not None:

@@ -1,20 +1,27 @@
 """Address of the leader of a job's supervisors: a file in the run directory, by which they find each other.
 
-The file has the address of the leader, and a token that the others must know: only those who can read the directory can
-join.
+The file has the address of the leader, and a token that it draws when it begins to lead. A supervisor and the leader
+prove to each other that they know the token (signed_peer.py), so only those who can read the file can join or lead.
 """
 
+import contextlib
 import hmac
 import json
 import os
 import secrets
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.acceptor import HELLO_SECONDS
+from jaxopt_llm.distributed.handshake import Hello, printable
+from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.peer import Peer
+from jaxopt_llm.supervision.signed_peer import SignedPeer
 
 FILE = "supervisors"
 SILENCE_SECONDS = 60.0  # after which a host counts as lost
@@ -31,8 +38,24 @@ class LeaderAddress:
     port: int
     token: str
 
-    def admits(self, token: object) -> bool:
-        return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
+    @property
+    def program_token(self) -> str:
+        """Token of the programs of the job. All supervisors derive it, so that it is never sent."""
+        return hmac.new(self.token.encode(), b"programs", "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Place among the supervisors of a job.
+
+    Attributes:
+        program_token: token of the programs of the job.
+        messages: those that the leader has sent already.
+    """
+
+    leader: SignedPeer
+    program_token: str
+    messages: list[dict[str, Any]]
 
 
 def publish_leader(directory: Path, host: str) -> tuple[socket.socket, LeaderAddress]:
@@ -64,16 +87,37 @@ def find_leader(directory: Path) -> LeaderAddress | None:
         return None
 
 
-def join_leader(published: LeaderAddress, index: int) -> Peer | None:
-    """Return a connection to the leader; None: nobody listens there."""
+def join_leader(published: LeaderAddress, job: Job) -> Membership | None:
+    """Join the supervisors of a job; None: its leader does not listen there.
+
+    Raises:
+        TimeoutError: perhaps it does, but it does not answer now.
+        InputError: it refuses this host.
+    """
     try:
         connection = socket.create_connection((published.host, published.port), timeout=CONNECT_SECONDS)
     except OSError:
         return None
-    if connection.getsockname() == connection.getpeername():  # TCP has connected the port with itself: nobody listens
-        connection.close()
-        return None
-    connection.settimeout(SEND_SECONDS)
-    peer = Peer(connection)
-    peer.send({"join": index, "host": socket.gethostname(), "token": published.token})
-    return peer
+    with contextlib.ExitStack() as unless_joined:
+        unless_joined.enter_context(connection)
+        if connection.getsockname() == connection.getpeername():  # TCP has connected the port with itself
+            return None
+        deadline = time.monotonic() + HELLO_SECONDS
+        try:
+            (greeting,) = _check_open(Peer(connection).receive_some(deadline))
+            leader = SignedPeer(connection, published.token.encode(), str(greeting["nonce"]))
+            leader.send(asdict(Hello(job.index, job.processes, socket.gethostname(), {}, leader.nonce)))
+            answer, *messages = _check_open(leader.receive_some(deadline))
+        except (ValueError, KeyError):  # another program has got the port of a leader that has ended
+            return None
+        if "end" in answer:
+            raise InputError(f"supervise: {printable(answer['end'])}")
+        connection.settimeout(SEND_SECONDS)
+        unless_joined.pop_all()
+        return Membership(leader, published.program_token, messages)
+
+
+def _check_open(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if messages is None:
+        raise TimeoutError("the connection was closed")
+    return messages

@@ -1,25 +1,28 @@
 """The supervisor of a host that another host's supervisor leads."""
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
-from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.supervision.host import Host
-from jaxopt_llm.supervision.leader_address import PULSE_SECONDS, SILENCE_SECONDS
+from jaxopt_llm.supervision.leader_address import PULSE_SECONDS, SILENCE_SECONDS, Membership
 from jaxopt_llm.supervision.policy import STOPPED
+from jaxopt_llm.supervision.signed_peer import SignedPeer
 from jaxopt_llm.supervision.task import Place, Task
 
 
 class Member:
     """Member of a job. It does what the leader says, as long as the leader is there."""
 
-    def __init__(self, host: Host, task: Task, leader: Peer) -> None:
-        self._host, self._task = host, task
-        self._leader: Peer | None = leader
+    def __init__(self, host: Host, task: Task, membership: Membership) -> None:
+        self._host, self._task, self._membership = host, task, membership
+        self._leader: SignedPeer | None = membership.leader
         self._exit: int | None = None
-        host.listen(leader.connection, leader)
+        host.listen(membership.leader.connection, membership.leader)
 
     def run(self) -> int | None:
         """Return the exit code of the job; None: the leader is lost, and no program runs here any more."""
+        self._obey(self._membership.messages)
         pulse = 0.0
         while True:
             end = self._host.poll()
@@ -34,7 +37,7 @@ class Member:
                 if self._leader is None:
                     return None
             for _ in self._host.wait(0.5):
-                self._obey()
+                self._receive()
             now = time.monotonic()
             if self._leader is not None and now > self._leader.last_heard + SILENCE_SECONDS:
                 self._lose_leader()
@@ -42,8 +45,8 @@ class Member:
                 pulse = now
                 self._leader.send()
 
-    def _obey(self) -> None:
-        """Handle the messages of the leader."""
+    def _receive(self) -> None:
+        """Read the messages of the leader, and handle them."""
         assert self._leader is not None
         try:
             messages = self._leader.receive()
@@ -53,10 +56,14 @@ class Member:
             messages = None
         if messages is None:
             self._lose_leader()
-        for message in messages or ():
+        self._obey(messages or ())
+
+    def _obey(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Handle messages of the leader."""
+        for message in messages:
             if "start" in message and not self._host.stopped:
                 place = Place.from_json(message["start"])
-                self._host.start(self._task.command(place), self._task.variables(place))
+                self._host.start(self._task.command(place), self._task.variables(place, self._membership.program_token))
             elif "signal" in message:
                 self._host.send(message["signal"])
             elif "exit" in message:

@@ -22,7 +22,7 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
     """
     host = Host(task.job.index)
     if task.job.processes == 1:
-        code = Leader(host, task, limits, budget, Members(host)).run()
+        code = Leader(host, task, limits, budget, Members(host, task.job)).run()
         assert code is not None  # nobody else leads
         return code
     address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
@@ -30,12 +30,18 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
     while not host.stopped:
         result: int | None = None
         published = find_leader(task.directory)
-        if published is not None and (leader := join_leader(published, host.index)):
-            address = address or leader.connection.getsockname()[0]
-            result = Member(host, task, leader).run()
+        try:
+            membership = None if published is None else join_leader(published, task.job)
+        except TimeoutError:  # a leader that is busy still leads
+            lost_at = time.monotonic()
+            host.wait(_RETRY_SECONDS)
+            continue
+        if membership is not None:
+            address = address or membership.leader.connection.getsockname()[0]
+            result = Member(host, task, membership).run()
             lost_at = time.monotonic()
         elif address and time.monotonic() >= lost_at + _wait_to_lead(host.index, limits):
-            members = Members(host, *publish_leader(task.directory, address))
+            members = Members(host, task.job, *publish_leader(task.directory, address))
             result = Leader(host, task, limits, budget, members).run()
             members.close(task.directory)
         if result is not None:

@@ -1,5 +1,6 @@
 """Program of a supervisor, and its place in the job in each round."""
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.distributed.handshake import TOKEN_VARIABLE
 from jaxopt_llm.distributed.hold import HOLD_VARIABLE
 from jaxopt_llm.distributed.launchers import Job
 
@@ -65,20 +67,26 @@ class Task:
             words = (*drop_settings(words, _OF_THE_JOB), *flags)
         return [sys.executable, "-m", "jaxopt_llm", *words, *place.flags]
 
-    def variables(self, place: Place) -> dict[str, str]:
+    def variables(self, place: Place, token: str) -> dict[str, str]:
         """Return the variables of the program, beside those of the supervisor.
 
         They tell `train` when its steps may begin, and another program its place, if the launcher named another one.
         These are torchrun's, which `find_job` prefers to those of other launchers.
+
+        Args:
+            token: token of the job's programs; "" for none. One in the supervisor's own environment comes before it,
+                and for the program `distributed.token_file` comes before both.
         """
+        is_given = bool(os.environ.get(TOKEN_VARIABLE, "").strip())
+        tokens = {TOKEN_VARIABLE: token} if token and not is_given else {}
         if self.trains:
-            return {HOLD_VARIABLE: str(time.monotonic() + place.hold_seconds)}
+            return {HOLD_VARIABLE: str(time.monotonic() + place.hold_seconds), **tokens}
         if self._is_own(place):
-            return {}
+            return tokens
         address, port = place.coordinator.rsplit(":", 1)
         numbers = {"WORLD_SIZE": place.processes, "RANK": place.index, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         texts = {name: str(number) for name, number in numbers.items()}
-        return {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "False", **texts}
+        return {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "False", **texts, **tokens}
 
     def _is_own(self, place: Place) -> bool:
         return Job(place.coordinator, place.processes, place.index) == self.job

@@ -1,6 +1,7 @@
 """Errors that keep processes from connecting: all processes report them, before JAX starts and in time."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -263,6 +264,21 @@ def test_what_others_send_delays_no_process(coordinator: str, sent: bytes) -> No
     assert first == second and time.monotonic() - began < PATIENCE / 2
     for connection in open_connections:
         connection.close()
+
+
+def test_a_process_that_may_open_no_more_files_for_a_moment_accepts_later(
+    coordinator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+
+    def fail_once(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    (first, _), (second, _) = run_together(*(process(coordinator, index, timeout=30) for index in range(2)))
+    assert first == second and not failures
 
 
 def test_texts_of_others_have_no_control_characters(coordinator: str) -> None:
