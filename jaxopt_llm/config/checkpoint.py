@@ -8,8 +8,8 @@ from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_r
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = setting(500, bounds=AT_LEAST_ONE)
-    """Steps between two checkpoints. The last step always has one. A save that failed is retried after a tenth of
-    these steps."""
+    """Steps between two checkpoints. The last step always has one. A save that failed, or that was left out because the
+    saves before were still being written, is retried after a tenth of these steps."""
     keep: int = setting(2, bounds=AT_LEAST_ONE)
     """Number of newest checkpoints to keep (Hugging Face: save_total_limit)."""
     keep_every: int = setting(0, bounds=NON_NEGATIVE)
@@ -36,3 +36,7 @@ class CheckpointConfig:
         """Return whether to save a checkpoint after this step. failed: step of the last save if that save failed."""
         retry = failed is not None and step >= failed + max(1, self.every // 10)
         return retry or step % self.every == 0
+
+    def keeps_forever(self, step: int) -> bool:
+        """Return whether `keep_every` keeps the checkpoint of a step."""
+        return self.keep_every > 0 and step % self.keep_every == 0

@@ -12,7 +12,7 @@ class WatchdogConfig:
     least for the floor of the phase. 0 = off."""
     floor_seconds: float = setting(600.0, bounds=POSITIVE)
     """Smallest limit, in seconds, of a step, an evaluation and a wait for data. A save that takes longer is slow: the
-    run says so, goes on, and leaves out the checkpoints that are due meanwhile."""
+    run says so and goes on."""
     compile_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
     """Smallest limit, in seconds, of a compile, of a restore, and of the first step and the first evaluation, which may
     compile."""

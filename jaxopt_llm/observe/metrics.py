@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +31,10 @@ def append_whole(file: BinaryIO, lines: bytes) -> None:
 
 
 class MetricsLog:
-    """Log that appends records to a file. Floats read back to the same bits."""
+    """Log that appends records to a file. Floats read back to the same bits.
+
+    One other thread may call `sync`, also after `close`; a `write` does not wait for its fsync.
+    """
 
     def __init__(self, path: Path, resume_step: int, say: Say) -> None:
         """Open the file, and remove the records after `resume_step` from it.
@@ -52,12 +56,16 @@ class MetricsLog:
         self._file = path.open("ab", buffering=0)
         self._pending = b""
         self._unsynced = False  # a sync failed: the kernel does not write these pages again
+        self._lock = threading.Lock()  # of the file and of the records that wait
+        self._syncing = threading.Lock()  # taken before the other one
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. If the disk is full, the record waits and is written together with the next one."""
-        self._pending += (json.dumps(record, allow_nan=False) + "\n").encode()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
-            self._append()
+            with self._lock:
+                self._pending += line
+                self._append()
         except OSError as error:
             self._say(f"{self._path} could not be written ({error}); the next record will write it again")
 
@@ -66,28 +74,34 @@ class MetricsLog:
         self._pending = b""
 
     def sync(self) -> None:
-        """Wait until the records are on disk. Call it before a save: no checkpoint may be newer than its records.
+        """Wait until the records are on disk: no checkpoint may be newer than its records.
 
         Raises:
             OSError: a record could not be written; the next call writes it again.
+            ValueError: the log is closed, and `close` could not bring all records to the disk.
         """
-        self._append()
-        try:
-            if self._unsynced:
-                replace_durably(self._path, self._path.read_text())
-                self._file.close()
-                self._file = self._path.open("ab", buffering=0)
-            os.fsync(self._file.fileno())
-        except OSError:
-            self._unsynced = True
-            raise
+        with self._syncing:
+            with self._lock:
+                if self._file.closed and not self._pending and not self._unsynced:
+                    return
+                self._append()
+                if self._unsynced:
+                    replace_durably(self._path, self._path.read_text())
+                    self._file.close()
+                    self._file = self._path.open("ab", buffering=0)
+            self._sync_file()
+
+    def _sync_file(self) -> None:
+        self._unsynced = True
+        os.fsync(self._file.fileno())
         self._unsynced = False
 
     def close(self) -> None:
-        """Write the pending records and close the file.
+        """Bring the records to the disk and close the file.
 
         Raises:
             OSError: a record could still not be written.
         """
-        with self._file:
+        with self._syncing, self._lock, self._file:
             self._append()
+            self._sync_file()

@@ -70,7 +70,6 @@ def open_records(
         processes,
         note_save,
         identity=identity,
-        slow_save_seconds=config.watchdog.floor_seconds,
     )
     watchdog = Watchdog(config, processes, progress.say)
     with progress, watchdog, checkpoints:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +111,35 @@ def test_floats_read_back_to_the_same_bits(path: Path, value: float) -> None:
     log.write({"step": 1, "loss": value})
     log.close()
     assert json.loads(path.read_text())["loss"].hex() == value.hex()
+
+
+def test_a_record_is_written_while_another_thread_syncs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background may sync for long, and also after the log is closed, as after an error."""
+    log = MetricsLog(path, 0, [].append)
+    begun, allowed, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def wait_and_sync(descriptor: int) -> None:
+        begun.set()
+        assert allowed.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait_and_sync)
+    syncing = threading.Thread(target=log.sync)
+    syncing.start()
+    assert begun.wait(60)
+    log.write({"step": 1, "resumed_at": 0})
+    assert read(path) == [(1, 0)]
+    allowed.set()
+    syncing.join()
+    log.close()
+    log.sync()
+
+
+def test_a_log_that_was_closed_without_its_records_cannot_be_synced(path: Path) -> None:
+    log = MetricsLog(path, 0, [].append)
+    with files_no_larger_than(0):
+        log.write({"step": 1, "resumed_at": 0})
+        with pytest.raises(OSError):
+            log.close()
+    with pytest.raises(ValueError, match="closed"):
+        log.sync()

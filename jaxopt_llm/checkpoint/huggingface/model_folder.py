@@ -1,6 +1,6 @@
 """Hugging Face model folders, config.json and safetensors, read directly into sharded arrays.
 
-Each device's shard of a parameter is filled from slices of the memory-mapped tensors, layer by layer. In addition to
+Each device's shard of a parameter is filled from slices of the tensors, layer by layer. In addition to
 the shards of this process's devices, the host holds at most one tensor.
 """
 
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jaxopt_llm.checkpoint.huggingface import families, safetensors
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
+from jaxopt_llm.checkpoint.huggingface.stored_tensor import StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import json_files
@@ -126,18 +126,27 @@ def copy_finite(source: np.ndarray, out: np.ndarray, what: str) -> None:
         raise InputError(f"{what} has values that are not finite in {out.dtype}; use a wider dtype")
 
 
-def copy_table(stored: np.ndarray, out: np.ndarray, index: tuple[slice, ...], size: int, what: str) -> None:
+def copy_table(
+    stored: np.ndarray,
+    out: np.ndarray,
+    index: tuple[slice, ...],
+    size: int,
+    what: str,
+    read: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> None:
     """Copy the slices `index` of a table [V, ...] into `out`, with rows added up to `size`: see `copy_finite`.
 
     Each added row is the mean of the stored rows, so that its logit is not above those of real tokens (Hewitt 2021,
     "Initializing New Word Embeddings for Pretrained Language Models"). Every host and every mesh computes the same
     values.
+
+    read: reads a view of `stored`, if that is in a file.
     """
-    copy_finite(stored[index], out, what)
+    copy_finite(read(stored[index]), out, what)
     first = index[0].start or 0
     added = slice(max(len(stored) - first, 0), max(size - first, 0))
     if len(out[added]):
-        columns = stored[(slice(None), *index[1:])]
+        columns = read(stored[(slice(None), *index[1:])])
         out[added] = columns.mean(axis=0, dtype=np.float64)
 
 
@@ -180,11 +189,9 @@ class ModelFolder:
         """
         digest, limit = hashlib.sha256(), min(DIGEST_BYTES_PER_TENSOR, MAX_DIGEST_BYTES // len(self.stored))
         for name, stored in sorted(self.stored.items()):
-            stored.check()
             stride = max(1, stored.array.nbytes // limit)
             digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
-            digest.update(np.ascontiguousarray(stored.array[::stride]).view(np.uint8).data)
-            stored.release()
+            digest.update(np.ascontiguousarray(stored.read(stored.array[::stride])).view(np.uint8).data)
         return digest.hexdigest()
 
     def dtype(self, path: str) -> np.dtype:
@@ -216,13 +223,11 @@ class ModelFolder:
         self, name: str, layout: TensorLayout, piece: TensorPiece, out: np.ndarray, index: tuple[slice, ...]
     ) -> None:
         stored = self.stored[name]
-        stored.check()
         view, what = layout.view(stored.array, piece), f"{stored.file}: tensor {name!r}"
         if "vocabulary" in piece.spec.axes:
-            copy_table(view, out, index, self.vocabulary_size, what)
+            copy_table(view, out, index, self.vocabulary_size, what, stored.read)
         else:
-            copy_finite(view[index], out, what)
-        stored.release()
+            copy_finite(stored.read(view[index]), out, what)
 
 
 def open_model_folder(path: Path) -> ModelFolder:
@@ -314,13 +319,8 @@ def _remove_tied_head(family: Family, stored: dict[str, StoredTensor]) -> None:
 
 def have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors have the same shape and values; only some rows are compared at once."""
-    for tensor in (first, second):
-        tensor.check()
     rows = 1 + 2**24 // max(1, math.prod(first.array.shape[1:]))
-    equal = first.array.shape == second.array.shape and all(
-        np.array_equal(first.array[begin : begin + rows], second.array[begin : begin + rows])
+    return first.array.shape == second.array.shape and all(
+        np.array_equal(first.read(first.array[begin : begin + rows]), second.read(second.array[begin : begin + rows]))
         for begin in range(0, len(first.array), rows)
     )
-    for tensor in (first, second):
-        tensor.release()
-    return equal

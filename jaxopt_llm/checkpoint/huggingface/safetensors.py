@@ -1,4 +1,4 @@
-"""Folders of safetensors files, read in slices from a memory map and written one tensor at a time.
+"""Folders of safetensors files, read in slices and written one tensor at a time.
 
 Headers are checked before anything is used. Tensor names are keys and never paths, and an index can name only files of
 its own folder. Pickles are never opened.
@@ -6,7 +6,6 @@ its own folder. Pickles are never opened.
 
 import json
 import math
-import mmap
 import re
 import shlex
 import shutil
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxopt_llm.checkpoint.huggingface.stored_tensor import StoredFile, StoredTensor
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_no_pointer, sync_directory, sync_file
@@ -29,23 +29,6 @@ MASK_DTYPES = {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 MAX_FILE_BYTES = 5_000_000_000  # default limit for the tensors of one written file; a larger tensor has its own file
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-
-
-class StoredTensor(NamedTuple):
-    """Tensor in a file: a view of the memory map. Only slices that are accessed are read from disk."""
-
-    file: Path
-    array: np.ndarray
-    map: mmap.mmap
-
-    def check(self) -> None:
-        """Raise InputError if the file has become shorter. Call it before a read, which SIGBUS would end then."""
-        if self.map.size() < len(self.map):
-            raise InputError(f"{self.file}: the file was truncated while it was read; download it again")
-
-    def release(self) -> None:
-        """Remove the pages of the file that were read from this process's memory; later accesses read them again."""
-        self.map.madvise(mmap.MADV_DONTNEED)
 
 
 class TensorSpec(NamedTuple):
@@ -112,10 +95,10 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise _damaged(file, f"header of {length:,} bytes in a file of {size:,} bytes")
             header = _parse_header(stream.read(length), file)
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            source = StoredFile(file, stream)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
-    data = np.frombuffer(mapped, np.uint8)[8 + length :]
+    data = source.bytes[8 + length :]
     header.pop("__metadata__", None)
     tensors, ranges = {}, []
     for name, entry in header.items():
@@ -128,7 +111,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
         except ValueError as error:
             # More dimensions than NumPy supports, or a 0 next to sizes with an overflowing product.
             raise _damaged(file, f"tensor {name!r} has an impossible shape") from error
-        tensors[name] = StoredTensor(file, array, mapped)
+        tensors[name] = StoredTensor(source, array)
     expected_begin = 0
     for begin, end, name in sorted(ranges):
         if begin != expected_begin:

@@ -6,13 +6,11 @@ The layout on disk does not depend on the mesh that writes or reads it.
 import asyncio
 import datetime
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
+from jaxopt_llm.checkpoint.native.deferred_directory import DeferredDirectory
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
+from jaxopt_llm.checkpoint.native.pending_saves import PendingSaves, Save
 from jaxopt_llm.checkpoint.native.saved_leaves import check_leaves, describe_leaves, make_save_arguments
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files, tree
@@ -31,17 +31,6 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
-
-MAX_PENDING = 2  # saves that are written at the same time; each holds a copy of the state in host memory
-
-
-@dataclass(frozen=True)
-class _Save:
-    """A save that goes on. since: time of `time.monotonic()` at which it began."""
-
-    step: int
-    since: float
-    future: Future[None]
 
 
 def _print_to_stderr(line: str) -> None:
@@ -62,7 +51,6 @@ class Checkpoints:
         report: Callable[[str], None] = _print_to_stderr,
         processes: Processes = SINGLE_PROCESS,
         on_save: Callable[[int, str], None] = lambda step, failure: None,
-        slow_save_seconds: float = math.inf,
         identity: Identity | None = None,
     ) -> None:
         """Open the checkpoint directory; a writer creates it and deletes leftovers of dead processes.
@@ -73,18 +61,18 @@ class Checkpoints:
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
             on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
-            slow_save_seconds: seconds after which a save is slow: another one then does not wait for it.
             identity: that of the run, which every checkpoint records; None for a reader of any run.
         """
         self.directory, self.identity = directory.absolute(), identity
         self.last_save_failed = False
         self._last_step: int | None = None  # step of the last save
         self._failure = ""
+        self._said_left_out = False  # since the last save that was not left out
         self._opened: int | None = None  # descriptor of the directory, if this process writes its entries
         self._config = config
         self._report, self._on_save = report, on_save
         self._is_first, self._share = processes.first, (processes.index, processes.count)
-        self._main, self._saving, self._slow_save = processes.main, processes.saving, slow_save_seconds
+        self._main, self._saving = processes.main, processes.saving
         self._channel = processes.channel(f"{directory}")
         self._background_channel = processes.channel(f"{directory} in the background", processes.saving)
         orbax_logging.silence_failed_saves()
@@ -96,8 +84,7 @@ class Checkpoints:
         only_this_process = ocp.options.MultiprocessingOptions(active_processes={processes.index})
         self._handler = ocp.StandardCheckpointHandler(multiprocessing_options=only_this_process)
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: list[_Save] = []  # saves that are not known to be on disk, oldest first
-        self._active: set[str] = set()  # names of their working directories
+        self._pending = PendingSaves()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -173,9 +160,10 @@ class Checkpoints:
     ) -> float:
         """Copy the trees off the devices, and write them in the background.
 
-        The previous save may still be written. Only a third one waits, for the oldest, so that host memory holds at
-        most two copies of the trees. If the oldest is slow, there is no third one: the run goes on, and tries again as
-        after a save that failed.
+        The call waits for nothing but the copy: not for the disk, not for other processes, and not for the saves
+        before, which are written one after the other. If they hold as many copies as host memory has room for, this
+        save is left out: the run goes on, and tries again as after a save that failed. Only a step that
+        `checkpoint.keep_every` keeps forever waits for room: no later step could replace it.
 
         A save that fails is reported, its files are deleted, and `last_save_failed` is set. No other checkpoint is
         deleted before the new one is complete.
@@ -184,17 +172,13 @@ class Checkpoints:
             step: the step of the checkpoint.
             trees: the trees to save, by name.
             record: further values to keep, as JSON.
-            sync: called before anything is written; an OSError that it raises fails the save.
+            sync: called in the background before anything is written; an OSError that it raises fails the save.
 
         Returns:
             The seconds for which the call blocked.
         """
         began = time.perf_counter()
-        if slow := self._find_slow_save():
-            self.last_save_failed, self._last_step = True, step
-            seconds = time.monotonic() - slow.since
-            self._report(f"step {step} is not saved: the save of step {slow.step} goes on for {seconds:.0f} s")
-            return time.perf_counter() - began
+        self._main.enter("save")
         self.last_save_failed, self._last_step = False, step
         contents = {
             "step": step,
@@ -203,15 +187,17 @@ class Checkpoints:
             "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "arrays": {name: describe_leaves(each) for name, each in trees.items()},
         }
-        path = step_directories.working_path(self.directory, step)
-        failure, _ = self._run_on_all(self._channel, lambda: self._create_directories(path, trees, sync))
-        self._active.add(path.name)
-        if failure:
-            self._give_up(path, failure)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(dict(trees)))
+        directory = DeferredDirectory(step_directories.working_path(self.directory, step))
+        writes = None
+        if self._pending.has_room(size, wait=self._config is not None and self._config.keeps_forever(step)):
+            self._said_left_out = False
+            writes = self._start_writes(directory, trees)
         else:
-            writes = self._start_writes(path, trees)
-            future = self._background.submit(self._finish, path, contents, writes)
-            self._pending.append(_Save(step, time.monotonic(), future))
+            self._leave_out(step)
+        # A save that is left out also goes through the background, where all processes hear of it.
+        future = self._background.submit(self._finish, Save(directory, contents, sync, writes))
+        self._pending.add(0 if writes is None else size, future)
         return time.perf_counter() - began
 
     def save_last(
@@ -276,55 +262,72 @@ class Checkpoints:
         if self._is_first:
             step_directories.check_is_open(self.directory, self._opened)
             # Threads of a failed save may have written files after the cleanup.
-            step_directories.delete_leftovers(self.directory, tuple(self._active))
+            step_directories.delete_leftovers(self.directory)
             path.mkdir()  # without its parents: a run directory that was deleted does not come back as half of one
             for name in names:
                 (path / name).mkdir(parents=True)
 
-    def _start_writes(self, path: Path, trees: Mapping[str, tree.Tree]) -> list[Any]:
-        """Copy this process's shards off its devices and return the writes, which go on in the background.
+    def _start_writes(self, directory: DeferredDirectory, trees: Mapping[str, tree.Tree]) -> list[Any]:
+        """Copy this process's shards off its devices and return the writes, which begin when the directory is there.
 
         An error of the storage is the result of the only write: all processes must hear of it.
         """
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(epath.Path(path / name), args=make_save_arguments(each))
+                self._handler.async_save(directory / name, args=make_save_arguments(each))
                 for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]
 
         try:
             return asyncio.run(copy())
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError as error:
+            directory.give_up(error)
             raise  # a failure of the device, not of the disk
         except STORAGE_ERRORS as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
             return [failed]
 
-    def _finish(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
-        """Complete a save; runs in the background thread."""
-        self._saving.enter("save", contents["step"])
+    def _finish(self, save: Save) -> None:
+        """Write and complete a save; runs in the background thread."""
+        self._saving.enter("save", save.step)
         try:
-            self._complete(path, contents, writes)
+            self._complete(save)
         finally:
+            save.directory.give_up(FileNotFoundError("the save was given up"))
             self._saving.leave()
 
-    def _complete(self, path: Path, contents: dict[str, Any], writes: list[Any]) -> None:
+    def _complete(self, save: Save) -> None:
+        path, contents = Path(save.directory.path), save.contents
+
+        def begin() -> bool:
+            if save.writes is not None:
+                self._create_directories(path, contents["arrays"], save.sync)
+            return save.writes is not None
+
         def write() -> FileEntries:
-            for each in writes:
+            save.directory.set_created()
+            for each in save.writes or ():
                 each.result()
             return integrity.sync_and_hash(path, f"*/ocdbt.process_{self._share[0]}")
 
+        failure, copied = self._run_on_all(self._background_channel, begin)
+        if not failure and not all(copied):
+            if save.writes is not None:  # another process left it out; this one has not said so
+                self._leave_out(save.step)
+            return
+        if failure:
+            self._give_up(path, failure)
+            return
         failure, entries = self._run_on_all(self._background_channel, write)
         if not failure:
             failure, _ = self._run_on_all(self._background_channel, lambda: self._commit(path, contents, entries))
         if failure:
             self._give_up(path, failure)
             return
-        self._active.discard(path.name)
-        self._on_save(contents["step"], "")
+        self._on_save(save.step, "")
         if self._is_first:
             self._delete_old()
 
@@ -357,12 +360,11 @@ class Checkpoints:
         """Report a save that failed and delete its files. path: its working directory."""
         step = int(path.stem)
         self.last_save_failed, self._failure = True, failure
-        self._active.discard(path.name)
         cleanup = ""
         # Several times, because writes of other leaves that are still running create their directories again.
         for _ in range(5 if self._is_first else 0):
             try:
-                step_directories.delete_leftovers(self.directory, tuple(self._active))
+                step_directories.delete_leftovers(self.directory)
                 cleanup = "; its partial files are deleted"
             except OSError as error:
                 cleanup = f"; its partial files could not be deleted: {_first_line(error)}"
@@ -381,24 +383,20 @@ class Checkpoints:
                 except OSError as error:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
-    def _find_slow_save(self) -> _Save | None:
-        """Make room for another save: wait until fewer than MAX_PENDING go on. Return the one that is too slow."""
-        self._main.enter("save")
-        if len(self._pending) < MAX_PENDING:
-            return None
-        oldest = self._pending[0]
-        left = oldest.since + self._slow_save - time.monotonic()
-        wait([oldest.future], None if left == math.inf else max(left, 0))
-        if str(True) in self._channel.exchange(str(not oldest.future.done())):
-            return oldest
-        self._wait_for_save(MAX_PENDING - 1)
-        return None
+    def _leave_out(self, step: int) -> None:
+        """Note that this step is not saved because the saves before are not on disk yet."""
+        self.last_save_failed, self._failure = True, "the saves before are still being written"
+        if not self._said_left_out:
+            self._said_left_out = True
+            self._report(
+                f"step {step} is not saved: {self._failure}, and host memory has room for no more copies of the state; "
+                "the next try is after a tenth of checkpoint.every"
+            )
 
-    def _wait_for_save(self, pending: int = 0) -> None:
-        """Wait until at most so many saves are neither on disk nor have failed."""
+    def _wait_for_save(self) -> None:
+        """Wait until each save is on disk or has failed."""
         self._main.enter("save")
-        while len(self._pending) > pending:
-            self._pending.pop(0).future.result()
+        self._pending.wait()
 
 
 def _first_line(error: Exception) -> str:

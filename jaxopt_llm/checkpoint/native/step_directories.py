@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +87,10 @@ def delete(path: Path) -> None:
     shutil.rmtree(path.rename(path.with_name(path.name + ".deleting")))
 
 
-def delete_leftovers(directory: Path, active: Collection[str] = ()) -> None:
-    """Delete what a dead process or a failed save left half written or half deleted.
-
-    active: names of the working directories of saves that go on, which stay.
-    """
+def delete_leftovers(directory: Path) -> None:
+    """Delete what a dead process or a failed save left half written or half deleted."""
     for pattern in ("*.writing*", "*.deleting"):
         for path in directory.glob(pattern):
-            if any(path.name.startswith(name) for name in active):
-                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

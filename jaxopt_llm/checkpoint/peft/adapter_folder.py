@@ -24,7 +24,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
-from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
+from jaxopt_llm.checkpoint.huggingface.stored_tensor import StoredFile, StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.peft import modules as peft
@@ -41,9 +41,13 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 
 class LoraFactors(NamedTuple):
-    """Adapter of a module. a: [in, rank]; b: [out, rank]; magnitude: [out], with DoRA; scale: factor of A·B."""
+    """Adapter of a module, in a file.
+
+    a: [in, rank]; b: [out, rank]; magnitude: [out], with DoRA; these are views, see `StoredFile`. scale: factor of A·B.
+    """
 
     module: str
+    source: StoredFile
     a: np.ndarray
     b: np.ndarray
     magnitude: np.ndarray | None
@@ -51,7 +55,10 @@ class LoraFactors(NamedTuple):
     scale: float
 
     def has_values_of(self, other: "LoraFactors") -> bool:
-        return self.scale == other.scale and np.array_equal(self.a, other.a) and np.array_equal(self.b, other.b)
+        return self.scale == other.scale and all(
+            np.array_equal(self.source.read(mine), other.source.read(theirs))
+            for mine, theirs in ((self.a, other.a), (self.b, other.b))
+        )
 
 
 class AdapterPart(NamedTuple):
@@ -65,17 +72,21 @@ class AdapterPart(NamedTuple):
     def rank(self) -> int:
         return self.columns.stop - self.columns.start
 
-    def view(self, kind: str) -> np.ndarray:
-        """Return lora_a, lora_b or magnitude as a view in the shape of our leaf, without reading the data."""
+    def read(self, kind: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Read the slices `index` of lora_a, lora_b or magnitude in the shape of our leaf."""
+        read = self.factors.source.read
         shape, contracting = self.piece.spec.shape, sorted(self.piece.spec.contracting)
         others = [size for dim, size in enumerate(shape) if dim not in contracting]
         outputs = self.piece.output_index
         if kind == "lora_a":
-            return self.factors.a[:, self.columns].reshape(*(shape[dim] for dim in contracting), self.rank)
+            return read(self.factors.a[:, self.columns].reshape(*(shape[dim] for dim in contracting), self.rank)[index])
         if kind == "lora_b":
-            return self.factors.b[outputs, self.columns].reshape(*others, self.rank)
+            columns = self.factors.b[:, self.columns]
+            if isinstance(outputs, slice):
+                return read(columns[outputs].reshape(*others, self.rank)[index])
+            return read(columns)[outputs].reshape(*others, self.rank)[index]
         assert kind == "magnitude" and self.factors.magnitude is not None
-        return self.factors.magnitude[outputs].reshape(others)
+        return read(self.factors.magnitude)[outputs].reshape(others)[index]
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,6 @@ class AdapterFolder:
         lora: the LoraConfig fields that the folder sets.
         scale: factor of A·B that these fields give.
         parts: (path of our parameter, index in its stack) -> its part; some layers of a stack may have none.
-        file: the first tensor of the weights file.
         base: tables of the base model that PEFT saved with the adapters, by module.
     """
 
@@ -95,7 +105,6 @@ class AdapterFolder:
     lora: dict[str, Any]
     scale: float
     parts: Mapping[tuple[str, int | None], AdapterPart]
-    file: StoredTensor
     base: Mapping[str, StoredTensor]
 
     def add_to_specs(self, specs: Params) -> Params:
@@ -125,13 +134,11 @@ class AdapterFolder:
         part = self.parts.get((weight, layer))
         if part is None:
             return
-        self.file.check()
-        source = part.view(kind)[index]
+        source = part.read(kind, index)
         ratio = np.float32(part.factors.scale / self.scale)
         if kind == "lora_b" and ratio != 1:
             source = source.astype(np.float32) * ratio
-        huggingface.copy_finite(source, out, f"{self.file.file}: adapter of {part.factors.module}")
-        self.file.release()
+        huggingface.copy_finite(source, out, f"{part.factors.source.path}: adapter of {part.factors.module}")
 
     def check_base(self, folder: ModelFolder | None) -> None:
         """Check the tables of the base model that PEFT saved with the adapters.
@@ -196,8 +203,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     }
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
     lora, scale = _lora_fields(path, peft_config, parts, locations)
-    file = next(iter(stored[next(iter(factors))].values()))
-    return AdapterFolder(path, lora, scale, parts, file, base)
+    return AdapterFolder(path, lora, scale, parts, base)
 
 
 def _lora_fields(
@@ -284,6 +290,7 @@ def _make_factors(
     arrays = {kind: each.array for kind, each in stored.items()}
     return LoraFactors(
         module.name,
+        next(iter(stored.values())).source,
         a=arrays[peft.EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[peft.LINEAR_FACTORS[0]].T,
         b=arrays[peft.EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[peft.LINEAR_FACTORS[1]],
         magnitude=arrays.get(peft.MAGNITUDE),
@@ -314,7 +321,8 @@ def _split_factors(factors: LoraFactors, module: PeftModule) -> list[AdapterPart
     whole = [AdapterPart(factors, piece, slice(0, rank)) for piece in module.layout.pieces]
     if len(whole) == 1:
         return whole
-    used_columns = [np.flatnonzero(np.any(factors.b[p.output_index] != 0, axis=0)) for p in module.layout.pieces]
+    b = factors.source.read(factors.b)
+    used_columns = [np.flatnonzero(np.any(b[piece.output_index] != 0, axis=0)) for piece in module.layout.pieces]
     nonzero = [(part, columns) for part, columns in zip(whole, used_columns, strict=True) if columns.size]
     if not nonzero or rank % len(nonzero):
         return whole

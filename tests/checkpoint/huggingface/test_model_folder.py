@@ -89,15 +89,25 @@ def test_host_holds_one_tensor_in_addition_to_the_shards(tmp_path: Path) -> None
     assert resident_file_bytes() - mapped < 2 * one  # the whole file has 16 / 2
 
 
-def test_a_file_that_is_truncated_after_it_was_opened_is_one_line(tmp_path: Path) -> None:
-    """A read of a page that the file has no more ends the process with SIGBUS."""
-    opened = huggingface.open_model_folder(folders.folder(tmp_path / "folder", most=10**9))
+def test_a_file_that_is_truncated_during_a_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An access to a mapped page that the file has no more would end the process with SIGBUS."""
+    file, preadv = tmp_path / "folder" / "model.safetensors", os.preadv
+    folders.folder(tmp_path / "folder", most=10**9)
+    opened, whole = huggingface.open_model_folder(tmp_path / "folder"), file.read_bytes()
     spec = Decoder(folders.CONFIG).specs["non_layer"]["embedding"]["table"]
-    os.truncate(tmp_path / "folder" / "model.safetensors", 5000)
+    table = opened.stored["model.embed_tokens.weight"]
+
+    def cut_and_read(*arguments: Any) -> int:
+        os.truncate(file, 5000)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", cut_and_read)
     for read in (
         lambda: opened.read("non_layer/embedding/table", spec, parameter_sharding(spec, toy.placement())),
         lambda: opened.sha256,
+        lambda: huggingface.have_equal_values(table, table),
     ):
+        file.write_bytes(whole)
         with pytest.raises(InputError, match="model.safetensors: the file was truncated while it was read"):
             read()
 

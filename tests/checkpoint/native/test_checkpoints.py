@@ -1,5 +1,6 @@
 """Choice of a checkpoint when some on disk are damaged, and saves that fail."""
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.native import integrity, saved_leaves, step_directories
+from jaxopt_llm.checkpoint.native import integrity, pending_saves, saved_leaves, step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.native.pending_saves import PendingSaves
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core.errors import CheckpointError
 
@@ -266,26 +268,97 @@ def test_a_directory_that_was_deleted_fails_the_save_and_stays_away(directory: P
     assert len(lines) == 2 and not directory.exists()
 
 
-def test_a_save_does_not_wait_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the first is written, the second copies its trees. A third would be one copy too many, and waits."""
-    allowed, hashed = threading.Event(), []
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return the event without which no save reaches the disk."""
+    allowed, original = threading.Event(), integrity.sync_and_hash
 
     def sync_and_hash(path: Path, pattern: str) -> integrity.FileEntries:
         assert allowed.wait(60)
-        hashed.append(path.name)
         return original(path, pattern)
 
-    original = integrity.sync_and_hash
     monkeypatch.setattr(integrity, "sync_and_hash", sync_and_hash)
-    with Checkpoints(tmp_path, CheckpointConfig(keep=3)) as checkpoints:
-        for step in (1, 2):
+    return allowed
+
+
+def test_a_save_waits_for_no_other_save_and_is_left_out_if_there_is_no_room(
+    gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is said once. A step that is kept forever waits for the oldest save, and the last one for all of them."""
+    monkeypatch.setattr(pending_saves, "SMALL_BYTES", 0)
+    lines: list[str] = []
+    config = CheckpointConfig(every=10, keep=9, keep_every=50)
+    with Checkpoints(tmp_path, config, lines.append) as checkpoints:
+        for step in (10, 20, 30, 31):
             checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {})
-        assert not hashed and {path.name for path in tmp_path.iterdir()} == {"1.writing", "2.writing"}
-        threading.Timer(0.1, allowed.set).start()
-        checkpoints.save(3, {"weights": {"w": jnp.full(3, 3)}}, {})
-        assert hashed[0] == "1.writing" and (tmp_path / "1").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3"}
-    assert restore_latest(tmp_path) == (3, [3, 3, 3], [])
+        assert {path.name for path in tmp_path.iterdir()} <= {"10.writing"}
+        assert len(lines) == 1 and "step 30 is not saved: the saves before are still being written" in lines[0]
+        assert [step for step in range(31, 36) if checkpoints.is_due(step, checkpoints.last_save_failed)] == [
+            *range(32, 36)
+        ]
+        threading.Timer(0.2, gate.set).start()
+        checkpoints.save(50, {"weights": {"w": jnp.full(3, 50)}}, {})
+        assert (tmp_path / "10").exists() and not checkpoints.last_save_failed
+        gate.clear()
+        threading.Timer(0.2, gate.set).start()
+        checkpoints.save_last(55, {"weights": {"w": jnp.full(3, 55)}}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"10", "20", "50", "55"} and len(lines) == 1
+    assert restore_latest(tmp_path) == (55, [55, 55, 55], [])
+
+
+def test_saves_of_small_states_do_not_leave_each_other_out(gate: threading.Event, tmp_path: Path) -> None:
+    steps = range(1, pending_saves.MAX_SMALL_COPIES + 1)
+    with Checkpoints(tmp_path, CheckpointConfig(keep=99)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {})
+        gate.set()
+    assert {path.name for path in tmp_path.iterdir()} == {*map(str, steps)}
+
+
+def test_a_save_waits_neither_for_the_records_nor_for_the_disk(tmp_path: Path) -> None:
+    """The state may change at once: the copy is complete. The checkpoint is not, before the records are on disk."""
+    allowed, lines = threading.Event(), []
+
+    def sync() -> None:
+        assert allowed.wait(60)
+
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with Checkpoints(tmp_path, CheckpointConfig(), lines.append) as checkpoints:
+        w = add(jnp.zeros(3, int))
+        checkpoints.save(1, {"weights": {"w": w}}, {}, sync)
+        w = add(w)
+        assert not list(tmp_path.iterdir())
+        checkpoints.save(2, {"weights": {"w": w}}, {}, sync)
+        assert add(w).tolist() == [3, 3, 3]
+        allowed.set()
+    assert not lines
+    with Checkpoints(tmp_path) as reader:
+        for step in (1, 2):
+            found = reader.restore(step, weights={"w": jnp.zeros(3, int)})["weights"]["w"]
+            assert found.tolist() == [step] * 3
+
+
+@pytest.mark.parametrize("left_out_here", [True, False])
+def test_a_step_that_one_process_leaves_out_is_saved_by_none(
+    left_out_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    with Checkpoints(tmp_path, CheckpointConfig(), lines.append) as checkpoints:
+        others = iter([not left_out_here])  # the answers of another process: its arrays are copied
+        exchange = checkpoints._background_channel.exchange
+
+        def exchange_with_another(message: str) -> list[str]:
+            return [*exchange(message), json.dumps(["", not next(others)])]
+
+        monkeypatch.setattr(checkpoints._background_channel, "exchange", exchange_with_another)
+        monkeypatch.setattr(PendingSaves, "has_room", lambda *arguments, wait: not left_out_here)
+        checkpoints.save(1, {"weights": {"w": jnp.full(3, 1)}}, {})
+        checkpoints._wait_for_save()
+        assert checkpoints.last_save_failed and len(lines) == 1 and "step 1 is not saved" in lines[0]
+        assert not (tmp_path / "1").exists()
+        monkeypatch.undo()
+        checkpoints.save_last(2, {"weights": {"w": jnp.full(3, 2)}}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"2"}
 
 
 def test_a_save_that_fails_leaves_the_next_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,38 @@
+"""Directory for Orbax to write into, which is created after the arrays were copied off the devices."""
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+
+from etils import epath
+
+
+class DeferredDirectory:
+    """Directory that may not exist yet; the methods of Orbax's `PathAwaitingCreation`.
+
+    Orbax copies the arrays at once. The threads that write them wait until `set_created` or `give_up` is called.
+    """
+
+    def __init__(self, path: Path, created: Future[None] | None = None) -> None:
+        self.path = epath.Path(path)
+        if created is None:
+            created = Future()
+            created.set_running_or_notify_cancel()  # one thread that ends early must not cancel the wait of the others
+        self._created = created
+
+    def __truediv__(self, name: str | Path) -> "DeferredDirectory":
+        return DeferredDirectory(Path(self.path / name), self._created)
+
+    async def await_creation(self) -> epath.Path:
+        """Return the path once the directory exists. Raise the error of `give_up` if it will not."""
+        await asyncio.wrap_future(self._created)
+        return self.path
+
+    def set_created(self) -> None:
+        """Let the writes begin: the directory exists."""
+        self._created.set_result(None)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the writes fail if they have not begun."""
+        if not self._created.done():
+            self._created.set_exception(error)
