@@ -120,45 +120,122 @@ def make_faults() -> tuple[np.ndarray, ...]:
     return tuple(random.integers(low, high, TRIALS) for low, high in ((0, 8), (8, 31)))
 
 
-def test_a_bit_flipped_in_a_gradient_on_one_device_is_found_after_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In step t a bit is flipped after the sum over the devices, as trial t says.
+def make_damaging_program(damage: Any, zero_stage: int, **axes: int) -> Any:
+    """Return a program whose step t changes a gradient, by `damage(gradient, t)`: another leaf for each t."""
 
-    It is a bit of the largest element of a gradient. Most gradients of the embedding are 0, and with one bit flipped
-    they are too small to change anything.
-    """
-    devices, bits = map(jnp.asarray, make_faults())
-
-    def damage(gradient: jax.Array, trial: jax.Array) -> jax.Array:
-        words = jax.lax.bitcast_convert_type(gradient, jnp.uint32).reshape(-1)
-        mask = jnp.where(jax.lax.axis_index("data") == devices[trial], jnp.uint32(1) << bits[trial].astype("uint32"), 0)
-        largest = jnp.argmax(jnp.abs(gradient.reshape(-1)))
-        words = words.at[largest].set(words[largest] ^ mask)
-        return jax.lax.bitcast_convert_type(words, jnp.float32).reshape(gradient.shape)
-
-    def update(differentiate: Any, optimizers: Any, specs: Any, placement: Any, settings: Any) -> Any:
+    def update(differentiate: Any, *rest: Any) -> Any:
         def differentiate_wrongly(state: TrainState, *rest: Any) -> Any:
             found = differentiate(state, *rest)
             gradients, structure = jax.tree.flatten(found.gradients)
-            on_devices = placement.shard_map(damage, (PartitionSpec(), PartitionSpec()), PartitionSpec())
             wrong = [
-                jnp.where(state.step % len(gradients) == index, on_devices(gradient, state.step), gradient)
+                jnp.where(state.step % len(gradients) == index, damage(gradient, state.step), gradient)
                 for index, gradient in enumerate(gradients)
             ]
             return dataclasses.replace(found, gradients=jax.tree.unflatten(structure, wrong))
 
-        return original(differentiate_wrongly, optimizers, specs, placement, settings)
+        return original(differentiate_wrongly, *rest)
 
     original = decoder_step.update_after_backward
-    monkeypatch.setattr(decoder_step, "update_after_backward", update)
-    make_program.cache_clear()
-    program, _ = make_program(data=8)
-    make_program.cache_clear()
-    batch = jax.device_put(toy.microbatches(toy.packed(8, 8), 1), program.batch_sharding)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_step, "update_after_backward", update)
+        return make_program.__wrapped__(zero_stage, **axes)[0]
+
+
+def flip_largest(gradient: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the gradient with flipped bits in its largest element.
+
+    Most gradients of the embedding are 0, and with one bit flipped they are too small to change anything.
+    """
+    words = jax.lax.bitcast_convert_type(gradient, jnp.uint32).reshape(-1)
+    largest = jnp.argmax(jnp.abs(gradient.reshape(-1)))
+    words = words.at[largest].set(words[largest] ^ mask)
+    return jax.lax.bitcast_convert_type(words, jnp.float32).reshape(gradient.shape)
+
+
+def copy_state(state: TrainState) -> TrainState:
+    """Return a copy that a step may donate."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False), state)
+
+
+def make_batch(program: Any) -> Any:
+    return jax.device_put(toy.microbatches(toy.packed(8, 8), 1), program.batch_sharding)
+
+
+def test_a_bit_flipped_in_a_gradient_on_one_device_is_found_after_its_step() -> None:
+    """In step t a bit is flipped after the sum over the devices, as trial t says."""
+    devices, bits = map(jnp.asarray, make_faults())
+    placement = toy.placement(0, data=8)
+
+    def damage_on_device(gradient: jax.Array, trial: jax.Array) -> jax.Array:
+        bit = jnp.uint32(1) << bits[trial].astype("uint32")
+        return flip_largest(gradient, jnp.where(jax.lax.axis_index("data") == devices[trial], bit, 0))
+
+    damage = placement.shard_map(damage_on_device, (PartitionSpec(), PartitionSpec()), PartitionSpec())
+    program = make_damaging_program(damage, 0, data=8)
     for trial in range(TRIALS):
-        state = initialize_state(program.specs, program.optimizers, 0, toy.placement(0, data=8))
-        new, _ = program.step(dataclasses.replace(state, step=state.step + trial), batch)
+        state = make_state(data=8)
+        new, _ = program.step(dataclasses.replace(state, step=state.step + trial), make_batch(program))
         found = find(new)
         assert found and all(each == [int(devices[trial])] for each in found.values()), trial
+
+
+def test_of_two_runs_one_with_a_flipped_gradient_is_found_where_nothing_is_copied() -> None:
+    """Check each trial at step 2 of a check every 2 steps: its first run is wrong, or its second one."""
+    _, bits = make_faults()
+    masks = jnp.asarray(1 << bits, jnp.uint32)
+    right, _ = make_program(3, fsdp=8)
+    wrong = make_damaging_program(lambda gradient, trial: flip_largest(gradient, masks[trial]), 3, fsdp=8)
+    batch, reports, start = make_batch(right), [], make_state(3, fsdp=8)
+    check = replicas.ReplicaCheck(2, lambda *report: reports.append(report))
+    for trial in range(TRIALS):
+        state = copy_state(start)
+        state = dataclasses.replace(state, step=state.step + trial)
+        runs = iter([right.step, wrong.step] if trial % 2 else [wrong.step, right.step])
+
+        def run_next(*arguments: Any, runs: Any = runs) -> Any:
+            return next(runs)(*arguments)
+
+        with pytest.raises(StateCorrupted, match="step 2: .*two runs of this step differ"):
+            check.step(2, run_next, state, batch)
+    assert [step for step, *_ in reports] == [2] * TRIALS
+    check.step(2, right.step, start, batch)
+
+
+EVERY = 3
+
+
+def test_a_bit_flipped_in_the_state_is_found_at_the_next_check() -> None:
+    """In trial t a bit of the largest element of a leaf is flipped after step t % EVERY, of a parameter or a moment.
+
+    Steps between the flip and the check compute with it.
+    """
+    program, _ = make_program(data=8)
+    batch, (devices, bits), start = make_batch(program), make_faults(), make_state(data=8)
+    for trial, (device, bit) in enumerate(zip(devices.tolist(), bits.tolist(), strict=True)):
+        reports: list[tuple[int, str, list[int]]] = []
+        check = replicas.ReplicaCheck(EVERY, lambda *report, to=reports: to.append(report))
+        state, step = copy_state(start), 0
+        with pytest.raises(StateCorrupted):
+            for step in range(1, 2 * EVERY + 1):
+                state, _ = check.step(step, program.step, state, batch)
+                if step == 1 + trial % EVERY:
+                    state = flip_leaf(state, ("masters", "moments")[trial % 2], trial // 2, device, bit)
+        found = EVERY if 1 + trial % EVERY < EVERY else 2 * EVERY
+        assert step == found, trial
+        ((reported, detail, _),) = reports
+        assert reported == found and detail.startswith(f"device {device} of process 0: copies"), trial
+
+
+def flip_leaf(state: TrainState, name: str, number: int, device: int, bit: int) -> TrainState:
+    """Flip a bit of the largest element of a leaf of a tree on a device."""
+    paths = [path for path, _ in tree.leaves_with_path(state) if path.split("/")[0] == name]
+
+    def change(path: str, leaf: jax.Array) -> jax.Array:
+        if path != paths[number % len(paths)]:
+            return leaf
+        return flip(leaf, device, int(np.argmax(np.abs(np.asarray(leaf)))), bit)
+
+    return tree.map_with_path(change, state)
 
 
 def make_config(directory: Path, mesh: MeshConfig, every: int) -> Config:

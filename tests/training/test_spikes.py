@@ -115,13 +115,18 @@ def test_a_rollback_leaves_out_the_batches_since_the_checkpoint(read: list[int],
 
 
 def test_a_skip_changes_nothing_but_the_position_in_the_data(read: list[int], tmp_path: Path) -> None:
-    """Without a checkpoint, a rollback does the same."""
+    """Without a checkpoint, a rollback does the same. So does a run that is resumed before the spike and after it."""
     skipped = jaxopt_llm.fit(make_engine(on_spike="skip"), make_batch, STEPS, tmp_path / "skip")
     events = [each["step"] for each in read_lines(tmp_path / "skip", "events.jsonl") if each["event"] == "skipped"]
     assert events == [SPIKE]
     assert_equal(
         jaxopt_llm.fit(make_engine(100, on_spike="rollback"), make_batch, STEPS, tmp_path / "rollback"), skipped
     )
+    for steps in (SPIKE - 2, STEPS - 2, STEPS):
+        parts = jaxopt_llm.fit(make_engine(on_spike="skip"), make_batch, steps, tmp_path / "parts")
+    assert_equal(parts, skipped)
+    losses = [[each["loss"] for each in read_lines(tmp_path / name, "metrics.jsonl")] for name in ("skip", "parts")]
+    assert losses[0] == losses[1] and len(losses[0]) >= STEPS - 1
     off = jaxopt_llm.fit(make_engine(), make_batch, STEPS, tmp_path / "off")
     assert any((left != right).any() for left, right in zip(masters(off), masters(skipped), strict=True))
 

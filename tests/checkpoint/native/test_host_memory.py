@@ -1,5 +1,6 @@
 """Tests of the state in the memory of the hosts: what is found after a loss, and who sends what to whom."""
 
+import collections
 import errno
 import threading
 from pathlib import Path
@@ -30,9 +31,9 @@ def open_memory(directory: Path, state: dict[str, jax.Array]) -> HostMemory:
     return HostMemory(directory, target, SINGLE_PROCESS)
 
 
-def of_two_processes(memory: HostMemory) -> HostMemory:
-    """Let the first row of the mesh belong to process 0, and the second to process 1."""
-    memory._owners = [0] * 4 + [1] * 4
+def of_processes(memory: HostMemory, count: int = 2) -> HostMemory:
+    """Let so many processes have equally many devices each, in the order of the mesh."""
+    memory._owners = [device * count // 8 for device in range(8)]
     memory._replicated = all(host_memory._is_on_two_processes(x, memory._owners) for x in memory._target.values())
     return memory
 
@@ -63,7 +64,7 @@ def test_a_step_that_does_not_fit_is_reported_and_the_one_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, sent = PartitionSpec(("data", "fsdp")), []
-    writer = of_two_processes(open_memory(tmp_path / "user" / "run", make_state(spec)))
+    writer = of_processes(open_memory(tmp_path / "user" / "run", make_state(spec)))
     monkeypatch.setattr(host_memory, "_permute", lambda array, pairs: sent.append(pairs) or array)
     writer.save(2, make_state(spec), {})
     assert (tmp_path / "user").stat().st_mode & 0o777 == 0o700
@@ -99,21 +100,42 @@ def test_a_save_does_not_wait_for_the_hashes(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(("data", "fsdp"))])
-def test_parts_that_are_lost_come_from_the_other_process(spec: PartitionSpec, tmp_path: Path) -> None:
-    """Along `data` it has the same parts; otherwise it keeps those of the next process."""
+@pytest.mark.parametrize(("count", "lost"), [(2, 1), (4, 1), (4, 0)])
+def test_parts_that_are_lost_come_from_another_process(
+    count: int, lost: int, spec: PartitionSpec, tmp_path: Path
+) -> None:
+    """Along `data` another process has the same parts; otherwise the one before keeps them."""
     state = make_state(spec, 1)
-    memory = of_two_processes(open_memory(tmp_path, state))
+    memory = of_processes(open_memory(tmp_path, state), count)
     replicated = spec == PartitionSpec("fsdp")
     assert memory._replicated == replicated
-    holds: list[dict[str, Any]] = [{OWN: True} | ({} if replicated else {NEXT: True}), {}]
-    assert memory._is_whole(holds) and not memory._is_whole([{}, {}])
-    assert memory._is_whole([{OWN: True}, {}]) == replicated
-    memory._holders = [0]
-    pairs = memory._find_pairs()
-    assert pairs["w"] == ((0, 4), (1, 5), (2, 6), (3, 7))
-    kept = {name: x if replicated else host_memory._permute(x, memory._ring(-1)) for name, x in state.items()}
+    before = (lost - 1) % count
+
+    def hold(keeper: int | None) -> list[dict[str, Any]]:
+        holds: list[dict[str, Any]] = [{} if index == lost else {OWN: True} for index in range(count)]
+        return (
+            holds
+            if keeper is None
+            else [each | {NEXT: True} if index == keeper else each for index, each in enumerate(holds)]
+        )
+
+    assert memory._is_whole(hold(None if replicated else before)) and not memory._is_whole([{}] * count)
+    for other in {None, *range(count)} - {before}:
+        assert memory._is_whole(hold(other)) == replicated
+    memory._holders = [index for index in range(count) if index != lost]
+    pairs, width = memory._find_pairs(), 8 // count
+    devices = range(lost * width, (lost + 1) * width)
+    offset = (4 if devices.start < 4 else -4) if replicated else (before - lost) * width
+    assert set(pairs["w"]) == {(device + offset, device) for device in devices}
+    memory.save(2, state, {})
+    memory.wait()
+    kept, offsets = state, collections.Counter[str]()
+    if not replicated:
+        path = tmp_path / "process-0" / "2" / NEXT
+        kept = {name: memory._read(path, leaf, offsets) for name, leaf in memory._target.items()}
+    intact = tuple((device, device) for device in range(8) if device not in devices)
     for name, x in state.items():
-        damaged = host_memory._permute(x, ((0, 0), (1, 1), (2, 2), (3, 3)))  # zeros on the devices of process 1
+        damaged = host_memory._permute(x, intact)  # zeros on the devices of the lost process
         restored = host_memory._replace_lost(damaged, kept[name], pairs[name])
         for found, expected in zip(restored.addressable_shards, x.addressable_shards, strict=True):
             np.testing.assert_array_equal(found.data, expected.data)
