@@ -274,7 +274,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     allowed, original = threading.Event(), integrity.sync_and_hash
 
     def sync_and_hash(path: Path, pattern: str) -> integrity.FileEntries:
-        assert allowed.wait(60)
+        assert allowed.wait(20)
         return original(path, pattern)
 
     monkeypatch.setattr(integrity, "sync_and_hash", sync_and_hash)
@@ -320,7 +320,7 @@ def test_a_save_waits_neither_for_the_records_nor_for_the_disk(tmp_path: Path) -
     allowed, lines = threading.Event(), []
 
     def sync() -> None:
-        assert allowed.wait(60)
+        assert allowed.wait(20)
 
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     with Checkpoints(tmp_path, CheckpointConfig(), lines.append) as checkpoints:
