@@ -77,21 +77,33 @@ def test_signals_of_others_are_not_requests() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+def start_sleeping() -> int:
+    """Fork a process that sleeps, and wait until it does. Return its id."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, b"!")
+        time.sleep(60)
+        os._exit(1)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    return child
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_signal_to_a_forked_process_is_no_request() -> None:
     """Check also that a forked process that lives on does not keep the context from its end."""
-    with Preemption() as signals:
-        child = os.fork()
-        if not child:
-            time.sleep(30)
-            os._exit(1)
-        living = os.fork()
-        if not living:
-            time.sleep(30)
-            os._exit(1)
-        os.kill(child, signal.SIGTERM)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-        time.sleep(0.1)
-        assert not signals.requested()
-    os.kill(living, signal.SIGKILL)
-    os.waitpid(living, 0)
-    assert preemption._entered is None
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Preemption() as signals:
+            child, living = start_sleeping(), start_sleeping()
+            os.kill(child, signal.SIGTERM)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+            time.sleep(0.1)
+            assert not signals.requested()
+        os.kill(living, signal.SIGKILL)
+        os.waitpid(living, 0)
+        assert preemption._entered is None
+    finally:
+        signal.signal(signal.SIGTERM, before)

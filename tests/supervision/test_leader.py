@@ -58,6 +58,7 @@ class FakeMembers:
 
     def __init__(self, programs: Programs) -> None:
         self._programs, self._here, self._ends = programs, [1], list[End]()
+        self.program_token = ""
 
     def indices(self) -> list[int]:
         return self._here
