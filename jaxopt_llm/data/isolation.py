@@ -23,6 +23,20 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_open": (434, 434), "bpf": (321, 280)},
     **{"pidfd_send_signal": (424, 424), "io_uring_setup": (425, 425), "perf_event_open": (298, 241)},
     **{"userfaultfd": (323, 282), "unshare": (272, 97), "add_key": (248, 217), "keyctl": (250, 219)},
+    **{
+        "mknod": (133, None),
+        "mknodat": (259, 33),
+        "fchmodat2": (452, 452),
+        "utime": (132, None),
+        "utimes": (235, None),
+    },
+    **{"futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6)},
+    **{"fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15)},
+    **{"fremovexattr": (199, 16), "removexattrat": (466, 466), "name_to_handle_at": (303, 264)},
+    **{"open_by_handle_at": (304, 265), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430)},
+    **{"fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442)},
+    **{"open_tree_attr": (467, 467), "pivot_root": (155, 41), "init_module": (175, 105), "finit_module": (313, 273)},
+    **{"delete_module": (176, 106)},
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and AUDIT_ARCH_*
 _EPERM = 1

@@ -1,5 +1,6 @@
 """What a process can no longer do after `isolate`, and what it still can."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,11 @@ REFUSED = {
     "connect": "socket.create_connection(('127.0.0.1', 9))",
     "listen": "socket.create_server(('127.0.0.1', 0))",
     "run a program": "os.execv('/bin/true', ['true'])",
+    "make a file": "os.mknod(sys.argv[2] + 'x')",
+    "change a time": "os.utime(sys.argv[2])",
+    "change the time of an open file": "os.utime(open_file.fileno())",
+    "set an attribute": "os.setxattr(sys.argv[2], 'user.name', b'')",
+    "remove an attribute of an open file": "os.removexattr(open_file.fileno(), 'user.name')",
     "signal another process": "os.kill(os.getppid(), 0)",
 }
 ALLOWED = {
@@ -59,6 +65,22 @@ def run(attempt: str, folder: Path) -> str:
 def test_what_is_refused(name: str, tmp_path: Path) -> None:
     assert run(REFUSED[name], tmp_path) == "refused"
     assert (tmp_path / "file").read_text() == "text"
+
+
+# The headers of the kernel for both processors: ARM64 has the numbers of the generic one.
+HEADERS = ("x86_64-linux-gnu/asm/unistd_64.h", "asm-generic/unistd.h")
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_numbers_are_those_of_the_kernel(column: int) -> None:
+    header = Path("/usr/include", HEADERS[column])
+    if not header.exists():
+        pytest.skip(f"there is no {header}")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text()))
+    refused = {name: each[column] for name, each in isolation._REFUSED.items()}
+    # The header may be older than the calls with the largest numbers.
+    known = {name: number for name, number in refused.items() if number is None or number < 450}
+    assert known == {name: int(numbers[name]) if name in numbers else None for name in known}
 
 
 @pytest.mark.parametrize("name", ALLOWED)

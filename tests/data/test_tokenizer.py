@@ -1,6 +1,7 @@
 """Tokenizers: bytes, and a tokenizer.json."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +185,9 @@ def test_the_process_of_a_tokenizer_ends_with_it(file: Path) -> None:
     assert process.poll() is None
     del tokenizer
     assert process.wait(10) < 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_the_process_of_a_tokenizer_has_neither_files_nor_a_network(file: Path) -> None:
+    tokenizer = JsonTokenizer(file)
+    assert "\nSeccomp:\t2\n" in Path(f"/proc/{tokenizer._library._process.pid}/status").read_text()
