@@ -3,12 +3,9 @@
 jaxopt-llm train --config FILE is the same as python -m jaxopt_llm.train --config FILE.
 """
 
-import runpy
 import sys
-from importlib import metadata
 
-from jaxopt_llm.core import errors
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core import stop_signals
 
 # Name: module, its first arguments, what it does. The modules are not imported here, because most of them import JAX.
 COMMANDS = {
@@ -42,13 +39,18 @@ def run(arguments: list[str]) -> int:
     Raises:
         InputError: there is no such command.
     """
+    import runpy
+    from importlib import metadata
+
+    from jaxopt_llm.core import errors
+
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h"):
         print(USAGE)
     elif name == "--version":
         print(f"jaxopt_llm {metadata.version('jaxopt_llm')}")
     elif name not in COMMANDS:
-        raise InputError(f"jaxopt-llm {name}: no such command; choose one of {', '.join(COMMANDS)}")
+        raise errors.InputError(f"jaxopt-llm {name}: no such command; choose one of {', '.join(COMMANDS)}")
     else:
         module, first, _ = COMMANDS[name]
         errors.set_program_prefix("jaxopt-llm ")
@@ -58,6 +60,11 @@ def run(arguments: list[str]) -> int:
 
 
 def main() -> None:
+    # Before the other imports, which a signal does not wait for.
+    if sys.argv[1:2] in (["train"], ["supervise"]):
+        stop_signals.end_at_signals()
+    from jaxopt_llm.core import errors
+
     errors.run_command(lambda: run(sys.argv[1:]))
 
 

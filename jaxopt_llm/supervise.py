@@ -3,6 +3,11 @@
 python -m jaxopt_llm.supervise [--restarts N] [--backoff SECONDS] -- train --config FILE --run.directory DIR ...
 """
 
+from jaxopt_llm.core import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.end_at_signals()  # until the supervisor has its own handlers
+
 import argparse
 import os
 import shutil

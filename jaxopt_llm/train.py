@@ -7,16 +7,20 @@ FILE is a recipe: a configuration of the decoder of this package, or a model of 
 
 import sys
 
+from jaxopt_llm.core import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.end_at_signals()  # before the imports, which a signal does not wait for
+
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
-from jaxopt_llm.observe import preemption
 
 COMMAND = errors.program_name("train")
 if __name__ == "__main__":
-    # The imports below take seconds, because they import JAX. The help does not need it, and a signal does not wait.
+    # The imports below take seconds, because they import JAX. The help does not need it.
     if cli.asks_for_help(sys.argv[1:]):
         errors.run_command(lambda: cli.print_help(sys.argv[1:], COMMAND))
-    preemption.end_at_signals()
+    stop_signals.listen()
 
 import contextlib
 import functools

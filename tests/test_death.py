@@ -73,7 +73,7 @@ def test_a_signal_during_the_imports_ends_as_a_stop(sent: signal.Signals, tmp_pa
     # Python itself catches SIGINT, a little earlier; all three are set together.
     wait_until(lambda: catches(signal.SIGHUP, process), process)
     process.send_signal(sent)
-    assert finish(process, 75)[1] == "preempted before the first step; run again to start\n"
+    assert finish(process, 75)[1] == "preempted without a save; run again to continue\n"
     assert not (tmp_path / "run").exists()
 
 

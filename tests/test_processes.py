@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import numpy as np
 import pytest
 from commands import ENVIRONMENT, ROOT, TINY, checkpoint, command, metrics, start_python, start_training, tiny
 from gates import DEADLINE, Gate, after_step, finish, line_with, start_gated, wait_until
+from marks import slow
 from ports import free_address
 from test_death import logged
 
 from jaxopt_llm.config import DistributedConfig, ModelConfig
+from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.hold import HOLD_VARIABLE
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
@@ -102,7 +105,6 @@ def test_many_processes_learn_and_stop_as_one(then: int, corpus: tuple[str, Path
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_stop_of_one_process_before_the_first_step_stops_all(corpus: tuple[str, Path], tmp_path: Path) -> None:
     """Process 0 holds, as in an elastic job, while process 1 waits for its vote."""
     address, port = free_address().split(":")
@@ -131,7 +133,7 @@ def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path
 # Program of a process that waits until its gate opens. It then ends with an error, or its clock passes four timeouts
 # within seconds and stops.
 WAITS = """
-import ctypes, errno, fcntl, itertools, sys, time, types
+import ctypes, errno, fcntl, itertools, os, sys, time, types
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed import connection, process_group, rendezvous
 from jaxopt_llm.config import DistributedConfig
@@ -152,13 +154,22 @@ def main():
         sys.stderr.flush()
         with open(gate) as file:
             fcntl.flock(file, fcntl.LOCK_SH)
-        if failing == ["abort"]:
+        if failing and failing[0] == "abort":
             ctypes.CDLL(None).abort()  # without the GIL, as native code does
         if failing:
+            kind, notice = failing
             rendezvous.EXIT_SECONDS = 100
-            process_group._DEATH_NOTICE_SECONDS = 0
-            failures = {"input": errors.InputError("no batch"), "disk": OSError(errno.EIO, "no batch")}
-            raise failures.get(*failing, RuntimeError("no batch"))
+            if notice:
+                process_group._DEATH_NOTICE_SECONDS = float(notice)
+            else:
+                process_group.time = types.SimpleNamespace(sleep=lambda seconds: os._exit(99))
+            sys.stderr.write("fails\\n")
+            sys.stderr.flush()
+            failures = {
+                "input": errors.InputError, "checkpoint": errors.CheckpointError, "diverged": errors.TrainingDiverged,
+                "corrupted": errors.StateCorrupted, "disk": lambda text: OSError(errno.EIO, text), "bug": RuntimeError,
+            }
+            raise failures[kind]("no batch")
         now, looks = time.monotonic(), itertools.count()
         look = lambda: now + config.timeout_seconds * min(next(looks) / 3, 4)
         rendezvous.time = types.SimpleNamespace(monotonic=look, sleep=time.sleep)
@@ -169,15 +180,16 @@ errors.run_command(main)
 
 
 def start_waiting(
-    folder: Path, failing: int | None = None, kind: str = "input"
+    folder: Path, failing: int | None = None, kind: str = "input", notice: object = ""
 ) -> tuple[list[subprocess.Popen[str]], list[Gate]]:
     """Start two processes that join a job, and return them with the gates at which they wait.
 
-    failing: the process that then ends with an error. kind: "input", "disk", "bug" or "abort".
+    failing: the process that then ends with an error. kind: "abort", or a key of `failures`. notice: seconds that the
+        process waits for the news of a death; by default it must not wait.
     """
     address, gates = free_address(), [Gate(folder / str(index), "") for index in range(2)]
     processes = [
-        start_python("-c", WAITS, address, index, folder / str(index), *[kind] * (index == failing))
+        start_python("-c", WAITS, address, index, folder / str(index), *[kind, notice] * (index == failing))
         for index in range(2)
     ]
     for process in processes:
@@ -225,11 +237,29 @@ def test_an_error_of_one_ends_all_with_its_line(failing: int, tmp_path: Path) ->
 def test_an_error_that_a_restart_may_repair_ends_the_others_with_5(
     kind: str, code: int, line: str, tmp_path: Path
 ) -> None:
-    processes, gates = start_waiting(tmp_path, 0, kind)
+    processes, gates = start_waiting(tmp_path, 0, kind, notice=0)
     gates[0].open()
     assert line in finish(processes[0], code)[1].splitlines()
     (other,) = (each for each in finish(processes[1], 5)[1].splitlines() if each.startswith("error: "))
     assert other.startswith("error: process 0: ") and "no batch" in other
+
+
+@pytest.mark.parametrize(("kind", "code"), [("checkpoint", 4), ("diverged", 3), *slow(("corrupted", 9))])
+def test_an_error_that_others_may_cause_ends_all_with_its_code(kind: str, code: int, tmp_path: Path) -> None:
+    processes, gates = start_waiting(tmp_path, 0, kind, notice=0.5)
+    gates[0].open()
+    for index, process in enumerate(processes):
+        whose = "process 0: " if index else ""
+        assert f"error: {whose}no batch" in finish(process, code)[1].splitlines()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "diverged", "bug", *slow("corrupted", "disk")])
+def test_the_news_of_a_death_comes_before_an_error_that_it_has_caused(kind: str, tmp_path: Path) -> None:
+    processes, gates = start_waiting(tmp_path, 0, kind, notice=process_group._DEATH_NOTICE_SECONDS)
+    gates[0].open()
+    line_with("fails", processes[0], "stderr")
+    time.sleep(0.5)  # the process would by now have decided to end with the code of its own error
+    assert_ends_the_other(processes, signal.SIGKILL, 1)
 
 
 def test_the_news_of_a_death_comes_before_an_abort(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from jaxopt_llm.core import stop_signals
+
 MAX_MESSAGE = 5000  # characters
 
 
@@ -120,7 +122,7 @@ class Preempted(CommandError):
     This is not a failure: the run has saved its state, and the same command continues it.
     """
 
-    exit_code = 75
+    exit_code = stop_signals.EXIT_CODE
     label = ""
 
     def __init__(self, step: int) -> None:

@@ -20,13 +20,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core import errors
-from jaxopt_llm.core.errors import CommandError, InputError, Preempted, ProcessLost
+from jaxopt_llm.core.errors import InputError, Preempted, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import aborts, connection, handshake, rendezvous, stacks
 from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.distributed.launchers import Job, find_job
 from jaxopt_llm.distributed.rendezvous import Watch
 
 _DEATH_NOTICE_SECONDS = 5  # maximum until the watch knows that a process has died
+# Errors that no death of another process causes, or that already say so. Any other one may be its first symptom: a
+# collective can end with garbage, which then diverges, or a checkpoint cannot be written together.
+_OWN_ERRORS = (InputError, ProcessLost, ProcessMissing, KeyboardInterrupt)
 _DAY_MILLISECONDS = 24 * 3600 * 1000  # a slow process is waited for; a lost process ends the job through the watch
 
 
@@ -74,9 +77,8 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
             watch.fail(end)
         stopped = end
     except BaseException as error:
-        if not isinstance(error, CommandError | KeyboardInterrupt):
-            # Another process may have died. Then the watch says so, and ends this one here.
-            time.sleep(_DEATH_NOTICE_SECONDS)
+        if not isinstance(error, _OWN_ERRORS):
+            time.sleep(_DEATH_NOTICE_SECONDS)  # if a process has died, the watch ends this one here
         watch.fail(error)
     _joined = None
     jax.distributed.shutdown()  # waits for all

@@ -11,29 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from jaxopt_llm.core.errors import Preempted
+from jaxopt_llm.core.stop_signals import SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # After the first signal, further ones are part of the same request for this time: SLURM and systemd signal the program
 # itself, and its supervisor passes the same signal on.
 TOGETHER_SECONDS = 0.25
 _MESSAGE = b"\nstopping after this step; press Ctrl-C again to stop at once\n"
-
-
-def end_at_signals() -> None:
-    """Let a signal end this process with the exit code of a stop, until a `Preemption` is entered.
-
-    It is for the imports and the checks before a run, when there is nothing to save. A signal that was ignored when the
-    process started, as nohup ignores SIGHUP, stays ignored.
-    """
-    for each in SIGNALS:
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, _end)
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    os.write(2, b"preempted before the first step; run again to start\n")  # print() is not reentrant
-    os._exit(Preempted.exit_code)
 
 
 class Preemption:

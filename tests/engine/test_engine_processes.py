@@ -1,9 +1,11 @@
 """Engines in jobs of several processes, through scripts as users write them: they train, stop and save as one."""
 
+import errno
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ports import free_address
 import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.stop_signals import SIGNALS
 from jaxopt_llm.engine.batches import BatchRows, make_batches
 
 STEPS, ROWS = 6, 16
@@ -148,6 +151,17 @@ def test_processes_with_other_models_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the handlers of signals, which `run_job` leaves to the end of its process."""
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    yield
+    signal.set_wakeup_fd(-1)
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_process_that_has_not_joined_its_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -159,6 +173,7 @@ def test_a_process_that_has_not_joined_its_job_is_refused(monkeypatch: pytest.Mo
     assert stopped.value.code == 2
 
 
+@pytest.mark.usefixtures("handlers")
 def test_a_script_ends_with_the_exit_code_of_its_error(capfd: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         Config(mesh={"fspd": 8})  # type: ignore[arg-type]
@@ -179,6 +194,26 @@ def test_a_script_ends_with_the_exit_code_of_its_error(capfd: pytest.CaptureFixt
     with pytest.raises(SystemExit) as stopped:
         jaxopt_llm.run_job(lambda: None, {"processes": 2, "process_id": 2})
     assert "distributed.process_id=2" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(errno.EIO, "Input/output error", "a.npy"), 74, "error: a.npy: Input/output error\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a.npy"), 2, "error: there is no file a.npy\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),  # by a handler of the script's own
+    ],
+)
+def test_a_script_ends_as_a_command_does(
+    error: BaseException, code: int, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as stopped:
+        jaxopt_llm.run_job(main)
+    assert (stopped.value.code, capfd.readouterr().err) == (code, line)
 
 
 def make_example(rows: int) -> dict[str, Any]:
