@@ -60,9 +60,11 @@ def test_a_later_signal_ends_a_process_that_is_stuck(sent: signal.Signals) -> No
         for told in ("stuck", "requested"):
             assert process.stdout.readline().strip() == told
             process.send_signal(sent)
-        while process.poll() is None:
-            time.sleep(0.2)
-            process.send_signal(sent)
+        for _ in range(100):
+            if process.poll() is None:
+                time.sleep(0.2)
+                process.send_signal(sent)
+        process.kill()
         assert process.returncode == -sent
 
 
