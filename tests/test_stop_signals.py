@@ -1,6 +1,7 @@
 """Signals to a command or a script that has nothing to save: exit code 75, one line, and no traceback."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,3 +107,9 @@ def test_a_signal_to_a_process_that_the_script_forks_does_not_end_the_script() -
 def test_a_script_that_runs_in_a_thread_is_refused() -> None:
     program = "import threading, jaxopt_llm; threading.Thread(target=jaxopt_llm.run_job, args=(print,)).start()"
     assert "error: run_job: it is called in a thread" in finish(start_python("-c", program), 0)[1]
+
+
+def test_a_signal_ends_a_process_whose_terminal_is_gone() -> None:
+    program = "import os; from jaxopt_llm.core import stop_signals; stop_signals.end_at_signals(); os.close(2); "
+    done = subprocess.run([sys.executable, "-c", f"{program}os.kill(os.getpid(), 15); os._exit(1)"], cwd=ROOT)
+    assert done.returncode == 75

@@ -66,5 +66,7 @@ def _handle(signum: int, frame: FrameType | None) -> None:
 
 def _end() -> None:
     if _ending.acquire(blocking=False):
-        os.write(2, _MESSAGE)  # print() is not reentrant
-        os._exit(EXIT_CODE)
+        try:
+            os.write(2, _MESSAGE)  # print() is not reentrant
+        finally:
+            os._exit(EXIT_CODE)  # also if the terminal is gone

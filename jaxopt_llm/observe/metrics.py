@@ -84,12 +84,16 @@ class MetricsLog:
             with self._lock:
                 if self._file.closed and not self._pending and not self._unsynced:
                     return
-                self._append()
-                if self._unsynced:
-                    replace_durably(self._path, self._path.read_text())
-                    self._file.close()
-                    self._file = self._path.open("ab", buffering=0)
+                self._append_and_repair()
             self._sync_file()
+
+    def _append_and_repair(self) -> None:
+        """Write the pending records, and after a sync that failed the whole file again."""
+        self._append()
+        if self._unsynced:
+            replace_durably(self._path, self._path.read_text())
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
 
     def _sync_file(self) -> None:
         self._unsynced = True
@@ -102,6 +106,9 @@ class MetricsLog:
         Raises:
             OSError: a record could still not be written.
         """
-        with self._syncing, self._lock, self._file:
-            self._append()
-            self._sync_file()
+        with self._syncing, self._lock:
+            try:
+                self._append_and_repair()
+                self._sync_file()
+            finally:
+                self._file.close()

@@ -53,21 +53,21 @@ class Preemption:
     def __exit__(self, *error: object) -> None:
         global _entered
         _entered = self._outer
-        signal.set_wakeup_fd(self._fd_before)
         self._writer.shutdown(socket.SHUT_RDWR)  # a forked process may have it open, too
         self._thread.join()
-        self._close()
+        self._restore(self._fd_before)
 
     def leave_in_child(self) -> None:
         """Leave a process that was forked from this one: a signal to it is no request to this process."""
-        signal.set_wakeup_fd(-1)
-        self._close()
+        self._restore(-1)
 
-    def _close(self) -> None:
-        self._writer.close()
-        self._reader.close()
+    def _restore(self, wakeup_fd: int) -> None:
+        """Restore the handlers, and then the socket of whoever reads the signals' numbers."""
         for each, handler in self._before.items():
             signal.signal(each, handler)
+        signal.set_wakeup_fd(wakeup_fd)
+        self._writer.close()
+        self._reader.close()
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         self._requested = True

@@ -114,8 +114,10 @@ class Leader:
 
     def _present(self) -> list[int]:
         """Return the hosts that can take part in the next round."""
-        own = () if self._own_is_stuck else (self._host.index,)
-        return sorted({*own, *self._members.indices()})
+        return sorted({*self._own_index(), *self._members.indices()})
+
+    def _own_index(self) -> tuple[int, ...]:
+        return () if self._own_is_stuck else (self._host.index,)
 
     def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
         """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet.
@@ -228,9 +230,10 @@ class Leader:
         """Count the hosts whose programs cannot be killed as lost. Return the end of the leader's own one."""
         for index in left - {self._host.index}:
             self._members.give_up(index)  # its end is among those that are taken next
-        self._own_is_stuck = self._host.index in left
-        own = End(self._host.index, self._host.name, None, "its program cannot be killed")
-        return [own] if self._own_is_stuck else []
+        if self._host.index not in left:
+            return []
+        self._own_is_stuck = True
+        return [End(self._host.index, self._host.name, None, "its program cannot be killed")]
 
     def _signal(self, indices: Sequence[int] | set[int], signum: int) -> None:
         """Send a signal to the program on some hosts."""
@@ -255,7 +258,7 @@ class Leader:
         if wait is None or len(self._round) == self._limits.hosts:
             return False
         stayed = [i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait]
-        return len(self._choose(sorted({self._host.index, *stayed}))) > len(self._round)
+        return len(self._choose(sorted({*self._own_index(), *stayed}))) > len(self._round)
 
     def _judge(self, ends: Sequence[End]) -> int | None:
         """Write the fault that ended a round into the journal. Return the exit code of the job, None to go on."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from disks import files_no_larger_than
 
+from jaxopt_llm.observe import metrics
 from jaxopt_llm.observe.metrics import MetricsLog
 
 
@@ -143,3 +144,22 @@ def test_a_log_that_was_closed_without_its_records_cannot_be_synced(path: Path) 
             log.close()
     with pytest.raises(ValueError, match="closed"):
         log.sync()
+
+
+def test_closing_writes_the_file_again_after_a_sync_that_failed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports an error of the disk once: the next fsync would succeed, without the pages that were lost."""
+    log, fsync, written = MetricsLog(path, 0, [].append), os.fsync, list[Path]()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log.write({"step": 1, "resumed_at": 0})
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        log.sync()
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace = metrics.replace_durably
+    monkeypatch.setattr(metrics, "replace_durably", lambda file, text: (written.append(file), replace(file, text)))
+    log.close()
+    assert written == [path]
+    assert read(path) == [(1, 0)]

@@ -1,5 +1,8 @@
 """The leader of a job with hosts whose programs behave as told, without processes."""
 
+import json
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,14 +34,14 @@ class Programs:
 class FakeHost:
     """Stands for the leader's own host, with index 0."""
 
-    def __init__(self, programs: Programs) -> None:
+    def __init__(self, programs: Programs, count: int) -> None:
         self.index, self.name, self.stopped, self.running = 0, "host0", False, False
-        self._programs = programs
+        self._programs, self._count = programs, count
         self._code = STUCK
 
     def start(self, command: Sequence[str], variables: dict[str, str]) -> None:
         assert not self.running
-        self._code, self.running = self._programs.start(0, int(variables.get("WORLD_SIZE", 2))), True
+        self._code, self.running = self._programs.start(0, int(variables.get("WORLD_SIZE", self._count))), True
 
     def send(self, signum: int) -> None:
         """Do nothing: what can be killed has ended."""
@@ -54,11 +57,15 @@ class FakeHost:
 
 
 class FakeMembers:
-    """Stands for host 1."""
+    """Stands for the other hosts. Their programs say at once that their steps begin, and end some looks later."""
 
-    def __init__(self, programs: Programs) -> None:
-        self._programs, self._here, self._ends = programs, [1], list[End]()
-        self.program_token = ""
+    LOOKS = 4
+
+    def __init__(self, programs: Programs, run: Path) -> None:
+        self._programs, self._run = programs, run
+        self._here = list(range(1, len(programs.starts)))
+        self._due = list[tuple[int, End]]()  # ends, with the number of looks until they are seen
+        self.program_token, self.signals = "", list[tuple[int, int]]()
 
     def indices(self) -> list[int]:
         return self._here
@@ -70,16 +77,21 @@ class FakeMembers:
         return 0.0
 
     def send(self, index: int, message: dict[str, Any]) -> None:
+        if "signal" in message:
+            self.signals.append((index, message["signal"]))
         if "start" in message:
             code = self._programs.start(index, message["start"]["processes"])
-            self._ends += [] if code == STUCK else [End(index, "host1", code, "")]
+            self._due += [] if code == STUCK else [(self.LOOKS, End(index, f"host{index}", code, ""))]
+            with (self._run / "events.jsonl").open("a") as file:
+                file.write(json.dumps({"event": "start", "time": time.monotonic()}) + "\n")
 
     def give_up(self, index: int) -> None:
-        self._here = []
-        self._ends.append(End(index, "host1", None, "cannot be killed"))
+        self._here = [each for each in self._here if each != index]
+        self._due.append((0, End(index, f"host{index}", None, "cannot be killed")))
 
     def take_ends(self) -> list[End]:
-        ends, self._ends = self._ends, []
+        ends = [end for looks, end in self._due if looks <= 0]
+        self._due = [(looks - 1, end) for looks, end in self._due if looks > 0]
         return ends
 
     def serve(self, seconds: float) -> None:
@@ -92,18 +104,19 @@ class FakeMembers:
         """Dismiss nobody."""
 
 
-@pytest.mark.parametrize("stuck", [0, 1])
-def test_a_host_whose_program_cannot_be_killed_is_lost(
-    stuck: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stuck", "count"), [((0,), 2), ((1,), 2), ((0, 2), 3)], ids=["own", "other", "both"])
+def test_hosts_whose_programs_cannot_be_killed_are_lost(
+    stuck: tuple[int, ...], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An elastic job goes on without it, and starts nothing beside the program that is left."""
-    for name, seconds in {"STRAGGLER_SECONDS": 0.05, "GIVE_UP_SECONDS": 0.1}.items():
+    """An elastic job goes on without them, starts nothing beside the programs that are left, and does not grow."""
+    for name, seconds in {"STRAGGLER_SECONDS": 0.05, "GIVE_UP_SECONDS": 0.1, "LOOK_SECONDS": 0.01}.items():
         monkeypatch.setattr(leader, name, seconds)
-    programs = Programs([[STUCK], [5, 0]] if stuck == 0 else [[5, 0], [STUCK]])
-    host: Any = FakeHost(programs)
-    members: Any = FakeMembers(programs)
-    task = Task(("sh",), tmp_path, Job("127.0.0.1:1234", 2, 0))
-    limits = Limits(hosts=2, least=1, elastic_seconds=0.2)
+    programs = Programs([[STUCK] if index in stuck else [5, 0] for index in range(count)])
+    host: Any = FakeHost(programs, count)
+    members: Any = FakeMembers(programs, tmp_path)
+    task = Task(("sh",), tmp_path, Job("127.0.0.1:1234", count, 0))
+    limits = Limits(hosts=count, least=1, elastic_seconds=0.2)
     assert Leader(host, task, limits, RestartBudget(10, 0.01), members).run() == 0
-    assert programs.starts[1 - stuck] == [2, 1]
-    assert programs.starts[stuck] == [2]
+    for index in range(count):
+        assert programs.starts[index] == ([count] if index in stuck else [count, count - len(stuck)])
+    assert not [sent for _, sent in members.signals if sent == signal.SIGTERM]

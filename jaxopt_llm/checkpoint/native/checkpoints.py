@@ -31,6 +31,7 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
+NO_ROOM = "the saves before are still being written, and host memory has room for no more copies of the state"
 
 
 def _print_to_stderr(line: str) -> None:
@@ -67,7 +68,8 @@ class Checkpoints:
         self.last_save_failed = False
         self._last_step: int | None = None  # step of the last save
         self._failure = ""
-        self._said_left_out = False  # since the last save that was not left out
+        self._said_left_out = False  # since the last save that succeeded
+        self._broken: BaseException | None = None  # the error that nobody foresaw in a save before
         self._opened: int | None = None  # descriptor of the directory, if this process writes its entries
         self._config = config
         self._report, self._on_save = report, on_save
@@ -191,10 +193,9 @@ class Checkpoints:
         directory = DeferredDirectory(step_directories.working_path(self.directory, step))
         writes = None
         if self._pending.has_room(size, wait=self._config is not None and self._config.keeps_forever(step)):
-            self._said_left_out = False
             writes = self._start_writes(directory, trees)
         else:
-            self._leave_out(step)
+            self._leave_out(step, NO_ROOM)
         # A save that is left out also goes through the background, where all processes hear of it.
         future = self._background.submit(self._finish, Save(directory, contents, sync, writes))
         self._pending.add(0 if writes is None else size, future)
@@ -285,16 +286,24 @@ class Checkpoints:
         except jax.errors.JaxRuntimeError as error:
             directory.give_up(error)
             raise  # a failure of the device, not of the disk
-        except STORAGE_ERRORS as error:
+        except (*STORAGE_ERRORS, MemoryError) as error:
             failed: Future[None] = Future()
-            failed.set_exception(error)
+            failed.set_exception(error if isinstance(error, STORAGE_ERRORS) else OSError("host memory is exhausted"))
             return [failed]
+        except BaseException as error:
+            directory.give_up(error)  # the threads that write would wait for ever
+            raise
 
     def _finish(self, save: Save) -> None:
         """Write and complete a save; runs in the background thread."""
         self._saving.enter("save", save.step)
         try:
+            if self._broken is not None:
+                raise self._broken  # a process that has left out an exchange would answer the wrong one
             self._complete(save)
+        except BaseException as error:
+            self._broken = error
+            raise
         finally:
             save.directory.give_up(FileNotFoundError("the save was given up"))
             self._saving.leave()
@@ -316,7 +325,7 @@ class Checkpoints:
         failure, copied = self._run_on_all(self._background_channel, begin)
         if not failure and not all(copied):
             if save.writes is not None:  # another process left it out; this one has not said so
-                self._leave_out(save.step)
+                self._leave_out(save.step, "another process has no room for one more copy of the state")
             return
         if failure:
             self._give_up(path, failure)
@@ -327,6 +336,7 @@ class Checkpoints:
         if failure:
             self._give_up(path, failure)
             return
+        self._said_left_out = False
         self._on_save(save.step, "")
         if self._is_first:
             self._delete_old()
@@ -359,7 +369,7 @@ class Checkpoints:
     def _give_up(self, path: Path, failure: str) -> None:
         """Report a save that failed and delete its files. path: its working directory."""
         step = int(path.stem)
-        self.last_save_failed, self._failure = True, failure
+        self._note_failure(step, failure)
         cleanup = ""
         # Several times, because writes of other leaves that are still running create their directories again.
         for _ in range(5 if self._is_first else 0):
@@ -383,15 +393,17 @@ class Checkpoints:
                 except OSError as error:
                     self._report(f"checkpoint {paths[step]} could not be deleted: {_first_line(error)}")
 
-    def _leave_out(self, step: int) -> None:
-        """Note that this step is not saved because the saves before are not on disk yet."""
-        self.last_save_failed, self._failure = True, "the saves before are still being written"
+    def _leave_out(self, step: int, reason: str) -> None:
+        """Note that this step is not saved. It is said once until a save succeeds."""
+        self._note_failure(step, reason)
         if not self._said_left_out:
             self._said_left_out = True
-            self._report(
-                f"step {step} is not saved: {self._failure}, and host memory has room for no more copies of the state; "
-                "the next try is after a tenth of checkpoint.every"
-            )
+            self._report(f"step {step} is not saved: {reason}; the next try is after a tenth of checkpoint.every")
+
+    def _note_failure(self, step: int, failure: str) -> None:
+        """Note that a step is not saved. Only the last one is tried again: a newer one replaces an older one."""
+        if step == self._last_step:
+            self.last_save_failed, self._failure = True, failure
 
     def _wait_for_save(self) -> None:
         """Wait until each save is on disk or has failed."""

@@ -1,8 +1,8 @@
 """Saves that are not on disk yet, and the room for another one.
 
 Each holds a copy of the state in host memory. A save without room is left out and does not wait: the devices would idle
-until the storage is done, and again at each later checkpoint, because storage that is too slow for the interval mostly
-stays so. Without the wait there are about as many checkpoints, as many as the storage can write.
+until the storage is done, and again at each later checkpoint. Waiting would gain hardly any checkpoints, because the
+storage writes as fast as it can in both cases.
 """
 
 from collections.abc import Callable
@@ -55,6 +55,8 @@ class PendingSaves:
             size: bytes of the copy.
             wait: wait until there is.
         """
+        while self._saves and self._saves[0][1].done():
+            self._end_oldest()
         while self._saves:
             sizes = [each for each, _ in self._saves if each]
             small = len(sizes) < MAX_SMALL_COPIES and sum(sizes) + size <= SMALL_BYTES

@@ -379,3 +379,29 @@ def test_a_save_that_fails_leaves_the_next_one_alone(tmp_path: Path, monkeypatch
         begun.set()
     assert len(lines) == 1 and "1 could not be saved: OSError: full; its partial files are deleted" in lines[0]
     assert restore_latest(tmp_path) == (2, [2, 2, 2], [])
+
+
+def test_an_error_that_nobody_foresaw_in_a_save_ends_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise several processes would exchange messages of different saves."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("nobody foresaw this")
+
+    monkeypatch.setattr(Checkpoints, "_commit", fail)
+    with pytest.raises(AttributeError), Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
+        checkpoints.save(1, {"weights": {"w": jnp.ones(3)}}, {})
+        checkpoints.save(2, {"weights": {"w": jnp.ones(3)}}, {})
+        checkpoints._pending._saves[1][1].exception()  # wait for the second
+        monkeypatch.undo()
+        checkpoints.save(3, {"weights": {"w": jnp.ones(3)}}, {})
+    assert not step_directories.find_checkpoints(tmp_path)
+
+
+def test_an_older_save_that_fails_does_not_repeat_the_last_one(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
+        checkpoints.save_last(2, {"weights": {"w": jnp.ones(3)}}, {})
+        checkpoints._note_failure(1, "the disk was full")
+        assert not checkpoints.last_save_failed
+        checkpoints.save_last(2, {"weights": {"w": jnp.ones(3)}}, {})  # it is there, so it would fail
