@@ -276,7 +276,7 @@ class Checkpoints:
 
         async def copy() -> list[Any]:
             saves = [
-                self._handler.async_save(directory / name, args=make_save_arguments(each))
+                self._handler.async_save(directory.subdirectory(name), args=make_save_arguments(each))
                 for name, each in trees.items()
             ]
             return [write for writes in await asyncio.gather(*saves) for write in writes]

@@ -1,10 +1,23 @@
-"""Directory for Orbax to write into, which is created after the arrays were copied off the devices."""
+"""Directory for Orbax to write into, which is created after the arrays were copied off the devices.
+
+Several threads of Orbax share one description of an array. Each waits for the directory, and then replaces it in the
+description by the path, and the place of the array in it by a path, too. So one thread may meet what another one has
+half replaced. The classes here make this harmless.
+"""
 
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path
 
 from etils import epath
+
+
+class CreatedDirectory(type(epath.Path(""))):  # type: ignore[misc]
+    """Path of a directory that exists."""
+
+    async def await_creation(self) -> epath.Path:
+        """Return the path, to a thread that has just seen that it has to wait."""
+        return self
 
 
 class DeferredDirectory:
@@ -20,13 +33,18 @@ class DeferredDirectory:
             created.set_running_or_notify_cancel()  # one thread that ends early must not cancel the wait of the others
         self._created = created
 
-    def __truediv__(self, name: str | Path) -> "DeferredDirectory":
+    def __truediv__(self, name: str | Path) -> epath.Path:
+        """Return the path of a file or an array in the directory, which nothing uses before the directory is there."""
+        return self.path / name
+
+    def subdirectory(self, name: str) -> "DeferredDirectory":
+        """Return a directory that is created together with this one."""
         return DeferredDirectory(Path(self.path / name), self._created)
 
     async def await_creation(self) -> epath.Path:
         """Return the path once the directory exists. Raise the error of `give_up` if it will not."""
         await asyncio.wrap_future(self._created)
-        return self.path
+        return CreatedDirectory(self.path)
 
     def set_created(self) -> None:
         """Let the writes begin: the directory exists."""
