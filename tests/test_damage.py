@@ -99,6 +99,7 @@ def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: P
     process = start_gated(run, [full, room], *EVERY_TWO, "--training.steps", 14)
     try:
         wait_until(full.reached, process)
+        wait_until((run / "checkpoints/6").exists, process)  # saves go on in the background
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         full.open()
         failed = line_with("could not be saved", process)

@@ -64,6 +64,7 @@ class FakeMembers:
     def __init__(self, programs: Programs, run: Path) -> None:
         self._programs, self._run = programs, run
         self._here = list(range(1, len(programs.starts)))
+        self._deadline = time.monotonic() + 20
         self._due = list[tuple[int, End]]()  # ends, with the number of looks until they are seen
         self.program_token, self.signals = "", list[tuple[int, int]]()
 
@@ -95,7 +96,8 @@ class FakeMembers:
         return ends
 
     def serve(self, seconds: float) -> None:
-        """Serve nobody."""
+        """Serve nobody, and not for ever."""
+        assert time.monotonic() < self._deadline
 
     def superseded(self, directory: Path) -> bool:
         return False
