@@ -80,9 +80,9 @@ def judge_zero_280(rows: Rows, measured: Measured) -> Finding:
         HOLDS if literal else REFUTED,
         f"{gigabytes(before)} to {gigabytes(in_fp16)} in fp16 ({gigabytes(after)} in bf16), a factor of "
         f"{before / in_fp16:.1f}; parameters, gradients and moments alone {gigabytes(states[0])} to "
-        f"{gigabytes(states[1])}, a factor of {states[0] / states[1]:.1f}. With one row of 4096 tokens a GPU no "
-        f"setting reaches 280 GB; float32 with 7 rows a GPU comes near it ({gigabytes(more_rows)}). 280 GB are also "
-        "the float32 weights of a model of 70B, and 35 GB these weights in 4 bits: quantisation, not training",
+        f"{gigabytes(states[1])}, a factor of {states[0] / states[1]:.1f}. These have one row of "
+        f"4096 tokens a GPU; float32 needs 7 rows to come near 280 GB ({gigabytes(more_rows)}). 280 GB are also the "
+        "float32 weights of a model of 70B, and 35 GB these weights in 4 bits: quantisation, not training",
     )
 
 
@@ -150,7 +150,9 @@ def judge_zero_3(factor: float, rows: Rows, measured: Measured) -> Finding:
     enough = less >= 0.95 * factor
     condition = holds_under("16-bit gathers with float32 gradients")
     return Finding(
-        (HOLDS if len(cheap) == len(formats) else condition if cheap else PARTLY) if enough else REFUTED,
+        (HOLDS if len(cheap) == len(formats) else condition if cheap == [GATHERS_16] else PARTLY)
+        if enough
+        else REFUTED,
         f"{less:.1f} times less state; bytes sent: {more[GATHERS_16]:+.0%} with 16-bit weights and float32 gradients, "
         f"{more[GRADIENTS_16]:+.0%} with both in 16 bits and {more[FLOAT32]:+.0%} with both in float32. The paper "
         "itself says 50%",

@@ -62,7 +62,7 @@ class Leader:
         self._fault_at: float | None = None  # until the run is back
         self._start_seen = last_start(task.directory)  # before the round
         self._not_before = time.monotonic()  # end of the pause
-        self._wait: Wait | None = None  # for missing hosts; None: it begins with the next look
+        self._wait: Wait | None = None  # for missing hosts; None: no wait has begun
         self._round: tuple[int, ...] = ()  # indices of its hosts
         self._hold_until = 0.0  # before this time the steps of the round do not begin
         self._gives_way = False  # the round is ended for a larger one before its first step
@@ -99,7 +99,7 @@ class Leader:
         """Wait for the hosts of the next round, and begin it. Return False if there is none that this host leads."""
         if self._wait is None:
             limit = math.inf if self._limits.elastic_seconds is None else self._limits.elastic_seconds
-            # At the start of a job, hosts come one after the other: to prepare for each number would be in vain.
+            # At the start of a job, hosts come one after the other: preparing for each number is wasted.
             self._wait = Wait(limit, prepares=self._task.trains and self._fault_at is not None)
         while not self._host.stopped and not self._members.superseded(self._task.directory):
             self._own_is_stuck &= self._host.poll() is None

@@ -1,8 +1,8 @@
 """Directory for Orbax to write into, which is created after the arrays were copied off the devices.
 
-Several threads of Orbax share one description of an array. Each waits for the directory, and then replaces it in the
-description by the path, and the place of the array in it by a path, too. So one thread may meet what another one has
-half replaced. The classes here make this harmless.
+Several threads of Orbax share the object that describes an array. Each thread waits for the directory, and then
+replaces two attributes of the object: first the directory, then the path of the array. Another thread may read the
+object between the two. With the classes here, every such state is valid.
 """
 
 import asyncio
