@@ -43,10 +43,18 @@ def table(field: str, losses: Losses, steps: int) -> list[str]:
 
 def train(steps: int, seed: int, settings: Sequence[str]) -> float:
     """Return the held-out loss of the quickstart with these flags after its last step, in nats per token."""
+    return train_curve(steps, seed, settings, points=1)[steps]
+
+
+def train_curve(steps: int, seed: int, settings: Sequence[str], points: int) -> dict[int, float]:
+    """Return the held-out losses of the quickstart with these flags by step, in nats per token.
+
+    points: number of losses, at equal distances up to the last step. It divides `steps`.
+    """
     with tempfile.TemporaryDirectory() as directory:
         recipe = ("--config", "quickstart.py", "--run.directory", directory, "--run.seed", seed)
-        length = ("--training.steps", steps, "--schedule.decay-steps", steps, "--evaluation.every", steps)
+        length = ("--training.steps", steps, "--schedule.decay-steps", steps, "--evaluation.every", steps // points)
         arguments = map(str, (*recipe, *length, *settings))
         subprocess.run([sys.executable, "-m", "jaxopt_llm.train", *arguments], check=True)
-        last = (Path(directory) / "metrics.jsonl").read_text().splitlines()[-1]
-        return float(json.loads(last)["eval_loss"])
+        records = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+        return {record["step"]: float(record["eval_loss"]) for record in records if "eval_loss" in record}

@@ -5,7 +5,13 @@ import time
 
 from jaxopt_llm.supervision.host import Host
 from jaxopt_llm.supervision.leader import Leader, Limits
-from jaxopt_llm.supervision.leader_address import find_leader, join_leader, publish_leader
+from jaxopt_llm.supervision.leader_address import (
+    SILENCE_SECONDS,
+    LeaderAddress,
+    find_leader,
+    join_leader,
+    publish_leader,
+)
 from jaxopt_llm.supervision.member import Member
 from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.policy import STOPPED, RestartBudget
@@ -19,6 +25,7 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
     """Supervise a program on this host until the job ends, and return the exit code.
 
     Host 0 leads. With `limits.elastic_seconds`, the next host leads if host 0 is lost, and host 0 then joins it.
+    A leader that does not answer for SILENCE_SECONDS is lost, too.
     """
     host = Host(task.job.index)
     if task.job.processes == 1:
@@ -26,16 +33,21 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
         assert code is not None  # nobody else leads
         return code
     address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
-    lost_at = time.monotonic()
+    lost_at = answered_at = time.monotonic()
+    silent: LeaderAddress | None = None  # the leader that has not answered since `answered_at`
     while not host.stopped:
         result: int | None = None
         published = find_leader(task.directory)
         try:
-            membership = None if published is None else join_leader(published, task.job)
-        except TimeoutError:  # a leader that is busy still leads
-            lost_at = time.monotonic()
-            host.wait(_RETRY_SECONDS)
-            continue
+            membership, silent = None if published is None else join_leader(published, task.job), None
+        except TimeoutError:
+            if silent != published:
+                silent, answered_at = published, time.monotonic()
+            membership = None
+            if time.monotonic() < answered_at + SILENCE_SECONDS:  # a leader that is busy still leads
+                lost_at = time.monotonic()
+                host.wait(_RETRY_SECONDS)
+                continue
         if membership is not None:
             address = address or membership.leader.connection.getsockname()[0]
             result = Member(host, task, membership).run()

@@ -1,4 +1,4 @@
-"""The leader of a job with hosts whose programs behave as told, without processes."""
+"""The leader of a job with hosts whose programs behave as told, and who leads, without processes."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxopt_llm.distributed.launchers import Job
-from jaxopt_llm.supervision import leader
+from jaxopt_llm.supervision import leader, leader_address, supervisor
 from jaxopt_llm.supervision.host import End
 from jaxopt_llm.supervision.leader import Leader, Limits
 from jaxopt_llm.supervision.policy import RestartBudget
@@ -122,3 +122,29 @@ def test_hosts_whose_programs_cannot_be_killed_are_lost(
     for index in range(count):
         assert programs.starts[index] == ([count] if index in stuck else [count, count - len(stuck)])
     assert not [sent for _, sent in members.signals if sent == signal.SIGTERM]
+
+
+def test_a_leader_that_does_not_answer_for_long_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen supervisor still has its port, and the kernel accepts connections for it."""
+    busy_seconds = 0.4
+    for module, name, seconds in (
+        (leader_address, "HELLO_SECONDS", 0.05),
+        (supervisor, "SILENCE_SECONDS", busy_seconds),
+        (supervisor, "_RETRY_SECONDS", 0.01),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    led = list[float]()
+
+    def lead(self: Leader) -> int:
+        led.append(time.monotonic())
+        return 0
+
+    monkeypatch.setattr(Leader, "run", lead)
+    frozen, published = leader_address.publish_leader(tmp_path, "127.0.0.1")
+    with frozen:
+        began = time.monotonic()
+        task, limits = Task(("sh",), tmp_path, Job("127.0.0.1:1234", 2, 0)), Limits(2, 1, elastic_seconds=0.1)
+        assert supervisor.supervise(task, limits, RestartBudget(10, 0.01)) == 0
+    # One that is only busy for a moment is left to lead.
+    assert began + busy_seconds < led[0] < began + busy_seconds + 5
+    assert leader_address.find_leader(tmp_path) in (None, published)  # the new leader has removed its own address
