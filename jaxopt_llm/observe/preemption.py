@@ -31,11 +31,19 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._requested = False
+        self._received: int | None = None  # the first signal
         self._before: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
-        return self._requested
+        return self._received is not None
+
+    def pass_on(self) -> None:
+        """Send this process the signal that it received, after the end of the context. Without one, do nothing.
+
+        A stop that came when the run was about to end is for the rest of the program.
+        """
+        if self._received is not None:
+            signal.raise_signal(self._received)
 
     def __enter__(self) -> "Preemption":
         global _entered
@@ -70,14 +78,17 @@ class Preemption:
         self._reader.close()
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
-        self._requested = True
+        self._received = self._received or signum
 
     def _watch(self, set_action: Callable[[int, None], object]) -> None:
         """Wait for the first signal, and some time after it let the next one end the process."""
-        while self._before.keys().isdisjoint(received := self._reader.recv(64)):
+        requests = list[int]()
+        while not requests:
+            received = self._reader.recv(64)
             if not received:
                 return
-        self._requested = True
+            requests = [each for each in received if each in self._before]
+        self._received = self._received or requests[0]
         if os.isatty(2):
             os.write(2, _MESSAGE)
         end = time.monotonic() + TOGETHER_SECONDS

@@ -109,3 +109,21 @@ def test_a_signal_to_a_forked_process_is_no_request() -> None:
         assert preemption._entered is None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_that_came_too_late_is_passed_on() -> None:
+    received = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    try:
+        with Preemption() as signals:
+            signal.raise_signal(signal.SIGTERM)
+            signals.requested()
+        assert not received
+        signals.pass_on()
+        assert received == [signal.SIGTERM]
+        with Preemption() as signals:
+            pass
+        signals.pass_on()
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
