@@ -12,7 +12,8 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxopt_llm.core.errors import ProcessLost
 from jaxopt_llm.supervision.host import End, Host
@@ -34,6 +35,31 @@ GIVE_UP_SECONDS = 60.0
 # As STRAGGLER_SECONDS, but before the first step, where a process that has not met the others would wait for the one
 # that is gone. It gets SIGTERM then, after which it ends with 75.
 STARTING_SECONDS = 3.0
+
+
+@dataclass
+class Round:
+    """Programs that start together, one on each of some hosts.
+
+    Attributes:
+        hosts: their indices.
+        start_before: event of the run's last start before the round.
+        hold_until: before this time its steps do not begin.
+        trains: its steps have begun.
+        gives_way: it is ended for a larger one before its first step.
+        fails_early: one of its programs has failed while it held.
+        stops_start: the programs that are left were told to stop before the first step.
+        killed: the hosts on which a program was left over, and was killed.
+    """
+
+    hosts: tuple[int, ...]
+    start_before: dict[str, Any]
+    hold_until: float = 0.0
+    trains: bool = False
+    gives_way: bool = False
+    fails_early: bool = False
+    stops_start: bool = False
+    killed: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -60,17 +86,10 @@ class Leader:
         self._meshes = Meshes(task, limits.hosts)
         self._journal = Journal(task.directory)
         self._fault_at: float | None = None  # until the run is back
-        self._start_seen = last_start(task.directory)  # before the round
         self._not_before = time.monotonic()  # end of the pause
         self._wait: Wait | None = None  # for missing hosts; None: no wait has begun
-        self._round: tuple[int, ...] = ()  # indices of its hosts
-        self._hold_until = 0.0  # before this time the steps of the round do not begin
-        self._gives_way = False  # the round is ended for a larger one before its first step
-        self._fails_early = False  # a program of the round has failed while it held
-        self._announced: tuple[int, ...] = ()  # the last round that was allowed to train
-        self._trains = False  # the steps of the round have begun
-        self._killed: set[int] = set()  # the hosts on which a program of the round was left over
-        self._stops_start = False  # the programs that are left were told to stop before the first step
+        self._round = Round((), last_start(task.directory))
+        self._announced: tuple[int, ...] = ()  # the hosts of the last round that was allowed to train
         self._own_is_stuck = False  # the program on this host cannot be killed
         self._strikes = Strikes(task.directory, self._journal)
 
@@ -82,9 +101,9 @@ class Leader:
             if self._host.stopped:
                 return STOPPED if own is None else own
             is_complete = all(end.code is not None for end in ends)
-            if is_complete and (self._gives_way or (grows and all(end.code == STOPPED for end in ends))):
+            if is_complete and (self._round.gives_way or (grows and all(end.code == STOPPED for end in ends))):
                 continue  # a round that gives way has nothing to save
-            if is_complete and self._fails_early and self._wait is not None:
+            if is_complete and self._round.fails_early and self._wait is not None:
                 self._wait.prepares = False
                 codes = ", ".join(str(end.code) for end in ends)
                 self._host.say(f"the prepared programs ended with exit codes {codes}; waits for missing hosts")
@@ -139,13 +158,12 @@ class Leader:
         """Start the program on the hosts of a round. hold_seconds: time from now during which it may not train."""
         flags = self._meshes.flags(len(chosen))
         assert flags is not None
-        self._hold_until = time.monotonic() + hold_seconds
+        hold_until = time.monotonic() + hold_seconds
         if hold_seconds:
             self._host.say(f"prepares {_list_hosts(chosen)}, and waits {hold_seconds:.0f} s more for the others")
         else:
             self._announce(chosen)
-        self._round, self._trains, self._start_seen = chosen, False, last_start(self._task.directory)
-        self._gives_way = self._fails_early = False
+        self._round = Round(chosen, last_start(self._task.directory), hold_until)
         self._members.take_ends()  # hosts that were lost since the last round, and are back
         for rank, index in enumerate(chosen):
             place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags, hold_seconds)
@@ -173,8 +191,8 @@ class Leader:
     def _run_round(self) -> tuple[bool, list[End]]:
         """Wait until the program has ended on all hosts of the round. Return whether it ended to grow, and the ends."""
         ends: list[End] = []
-        grows, broken_at, self._killed, self._stops_start = False, None, set(), False
-        while waited := set(self._round) - {end.index for end in ends}:
+        grows, broken_at, current = False, None, self._round
+        while waited := set(current.hosts) - {end.index for end in ends}:
             own = self._host.poll()
             self._own_is_stuck &= own is None
             for end in (*self._members.take_ends(), *([own] if own else [])):
@@ -187,22 +205,22 @@ class Leader:
             if broken_at is None and self._is_broken(ends):
                 broken_at = now
                 self._fault_at = self._fault_at or now
-                self._fails_early = now < self._hold_until
+                current.fails_early = now < current.hold_until
             elif broken_at is not None:
                 self._end_stragglers(waited, now - broken_at)
                 if now - broken_at > GIVE_UP_SECONDS:
                     ends += self._give_up(waited)
             if not ends and not grows and not self._host.stopped:
-                if now >= self._hold_until:
-                    self._announce(self._round)
+                if now >= current.hold_until:
+                    self._announce(current.hosts)
                 self._note_start(now)
-                if self._trains and self._may_grow():
+                if current.trains and self._may_grow():
                     grows = True
-                    self._signal(self._round[:1], signal.SIGTERM)  # all save, and end with 75
-                elif now < self._hold_until and len(self._choose(self._present())) > len(self._round):
-                    grows = self._gives_way = True
+                    self._signal(current.hosts[:1], signal.SIGTERM)  # all save, and end with 75
+                elif now < current.hold_until and len(self._choose(self._present())) > len(current.hosts):
+                    grows = current.gives_way = True
                     broken_at = now
-                    self._signal(self._round, signal.SIGTERM)
+                    self._signal(current.hosts, signal.SIGTERM)
                     if len(self._present()) >= self._limits.hosts:
                         self._wait = None
             if waited:
@@ -215,15 +233,16 @@ class Leader:
 
     def _starts(self) -> bool:
         """Return whether a round of `train` has not come to its first step."""
-        return self._task.trains and not self._trains and last_start(self._task.directory) == self._start_seen
+        before = self._round.start_before
+        return self._task.trains and not self._round.trains and last_start(self._task.directory) == before
 
     def _end_stragglers(self, left: set[int], seconds: float) -> None:
         """End the programs that are left some seconds after the round was broken."""
-        if seconds > (STARTING_SECONDS if self._gives_way else STRAGGLER_SECONDS):
-            self._killed |= left
+        if seconds > (STARTING_SECONDS if self._round.gives_way else STRAGGLER_SECONDS):
+            self._round.killed |= left
             self._signal(left, signal.SIGKILL)
-        elif seconds > STARTING_SECONDS and not self._stops_start and self._starts():
-            self._stops_start = True  # a second SIGTERM would end them without an exit code of their own
+        elif seconds > STARTING_SECONDS and not self._round.stops_start and self._starts():
+            self._round.stops_start = True  # a second SIGTERM would end them without an exit code of their own
             self._signal(left, signal.SIGTERM)
 
     def _give_up(self, left: set[int]) -> list[End]:
@@ -245,9 +264,9 @@ class Leader:
 
     def _note_start(self, now: float) -> None:
         """Notice when the steps of a round begin, and write it into the journal if this follows a fault."""
-        if self._trains or last_start(self._task.directory) == self._start_seen:
+        if self._round.trains or last_start(self._task.directory) == self._round.start_before:
             return
-        self._trains, self._wait = True, None
+        self._round.trains, self._wait = True, None
         if self._fault_at is not None:
             self._journal.write_recovery(now - self._fault_at)
             self._fault_at = None
@@ -255,10 +274,11 @@ class Leader:
     def _may_grow(self) -> bool:
         """Return whether hosts that came back, and have stayed, allow a larger round."""
         wait = self._limits.elastic_seconds
-        if wait is None or len(self._round) == self._limits.hosts:
+        hosts = self._round.hosts
+        if wait is None or len(hosts) == self._limits.hosts:
             return False
-        stayed = [i for i in self._members.indices() if i in self._round or self._members.seconds_here(i) > wait]
-        return len(self._choose(sorted({*self._own_index(), *stayed}))) > len(self._round)
+        stayed = [i for i in self._members.indices() if i in hosts or self._members.seconds_here(i) > wait]
+        return len(self._choose(sorted({*self._own_index(), *stayed}))) > len(hosts)
 
     def _judge(self, ends: Sequence[End]) -> int | None:
         """Write the fault that ended a round into the journal. Return the exit code of the job, None to go on."""
@@ -271,7 +291,7 @@ class Leader:
             final = ProcessLost.exit_code if cause.code is None else cause.code
         self._journal.write_fault(cause, ends, 0 if final is not None else self._budget.restarts)
         if final is None and self._task.job.processes > 1:
-            avoided = self._strikes.add(cause, self._round, self._killed)
+            avoided = self._strikes.add(cause, self._round.hosts, self._round.killed)
             if avoided is not None:
                 self._host.say(f"host {avoided} has caused too many faults: other hosts are preferred to it")
         name = self._journal.describe(cause) + f" on host {cause.index}" * (self._task.job.processes > 1)
