@@ -37,6 +37,7 @@ from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
+from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
@@ -61,13 +62,19 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
             and its checkpoint; a skipped step has no checkpoint.
     """
-    setup = prepare_run(requested, processes)
-    config: Config = setup.config  # the requested one, with epochs as steps
-    directory, steps = setup.directory, config.training.steps
-    files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
-    corpus = setup.data.corpus.sha256
-    verification = Verification(find_prepared(files), (processes.index, processes.count))
-    with open_records(config, processes, setup.program.state, (), corpus) as records, verification:
+    directory = Path(requested.run.directory)
+    with (
+        Watchdog(requested, processes) as watchdog,
+        lock_directory(directory) if processes.first else contextlib.nullcontext(),
+        contextlib.ExitStack() as stack,
+    ):
+        setup = prepare_run(requested, processes)
+        config: Config = setup.config  # the requested one, with epochs as steps
+        steps, corpus = config.training.steps, setup.data.corpus.sha256
+        files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
+        verification = Verification(find_prepared(files), (processes.index, processes.count))
+        records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, (), corpus))
+        stack.enter_context(verification)
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if start >= steps:
             _say_finished(directory, start, config, progress.say)
@@ -116,10 +123,8 @@ def main() -> int:
     check_inputs(config, first=job.index == 0)
     process_group.check_devices_divide(config.mesh.devices, job)
     runtime.configure_jax(config.mesh.devices, job.processes, cache=not config.run.deterministic)
-    directory = Path(config.run.directory)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
-        lock_directory(directory) if processes.first else contextlib.nullcontext(),
         Preemption() as signals,
     ):
         train(config, signals, processes)
@@ -141,8 +146,8 @@ def _train_own_model(recipe: Recipe) -> int:
     if is_set or job.processes > 1:
         runtime.check_no_device(f"--config {recipe.path}")
     runtime.configure_jax(config.mesh.devices if is_set else None, job.processes, cache=True)
-    with process_group.join_job(job, config.distributed, fields.shared_fields(config)):
-        train_recipe(recipe)
+    with process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes:
+        train_recipe(recipe, processes)
     return 0
 
 

@@ -14,10 +14,11 @@ import pytest
 from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, tiny, train
 from test_bad_input import assert_one_line
 
-from jaxopt_llm.config import cli
+from jaxopt_llm.config import Config, DataConfig, EvaluationConfig, cli
 from jaxopt_llm.config.fields import from_json
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.training.setup import check_directory_is_free, open_documents, pack_documents
 
 
@@ -296,8 +297,27 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
         assert [(path.name, path.read_text()) for path in directory.iterdir()] == [(name, "mine")]
 
 
+def test_opening_the_data_of_a_run_makes_progress(tmp_path: Path) -> None:
+    for name in ("a", "b", "held_out"):
+        (tmp_path / f"{name}.txt").write_text("a document")
+    data = DataConfig(paths=tuple(str(tmp_path / f"{name}.txt") for name in "ab"))
+    processes = Processes(Job("", 1, 0))
+
+    def count_beats(config: Config) -> int:
+        processes.main.enter("prepare", 0)
+        open_documents(config, processes)
+        assert processes.main.position is not None
+        return processes.main.position.beats
+
+    alone = count_beats(Config(data=data))
+    assert alone >= 2 * 2  # for each file, and for its text
+    evaluation = EvaluationConfig(paths=(str(tmp_path / "held_out.txt"),))
+    assert count_beats(Config(data=data, evaluation=evaluation)) > alone
+
+
 def test_a_run_that_ended_before_it_began_is_started_again(tmp_path: Path) -> None:
-    for name in ("memory.json", "events.jsonl", "metrics.jsonl", "metrics.1.jsonl", "corpus.json"):
+    stacks = ("stacks.0.node7.txt", "stacks.12.host.of.a.domain.txt")
+    for name in ("memory.json", "events.jsonl", "metrics.jsonl", "metrics.1.jsonl", "corpus.json", *stacks):
         (tmp_path / name).write_text("")
     check_directory_is_free(tmp_path)
     (tmp_path / "config.json").write_text("")

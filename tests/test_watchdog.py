@@ -12,6 +12,8 @@ from gates import Gate, finish, start_gated
 from ports import free_address
 from test_death import logged
 
+from jaxopt_llm.training.setup import check_directory_is_free
+
 LIMIT = 2  # seconds
 DEADLINE = 60  # seconds after which a process ends in good order although it hangs
 
@@ -22,6 +24,9 @@ import os, sys, threading, time
 import jax
 from jaxopt_llm.config import Config, DataConfig, DistributedConfig, RunConfig, WatchdogConfig
 from jaxopt_llm.core import errors
+from jaxopt_llm.data import tokens
+from jaxopt_llm.data.source import Document
+from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.watchdog import Watchdog
@@ -31,13 +36,19 @@ config = Config(
     run=RunConfig(directory=directory),
     data=DataConfig(stall_seconds={LIMIT}),
     watchdog=WatchdogConfig(
-        floor_seconds={LIMIT}, save_floor_seconds={LIMIT}, factor=0 if hangs == "nothing, unwatched" else 1
+        floor_seconds={LIMIT}, compile_floor_seconds={LIMIT}, save_floor_seconds={LIMIT},
+        factor=0 if hangs == "nothing, unwatched" else 1,
     ),
 )
 
 def stick(where):
     if hangs == where and index == "1":
         time.sleep(1000)
+
+def read_slowly():
+    for number in range({4 * LIMIT}):
+        time.sleep(0.5)  # twice the limit in all
+        yield Document("", bytes(tokens._BATCH_BYTES), b"")
 
 def save(processes):
     processes.saving.enter("save", 3)
@@ -52,7 +63,12 @@ def main():
         end.daemon = True
         end.start()
         channel = processes.channel("step")
-        with Watchdog(config, processes, print):
+        with Watchdog(config, processes) as watchdog:
+            stick("prepare")
+            if hangs == "nothing, prepared slowly" and index == "1":
+                tokens.tokenize("", read_slowly(), ByteTokenizer(), processes.main)
+            channel.exchange("")
+            watchdog.name_slow(print)
             for step in range(1, 10):
                 processes.main.enter("data", step)
                 if step == 3:
@@ -96,6 +112,7 @@ REMEDY = "there is no checkpoint yet: run again to start at step 0"
 @pytest.mark.parametrize(
     ("hangs", "named", "doing", "at"),
     [
+        ("prepare", f"process 1 ({HOST}) of 3", "it is in", "phase prepare of step 0"),
         ("data", f"process 1 ({HOST}) of 3", "it is in", "phase data of step 3"),
         ("step", f"process 1 ({HOST}) of 3", "it is in", "phase step of step 3"),
         ("save", f"process 1 ({HOST}) of 3", "it is in", "phase save of step 3"),
@@ -106,7 +123,7 @@ REMEDY = "there is no checkpoint yet: run again to start at step 0"
             "phase step of step 3",
         ),
     ],
-    ids=["data", "step", "save", "collective"],
+    ids=["prepare", "data", "step", "save", "collective"],
 )
 def test_a_job_without_progress_ends_and_names_who_is_behind(
     hangs: str, named: str, doing: str, at: str, tmp_path: Path
@@ -120,6 +137,7 @@ def test_a_job_without_progress_ends_and_names_who_is_behind(
         )
         assert found, stderr
         assert found.group(1, 2, 3, 5) == (named, doing, at, REMEDY)
+        assert f"the Python stacks are in {tmp_path}/stacks.*.txt, or on standard error" in line
         assert int(found[4]) >= LIMIT
         stacks = (tmp_path / f"stacks.{index}.{HOST}.txt").read_text()
         assert line.removeprefix("error: ") in stacks
@@ -127,11 +145,12 @@ def test_a_job_without_progress_ends_and_names_who_is_behind(
         assert ("in stick" in stacks) == (index == 1 and hangs != "collective")
 
 
-@pytest.mark.parametrize("hangs", ["nothing", "nothing, slowly", "nothing, unwatched"])
+@pytest.mark.parametrize("hangs", ["nothing", "nothing, prepared slowly", "nothing, slowly", "nothing, unwatched"])
 def test_a_job_that_advances_goes_on_and_its_slow_process_is_named(hangs: str, tmp_path: Path) -> None:
     """Check this with a job that lasts longer than its limits, and whose process 1 needs 20 ms for its data.
 
-    In one phase, process 1 may take longer than the limit if it notes progress, or if watchdog.factor is 0.
+    In one phase, process 1 may take longer than the limit if it notes progress, as the tokenizer of a run does for its
+    data, or if watchdog.factor is 0.
     """
     (stdout, _), _ = [finish(process) for process in start_phases(tmp_path, hangs, 2)]
     assert "process 1 is slow: in the last 50 steps or more" in stdout
@@ -152,9 +171,9 @@ RUN_LIMIT = 10  # seconds; other tests may slow a step down to seconds
 
 
 def start_run(
-    directory: Path, gate: Gate | None, *overrides: object, **environment: str
+    directory: Path, gate: Gate | None, *overrides: object, gated: int = 1, **environment: str
 ) -> list[subprocess.Popen[str]]:
-    """Start a training of two processes. gate, environment: of process 1."""
+    """Start a training of two processes. gate: of process `gated`. environment: of process 1."""
     job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--mesh.fsdp", 2)
     run = (
         *job,
@@ -166,9 +185,10 @@ def start_run(
     )
     run = (*run, "--watchdog.floor-seconds", RUN_LIMIT, "--watchdog.save-floor-seconds", 2 * RUN_LIMIT)
     run = (*run, "--data.stall-seconds", RUN_LIMIT, *overrides)
-    first = start_gated(directory, [], *run, "--distributed.process-id", 0)
-    gates = [gate] if gate else []
-    return [first, start_gated(directory, gates, *run, "--distributed.process-id", 1, **environment)]
+    gates: list[list[Gate]] = [[], []]
+    gates[gated] += [gate] if gate else []
+    first = start_gated(directory, gates[0], *run, "--distributed.process-id", 0)
+    return [first, start_gated(directory, gates[1], *run, "--distributed.process-id", 1, **environment)]
 
 
 @pytest.mark.slow
@@ -198,6 +218,32 @@ def test_a_run_ends_if_one_process_stops(function: str, call: int, phase: str, s
         assert (run / f"stacks.{index}.{HOST}.txt").exists()
     records = logged(run)
     assert records >= step - 2
+
+
+PREPARE_LIMIT = 20  # seconds, in which nothing else than the gate may keep a process
+
+
+@pytest.mark.slow
+def test_a_run_ends_if_one_process_stops_while_it_opens_its_data_and_can_be_started_again(tmp_path: Path) -> None:
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.corpus:_open_file")
+    for index, process in enumerate(start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT)):
+        _, stderr = finish(process, 5)
+        assert f"process 1 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
+        assert "run again to continue from the last checkpoint, if there is one" in stderr
+        assert ("in gated" in (run / f"stacks.{index}.{HOST}.txt").read_text()) == (index == 1)
+    check_directory_is_free(run)
+
+
+@pytest.mark.slow
+def test_the_stacks_are_printed_if_the_run_directory_hangs(tmp_path: Path) -> None:
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:lock_directory")
+    processes = start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT, gated=0)
+    for index, process in enumerate(processes):
+        _, stderr = finish(process, 5)
+        assert f"process 0 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
+        assert f"stacks.{index}.{HOST}.txt could not be written; the stacks of this process:" in stderr
+        assert ("in gated" in stderr) == (index == 0)
+    assert not run.exists()
 
 
 @pytest.mark.slow

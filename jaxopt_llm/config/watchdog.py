@@ -14,8 +14,8 @@ class WatchdogConfig:
     """Smallest limit, in seconds, of a step, an evaluation and a wait for data. A save that takes longer is slow: the
     run says so and goes on."""
     compile_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
-    """Smallest limit, in seconds, of a compile, of a restore, and of the first step and the first evaluation, which may
-    compile."""
+    """Smallest limit, in seconds, of the preparation of a run, which opens its data, of a compile, of a restore, and of
+    the first step and the first evaluation, which may compile."""
     save_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
     """Smallest limit, in seconds, of a save, which is written in the background."""
     single_process: bool = False

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +56,23 @@ def check_is_no_pointer(file: Path) -> None:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             remedy = f"run git lfs pull in {file.parent}, or hf download NAME --local-dir DIR"
             raise InputError(f"{file}: a pointer of Git LFS instead of the file; {remedy}")
+
+
+def measure_files(folders: Iterable[Path]) -> tuple[int, int, int]:
+    """Return the number of the files below folders, their bytes and the sum of their times: a write changes it.
+
+    Other threads and processes may write and remove files meanwhile.
+    """
+    count = size = times = 0
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                try:
+                    status = os.stat(os.path.join(parent, name))
+                except OSError:  # it has just been removed
+                    continue
+                count, size, times = count + 1, size + status.st_size, times + status.st_mtime_ns
+    return count, size, times
 
 
 def replace_durably(path: Path, text: str) -> None:

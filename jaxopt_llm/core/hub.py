@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 from jaxopt_llm.core.errors import InputError, one_line
+from jaxopt_llm.core.files import measure_files
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 
 # org/name or org/name@revision. The name of a JSON file is a path.
 _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(?<!\.json)")
@@ -40,7 +42,7 @@ def model_name(name: str | Path) -> str:
     return path.name
 
 
-def find_folder(name: str | Path, setting: str, weights: bool = True) -> Path:
+def find_folder(name: str | Path, setting: str, weights: bool = True, pulse: Pulse = UNWATCHED) -> Path:
     """Return the folder on this machine that a name stands for. A model of the hub is downloaded into its cache.
 
     A process reads one revision of a model, also if the hub receives another one meanwhile.
@@ -49,6 +51,7 @@ def find_folder(name: str | Path, setting: str, weights: bool = True) -> Path:
         name: a path, also of a file; or an id of the hub.
         setting: text before the name in error messages, such as "model.pretrained=".
         weights: whether the weights are needed, in addition to the configuration and the tokenizer.
+        pulse: notes the progress of the download, also if another process of this machine does it.
 
     Raises:
         InputError: the model cannot be downloaded, and the cache of the hub does not hold it; or the name looks like a
@@ -67,7 +70,8 @@ def find_folder(name: str | Path, setting: str, weights: bool = True) -> Path:
     try:
         folder = _download(found["repository"], found["revision"])
         if weights:
-            folder = _download(found["repository"], folder.name, weights)
+            with pulse.follow(functools.partial(_measure_cache, found["repository"])):
+                folder = _download(found["repository"], folder.name, weights)
     except Exception as error:  # the library and its transports raise no common type
         raise InputError(f"{setting}{name}: {_explain(error, found['repository'])}") from error
     if weights and not any(folder.glob("*.safetensors")):
@@ -94,6 +98,13 @@ def _download(repository: str, revision: str | None, weights: bool = False) -> P
             repository, revision=revision, allow_patterns=patterns, ignore_patterns=list(_UNREAD)
         )
     )
+
+
+def _measure_cache(repository: str) -> tuple[int, int, int]:
+    """Return a value that changes while a file of a model is downloaded into the hub's cache."""
+    from huggingface_hub import constants
+
+    return measure_files([Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "blobs")])
 
 
 def _explain(error: Exception, repository: str) -> str:

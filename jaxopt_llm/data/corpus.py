@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxopt_llm.config import DataConfig, EvaluationConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data import tokens
 from jaxopt_llm.data.find import File, find_corpus_files, find_files, locate, name_url
 from jaxopt_llm.data.indexed import open_megatron, open_numpy
@@ -68,10 +69,12 @@ class Corpus:
         )
 
 
-def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True) -> Corpus:
+def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True, pulse: Pulse = UNWATCHED) -> Corpus:
     """Open the corpus of `data.paths`: tokenize text into memory, and open token files.
 
-    holds_out: whether `data.held_out` of the documents are held out. Otherwise every document is trained on.
+    Args:
+        holds_out: whether `data.held_out` of the documents are held out. Otherwise every document is trained on.
+        pulse: notes the progress of downloads and of the tokenizer.
 
     Raises:
         InputError: `find_files` or a reader raises it, or a source has too few documents: two, or one if none is held
@@ -79,11 +82,11 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
     """
     skipped = Skipped()
     opened: list[tuple[str, list[tokens.Piece], str]] = []
-    files_by_path = find_corpus_files(config)
+    files_by_path = find_corpus_files(config, pulse=pulse)
     if config.paths:
         with open_reader(config, tokenizer) as read:
             for pattern, files in zip(config.paths, files_by_path, strict=True):
-                found = [_open_file(file, read, config, tokenizer, skipped) for file in files]
+                found = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
                 pieces = list(chain.from_iterable(pieces for pieces, _ in found))
                 opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
     else:
@@ -121,7 +124,8 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[tokens
 
     Returns the documents, and the skipped documents by reason.
     """
-    stream, _, skipped = _open_files(chain.from_iterable(find_corpus_files(config)), config, tokenizer)
+    files = chain.from_iterable(find_corpus_files(config))
+    stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED)
     return stream, skipped
 
 
@@ -146,17 +150,19 @@ class ValidationSet:
 
 
 def open_validation_sets(
-    evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer
+    evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, pulse: Pulse = UNWATCHED
 ) -> tuple[ValidationSet, ...]:
     """Open the validation sets of `evaluation.paths`, which are read as `data` describes.
+
+    pulse: see `open_corpus`.
 
     Raises:
         InputError: `find_files` or a reader raises it, or a set has no documents.
     """
     sets = []
     for name, path in evaluation.named_paths():
-        files = find_files(path, data, "evaluation.paths")
-        stream, digest, skipped = _open_files(files, data, tokenizer)
+        files = find_files(path, data, "evaluation.paths", pulse)
+        stream, digest, skipped = _open_files(files, data, tokenizer, pulse)
         if not stream.size:
             reasons = _format_reasons(skipped)
             raise InputError(f"evaluation.paths {path}: 0 documents{reasons}; add documents, or leave the path out")
@@ -165,24 +171,26 @@ def open_validation_sets(
 
 
 def _open_files(
-    files: Iterable[File], config: DataConfig, tokenizer: Tokenizer
+    files: Iterable[File], config: DataConfig, tokenizer: Tokenizer, pulse: Pulse
 ) -> tuple[tokens.TokenStream, str, Skipped]:
     """Return all documents of files, the hash of their contents, and the skipped documents by reason."""
     skipped = Skipped()
     with open_reader(config, tokenizer) as read:
-        opened = [_open_file(file, read, config, tokenizer, skipped) for file in files]
+        opened = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
     digest = hashlib.sha256("\n".join(digest for _, digest in opened).encode()).hexdigest()
     return tokens.join_all(list(chain.from_iterable(pieces for pieces, _ in opened))), digest, skipped
 
 
 def _open_file(
-    file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Skipped
+    file: File, read: Reader, config: DataConfig, tokenizer: Tokenizer, skipped: Skipped, pulse: Pulse
 ) -> tuple[Sequence[tokens.Piece], str]:
     """Return the pieces of a file and the hash of its contents."""
+    pulse.beat()
     if file.format not in FORMATS:
         with name_url(file):
             return _open_token_file(file, tokenizer)
-    pieces = [tokens.tokenize(file.name, read(part, skipped), tokenizer) for part in split_into_parts(file, config)]
+    parts = split_into_parts(file, config)
+    pieces = [tokens.tokenize(file.name, read(part, skipped), tokenizer, pulse) for part in parts]
     return pieces, _sha256(pieces)
 
 

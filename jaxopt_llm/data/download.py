@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.core.errors import InputError, one_line
-from jaxopt_llm.core.files import cache_home, sync_directory, sync_file
+from jaxopt_llm.core.files import cache_home, measure_files, sync_directory, sync_file
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 
 _DOWNLOADS = 8  # at once
+_UNFINISHED = "*.tmp"  # folders of the cache with entries that are not complete
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("JAXOPT_LLM_CACHE") or cache_home() / "data").absolute()
 
 
-def download_missing(entries: Sequence[CacheEntry], system: Any, where: str) -> list[Path]:
+def download_missing(entries: Sequence[CacheEntry], system: Any, where: str, pulse: Pulse = UNWATCHED) -> list[Path]:
     """Download the entries that the cache does not hold, and return the local path of each entry.
 
     Of the processes of a machine, one downloads and the others wait.
@@ -79,6 +81,7 @@ def download_missing(entries: Sequence[CacheEntry], system: Any, where: str) -> 
     Args:
         system: fsspec's file system.
         where: the setting and the URL, for messages.
+        pulse: notes the progress of the download, also if another process does it.
 
     Raises:
         InputError: a download failed, the disk is too small, or the cache cannot be written.
@@ -87,10 +90,11 @@ def download_missing(entries: Sequence[CacheEntry], system: Any, where: str) -> 
     if any(not (cache / entry.digest).exists() for entry in entries):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with _lock(cache):
+            with _lock(cache, pulse):
                 missing = {entry.digest: entry for entry in entries if not (cache / entry.digest).exists()}
                 if missing:
-                    _download_all(list(missing.values()), system, cache, where)
+                    with pulse.follow(lambda: measure_files(cache.glob(_UNFINISHED))):
+                        _download_all(list(missing.values()), system, cache, where)
         except OSError as error:
             remedy = "repair it, or set JAXOPT_LLM_CACHE to another folder"
             raise InputError(f"{where}: the cache {cache} cannot be written ({one_line(error)}); {remedy}") from error
@@ -146,7 +150,7 @@ def _download(entry: CacheEntry, system: Any, cache: Path, where: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(cache: Path) -> Iterator[None]:
+def _lock(cache: Path, pulse: Pulse) -> Iterator[None]:
     """Lock the cache against other processes, and remove what processes left that were killed during a download."""
     with (cache / "lock").open("a") as file:
         try:
@@ -154,8 +158,9 @@ def _lock(cache: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(f"waiting for another process that downloads into {cache}", file=sys.stderr, flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
-            for leftover in cache.glob("*.tmp"):
+                with pulse.wait_for_lock(), pulse.follow(lambda: measure_files(cache.glob(_UNFINISHED))):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            for leftover in cache.glob(_UNFINISHED):
                 shutil.rmtree(leftover, ignore_errors=True)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):  # shared storage without locks

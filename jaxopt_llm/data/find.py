@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data import remote
 from jaxopt_llm.data.storage import LocalStorage, Storage, is_prepared
 
@@ -42,16 +43,18 @@ class File:
         return self.url or str(self.path)
 
 
-def find_corpus_files(config: DataConfig, setting: str = "data.paths") -> list[list[File]]:
+def find_corpus_files(config: DataConfig, setting: str = "data.paths", pulse: Pulse = UNWATCHED) -> list[list[File]]:
     """Return the files of each of data.paths.
 
-    setting: what names the paths, for messages.
+    Args:
+        setting: what names the paths, for messages.
+        pulse: notes the progress of downloads.
 
     Raises:
         InputError: `find_files` raises it, or two paths contain the same file.
     """
     remote.check_backends(config.paths, setting)
-    found = [find_files(pattern, config, setting) for pattern in config.paths]
+    found = [find_files(pattern, config, setting, pulse) for pattern in config.paths]
     seen: dict[str, tuple[str, Path]] = {}
     for pattern, files in zip(config.paths, found, strict=True):
         for file in files:
@@ -78,14 +81,16 @@ def name_url(file: File) -> Iterator[None]:
         raise InputError(str(error).replace(str(file.path.parent), folder)) from error
 
 
-def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") -> list[File]:
+def find_files(pattern: str, config: DataConfig, setting: str = "data.paths", pulse: Pulse = UNWATCHED) -> list[File]:
     """Return the files of one of data.paths, sorted by name.
-
-    setting: the setting that names the path, for messages.
 
     A path is a file, a folder (searched recursively) or a glob (with `**`). In a folder, data.format=auto takes all
     files with a known suffix except .json and .csv, text takes all files, and other formats take the files with their
     suffix. A Megatron pair is named by either file or by their common prefix.
+
+    Args:
+        setting: the setting that names the path, for messages.
+        pulse: notes the progress of downloads.
 
     Raises:
         InputError: there are no files, or none of a known format.
@@ -95,7 +100,7 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") ->
     if storage.is_file(path):
         found, root = [path], path.parent
     elif is_prepared(storage, path):
-        return _make_files(storage, {path: (path.name, "prepared")})
+        return _make_files(storage, {path: (path.name, "prepared")}, pulse)
     elif is_folder := storage.is_folder(path):
         found, root = _select_in_folder(storage, config), path
     else:
@@ -117,14 +122,14 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths") ->
             problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
             raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set --data.format")
         raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
-    return _make_files(storage, files)
+    return _make_files(storage, files, pulse)
 
 
-def _make_files(storage: Storage, files: dict[PurePath, tuple[str, str]]) -> list[File]:
+def _make_files(storage: Storage, files: dict[PurePath, tuple[str, str]], pulse: Pulse) -> list[File]:
     """Return files sorted by name, copied to this machine. files: name and format of each path."""
     paths = sorted(files, key=lambda path: files[path][0])
     pairs = [(path, path.with_suffix(".bin")) if files[path][1] == "megatron" else (path,) for path in paths]
-    local = storage.fetch(pairs)
+    local = storage.fetch(pairs, pulse)
     return [
         File(files[path][0], copy, files[path][1], storage.url(path)) for path, copy in zip(paths, local, strict=True)
     ]

@@ -1,6 +1,6 @@
 """Packing of documents into rows of a fixed length, with splits at any token or only between documents."""
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import jax
 import numpy as np
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.config.data import LongDocuments
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.model.batch import Batch
 
@@ -38,6 +39,7 @@ class PackedRows:
         vocabulary_size: the model's.
         name: name of the data, for messages.
         long_documents, documents_per_row: see `data.long_documents`, `data.documents_per_row`.
+        pulse: notes the progress of reading all documents, where packing them needs it.
 
     Attributes:
         summary: statistics of packing whole documents; empty if documents are split.
@@ -53,17 +55,18 @@ class PackedRows:
     name: str = "the corpus"
     long_documents: LongDocuments = "auto"
     documents_per_row: int = 0
+    pulse: InitVar[Pulse] = UNWATCHED
     summary: str = field(init=False, default="")
     _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: positions [first, last) of a row
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, pulse: Pulse) -> None:
         if _packs_whole(self.stream, self.long_documents):
-            self._pack_whole(drop=self.long_documents == "drop")
+            self._pack_whole(self.long_documents == "drop", pulse)
             return
         if self.stream.size < 2:
             raise InputError(f"{self.name} has {self.stream}, so there is no token to predict: add documents")
         if self.documents_per_row:
-            starts = _read_starts(self.stream, self.stream.size)
+            starts = _read_starts(self.stream, self.stream.size, pulse)
             if exceed_limit(starts, self.sequence_length, self.documents_per_row).size:
                 bounds = split_by_documents(starts, self.stream.size, self.sequence_length, self.documents_per_row)
                 object.__setattr__(self, "_bounds", bounds)
@@ -97,10 +100,14 @@ class PackedRows:
             return row
         return jax.tree.map(lambda field: np.pad(field, (0, self.sequence_length + 1 - count)), row)
 
-    def _pack_whole(self, drop: bool) -> None:
-        starts, size, most = _read_starts(self.stream, self.stream.size), self.stream.size, self.sequence_length + 1
+    def _pack_whole(self, drop: bool, pulse: Pulse) -> None:
+        size, most = self.stream.size, self.sequence_length + 1
+        starts = _read_starts(self.stream, size, pulse)
         bounds, long = pack_whole_documents(starts, size, most, drop, self.documents_per_row)
-        counts = [self._count_loss_tokens(first, last) for first, last in bounds]
+        counts = []
+        for first, last in bounds:
+            counts.append(self._count_loss_tokens(first, last))
+            pulse.beat()
         table = np.array([row for row, count in zip(bounds, counts, strict=True) if count], np.int64)
         if not table.size:
             problem = f"no row of training.sequence_length={self.sequence_length} has a token that the loss counts"
@@ -233,7 +240,10 @@ def _packs_whole(stream: TokenStream, long_documents: LongDocuments) -> bool:
     return long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
 
 
-def _read_starts(stream: TokenStream, size: int) -> NDArray[np.int64]:
+def _read_starts(stream: TokenStream, size: int, pulse: Pulse = UNWATCHED) -> NDArray[np.int64]:
     """Return the starts of the documents among the first `size` tokens."""
-    blocks = [stream.document_starts(first, min(_BLOCK, size - first)) for first in range(0, size, _BLOCK)]
+    blocks = []
+    for first in range(0, size, _BLOCK):
+        blocks.append(stream.document_starts(first, min(_BLOCK, size - first)))
+        pulse.beat()
     return np.concatenate(blocks) if blocks else np.empty(0, np.int64)

@@ -13,6 +13,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from jaxopt_llm.core.errors import InputError, one_line
+from jaxopt_llm.core.pulse import Pulse
 from jaxopt_llm.data.download import CacheEntry, RemoteFile, download_missing
 from jaxopt_llm.data.storage import PLAN, is_prepared
 
@@ -113,8 +114,9 @@ class RemoteStorage:
     def url(self, path: PurePath) -> str:
         return str(self._system.unstrip_protocol(self._key(path)))
 
-    def fetch(self, selected: Sequence[tuple[PurePath, ...]]) -> list[Path]:
-        return download_missing([self._make_entry(paths) for paths in selected], self._system, self._where)
+    def fetch(self, selected: Sequence[tuple[PurePath, ...]], pulse: Pulse) -> list[Path]:
+        entries = [self._make_entry(paths) for paths in selected]
+        return download_missing(entries, self._system, self._where, pulse)
 
     def _make_entry(self, paths: tuple[PurePath, ...]) -> CacheEntry:
         """Return the cache entry that holds files which are read together: a pair, or those of a prepared folder."""

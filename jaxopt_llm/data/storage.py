@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 from jaxopt_llm.core.files import check_is_regular
+from jaxopt_llm.core.pulse import Pulse
 
 PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
 
@@ -34,8 +35,10 @@ class Storage(Protocol):
     def url(self, path: PurePath) -> str:
         """Return the URL of a path; empty for a local path."""
 
-    def fetch(self, selected: Sequence[tuple[PurePath, ...]]) -> list[Path]:
+    def fetch(self, selected: Sequence[tuple[PurePath, ...]], pulse: Pulse) -> list[Path]:
         """Return a local path for the first path of each tuple. The others of a tuple are beside it, under their names.
+
+        pulse: notes the progress of the copies.
 
         Raises:
             InputError: a file cannot be copied to this machine.
@@ -72,7 +75,7 @@ class LocalStorage:
     def url(self, path: PurePath) -> str:
         return ""
 
-    def fetch(self, selected: Sequence[tuple[PurePath, ...]]) -> list[Path]:
+    def fetch(self, selected: Sequence[tuple[PurePath, ...]], pulse: Pulse) -> list[Path]:
         return [Path(paths[0]) for paths in selected]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data.file_array import Array
 from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import Tokenizer
@@ -276,9 +277,12 @@ def _count_tokens(piece: Piece, ranges: GroupRanges) -> int:
     return int((ends - begins).sum())
 
 
-def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer) -> IndexedPiece:
-    """Tokenize documents into memory."""
-    batches = list(tokenize_batches(documents, tokenizer))
+def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pulse: Pulse = UNWATCHED) -> IndexedPiece:
+    """Tokenize documents into memory. pulse: notes each few megabytes of text as progress."""
+    batches = []
+    for batch in tokenize_batches(documents, tokenizer):
+        batches.append(batch)
+        pulse.beat()
     if not batches:
         none = np.empty(0, token_dtype(tokenizer.vocabulary_size)), np.empty(0, np.int64), np.empty(0, np.uint64)
         return IndexedPiece(name, *none)

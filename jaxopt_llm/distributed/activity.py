@@ -3,14 +3,18 @@
 import collections
 import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Phase = Literal["compile", "step", "evaluate", "save", "restore", "data"]
+from jaxopt_llm.core.pulse import Pulse
+
+Phase = Literal["prepare", "compile", "step", "evaluate", "save", "restore", "data"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 KEPT = 100  # durations of a phase, for its median
+LOOK_SECONDS = 1.0  # between two looks at a value that a call changes
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Totals:
     waited: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-class Activity:
+class Activity(Pulse):
     """Record of what one thread does. That thread calls the methods; any thread may read the attributes.
 
     A call takes about a microsecond, and does not wait for a device.
@@ -106,3 +110,35 @@ class Activity:
             self.position = replace(self.position, waiting=False)
             waited, seconds = self.totals.waited, time.perf_counter() - began
             self.totals = replace(self.totals, waited=waited | {phase: waited.get(phase, 0.0) + seconds})
+
+    @contextlib.contextmanager
+    def wait_for_lock(self) -> Iterator[None]:
+        """Note that the thread waits for a lock. It is no mark, because other processes may find the lock free."""
+        if self.position is None or self.position.waiting:
+            yield
+            return
+        self.position = replace(self.position, waiting=True)
+        try:
+            yield
+        finally:
+            self.position = replace(self.position, waiting=False)
+
+    @contextlib.contextmanager
+    def follow(self, measure: Callable[[], object]) -> Iterator[None]:
+        """Note progress whenever a value changes. Meanwhile the thread must not use this object."""
+        ended = threading.Event()
+
+        def look() -> None:
+            before = measure()
+            while not ended.wait(LOOK_SECONDS):
+                if (now := measure()) != before:
+                    self.beat()
+                    before = now
+
+        looking = threading.Thread(target=look, name="follow", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            looking.join()

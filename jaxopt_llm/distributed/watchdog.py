@@ -58,15 +58,11 @@ class Watchdog:
     Process 0 judges for all. A process that has joined the job by `jax.distributed.initialize` sees only itself.
     """
 
-    def __init__(self, config: Config, processes: Processes, say: Callable[[str], None]) -> None:
-        """Prepare the thread.
-
-        Args:
-            config: that of the run, whose directory receives the stacks.
-            say: receives one line for each save and each process that is slow.
-        """
+    def __init__(self, config: Config, processes: Processes) -> None:
+        """Prepare the thread. config: that of the run, whose directory receives the stacks."""
         self._config: Config = config
-        self._processes, self._say = processes, say
+        self._processes = processes
+        self._say: Callable[[str], None] | None = None
         self._directory = Path(config.run.directory)
         self._stopped = threading.Event()
         self._clocks = {"save": _Clock(), "main": _Clock()}
@@ -76,6 +72,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._processes.main.forget()
+        self._processes.main.enter("prepare", 0)
         stacks = stacks_path(self._directory, self._processes.index)
         self._processes.publish(lambda: dataclasses.asdict(self._report()), stacks)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -88,6 +85,10 @@ class Watchdog:
         self._stopped.set()
         self._thread.join()
         self._processes.main.leave()
+
+    def name_slow(self, say: Callable[[str], None]) -> None:
+        """Name from now on what is slow. say: receives one line for each save and each process that is slow."""
+        self._say = say
 
     def take_seconds(self) -> dict[str, list[float]]:
         """Return the seconds of each process per step since the last call, by field of a record.
@@ -121,10 +122,10 @@ class Watchdog:
             reports = self._collect()
             if judges and len(reports) >= self._processes.reporting:
                 self._judge(reports)
-            if self._processes.first:
-                self._find_slow_save(reports[0])
+            if self._processes.first and self._say is not None:
+                self._find_slow_save(reports[0], self._say)
                 if len(reports) == self._processes.count > 1:
-                    self._find_slow_process([reports[index].totals for index in sorted(reports)])
+                    self._find_slow_process([reports[index].totals for index in sorted(reports)], self._say)
 
     def _judge(self, reports: Mapping[int, Report]) -> None:
         """End the job if the processes that are behind have made no progress for their limit."""
@@ -153,29 +154,29 @@ class Watchdog:
         return (
             f"{named} of {count} makes no progress: it {doing} phase {at.phase} of step {at.step} for {seconds:.0f} s, "
             f"over its limit of {limit:g} s (watchdog.factor={self._config.watchdog.factor:g}); "
-            f"the Python stacks are in {self._directory}/stacks.*.txt"
+            f"the Python stacks are in {self._directory}/stacks.*.txt, or on standard error"
         )
 
-    def _find_slow_save(self, report: Report) -> None:
+    def _find_slow_save(self, report: Report, say: Callable[[str], None]) -> None:
         step = report.save.step if report.save else -1
         if step != self._saving:
             self._saving, self._save_began, self._save_said = step, time.monotonic(), False
         seconds = time.monotonic() - self._save_began
         if step >= 0 and seconds > self._config.watchdog.floor_seconds and not self._save_said:
             self._save_said = True
-            self._say(
+            say(
                 f"the save of step {step} is slow: it has taken {seconds:.0f} s so far; the run goes on, and ends "
                 f"after {report.limits['save']:g} s without progress of the save"
             )
 
-    def _find_slow_process(self, totals: Sequence[Totals]) -> None:
+    def _find_slow_process(self, totals: Sequence[Totals], say: Callable[[str], None]) -> None:
         seconds = self._paced.advance(totals, WINDOW_STEPS)
         if seconds is None:
             return
         found = find_slowest(seconds)
         if found and found[0] != self._slowest:
             index, own, median = found
-            self._say(
+            say(
                 f"process {index} is slow: in the last {WINDOW_STEPS} steps or more it took {own:.3g} s per step "
                 f"without waiting for others, the median of the processes is {median:.3g} s"
             )
@@ -199,7 +200,7 @@ class _Clock:
 def find_limit(config: Config, phase: Phase, ended: Iterable[float]) -> float:
     """Return the seconds without progress after which a job ends. ended: durations of the phase so far."""
     settings, seconds = config.watchdog, tuple(ended)
-    compiles = phase in ("compile", "restore") or (phase in ("step", "evaluate") and not seconds)
+    compiles = phase in ("prepare", "compile", "restore") or (phase in ("step", "evaluate") and not seconds)
     floor = settings.compile_floor_seconds if compiles else settings.floor_seconds
     if phase == "save":
         floor = settings.save_floor_seconds

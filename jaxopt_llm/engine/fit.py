@@ -19,6 +19,7 @@ from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
@@ -154,33 +155,33 @@ def fit(
         OutOfMemory: the memory of the devices does not suffice.
         StateCorrupted: `run.check_replicas` has found wrong bits.
     """
-    config = _resolve_config(engine, steps, run_directory)
-    directory = Path(config.run.directory)
-    if engine.has_schedule:
-        engine.set_schedule(config.schedule)
-    processes, name = engine.processes, "run_directory"
-    batches, measured = make_batches(data, engine.rows, config.run.seed), _take_held_out(engine, held_out)
-    processes.check_same(name, str(directory), "all processes must name the same directory")
-    locked = lock_directory(directory, name) if processes.first else contextlib.nullcontext()
-    with locked, Preemption() as preemption:
-        processes.check_shared(directory, name)
-        _check_directory(directory, config)
-        with open_records(config, processes, engine.program.state, engine.metric_names) as records:
-            explainer = make_explainer(engine, records.checkpoints)
-            _run(EngineWorkload(engine, config, batches, measured, explainer), records, preemption)
+    directory = Path(run_directory or engine.config.run.directory).absolute()
+    config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
+    with Watchdog(config, engine.processes) as watchdog:
+        config = _resolve_config(engine, config, steps)
+        if engine.has_schedule:
+            engine.set_schedule(config.schedule)
+        processes, name = engine.processes, "run_directory"
+        batches, measured = make_batches(data, engine.rows, config.run.seed), _take_held_out(engine, held_out)
+        processes.check_same(name, str(directory), "all processes must name the same directory")
+        locked = lock_directory(directory, name) if processes.first else contextlib.nullcontext()
+        with locked, Preemption() as preemption:
+            processes.check_shared(directory, name)
+            _check_directory(directory, config)
+            with open_records(config, processes, watchdog, engine.program.state, engine.metric_names) as records:
+                explainer = make_explainer(engine, records.checkpoints)
+                _run(EngineWorkload(engine, config, batches, measured, explainer), records, preemption)
     return engine
 
 
-def _resolve_config(engine: Engine, steps: int | None, run_directory: str | Path | None) -> Config:
-    """Return the configuration of a run: with its directory, its steps, its rows and the end of its schedule."""
-    directory = Path(run_directory or engine.config.run.directory).absolute()
-    config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
+def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config:
+    """Return the configuration of a run with its steps, its rows and the end of its schedule."""
     training = replace(config.training, batch_size=count_rows(engine.example))
     config = replace(config, training=training if steps is None else replace(training, steps=steps))
     if not engine.has_schedule:
         return config
     # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
-    stored = None if config.schedule.decay_steps else read_decay_steps(directory)
+    stored = None if config.schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     end = stored or config.schedule.choose_end(config.training.steps)
     config = replace(config, schedule=replace(config.schedule, decay_steps=end))
     if found := config.schedule.problems():
@@ -200,7 +201,11 @@ def _take_held_out(engine: Engine, held_out: Iterable[Any]) -> tuple[Any, ...]:
         raise InputError("held_out: this is one batch; give a list of batches")
     if not isinstance(held_out, Iterable):
         raise InputError(f"held_out: {type(held_out).__name__} is no iterable; give a list of batches")
-    return tuple(engine.rows.take(batch, f"held_out, batch {number}") for number, batch in enumerate(held_out))
+    taken = []
+    for number, batch in enumerate(held_out):
+        taken.append(engine.rows.take(batch, f"held_out, batch {number}"))
+        engine.processes.main.beat()
+    return tuple(taken)
 
 
 def _check_directory(directory: Path, config: Config) -> None:

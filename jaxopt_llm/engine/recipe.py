@@ -10,6 +10,8 @@ import warnings
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import read_example
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
@@ -45,6 +47,8 @@ def check_recipe(recipe: Recipe) -> None:
         raise InputError(f"--config {recipe.path}: {'; '.join(found)}")
 
 
-def train_recipe(recipe: Recipe) -> None:
+def train_recipe(recipe: Recipe, processes: Processes) -> None:
     """Train the model of a recipe to `training.steps`, as `fit` does."""
-    fit(make_engine(recipe), recipe.names["data"], held_out=recipe.names.get("held_out", ()))
+    with Watchdog(recipe.config, processes):
+        engine = make_engine(recipe)
+    fit(engine, recipe.names["data"], held_out=recipe.names.get("held_out", ()))

@@ -39,6 +39,7 @@ class Records:
 def open_records(
     config: Config,
     processes: Processes,
+    watchdog: Watchdog,
     state: TrainState,
     shown: Sequence[str] = (),
     corpus: str | None = None,
@@ -46,6 +47,7 @@ def open_records(
     """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk.
 
     Args:
+        watchdog: that of the run, which has begun.
         state: the state as ShapeDtypeStructs with shardings.
         shown: metrics that the progress line shows besides those that every run has.
         corpus: SHA-256 of the corpus; None if it is not known.
@@ -71,8 +73,8 @@ def open_records(
         note_save,
         identity=identity,
     )
-    watchdog = Watchdog(config, processes, progress.say)
-    with progress, watchdog, checkpoints:
+    with progress, checkpoints:
+        watchdog.name_slow(progress.say)
         processes.main.enter("restore", 0)
         start = checkpoints.latest_verified_step() or 0
         processes.note_checkpoint(start)

@@ -13,6 +13,7 @@ from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data import remote
 from jaxopt_llm.data.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.loader import Loader, read_validation_batches
@@ -94,8 +95,10 @@ class Setup:
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
-# Files that are written before config.json.
-_WRITTEN_FIRST = re.compile(r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl")
+# Files that are written before config.json. The stacks are those of a start that hung.
+_WRITTEN_FIRST = re.compile(
+    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl|stacks\.\d+\..*\.txt"
+)
 
 
 def check_inputs(config: Config, first: bool) -> None:
@@ -143,7 +146,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     resolved, attention = resolve_attention(
         requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
-    data = pack_documents(resolved, documents)
+    data = pack_documents(resolved, documents, processes.main)
     config: Config = resolve_length(resolved, sum(map(len, data.training)))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
@@ -166,7 +169,7 @@ def check_hub_commits(config: Config, processes: Processes) -> None:
     """
     for setting, name in (("model.pretrained", config.model.pretrained), ("lora.pretrained", config.lora.pretrained)):
         if hub.is_hub_id(name):
-            commit = hub.find_folder(name, f"{setting}=").name
+            commit = hub.find_folder(name, f"{setting}=", pulse=processes.main).name
             processes.check_same(setting, commit, f"name a commit: {hub.repository(name)}@{commit}")
 
 
@@ -213,15 +216,17 @@ def open_documents(config: Config, processes: Processes) -> Documents:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
-    sets = open_validation_sets(config.evaluation, config.data, tokenizer)
-    corpus = open_corpus(config.data, tokenizer, holds_out=not sets)
+    sets = open_validation_sets(config.evaluation, config.data, tokenizer, processes.main)
+    corpus = open_corpus(config.data, tokenizer, holds_out=not sets, pulse=processes.main)
     processes.check_same("data.paths", corpus.sha256)
     processes.check_same("evaluation.paths", ",".join(each.sha256 for each in sets))
     return Documents(tokenizer, corpus, sets)
 
 
-def pack_documents(config: Config, documents: Documents) -> Data:
+def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHED) -> Data:
     """Pack the documents of a run into rows.
+
+    pulse: notes the progress.
 
     Raises:
         InputError: there is no token to predict.
@@ -230,7 +235,8 @@ def pack_documents(config: Config, documents: Documents) -> Data:
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
         length, limit = config.training.sequence_length, config.data.documents_per_row
-        return PackedRows(stream, length, config.model.vocabulary_size, name, config.data.long_documents, limit)
+        size, long_documents = config.model.vocabulary_size, config.data.long_documents
+        return PackedRows(stream, length, size, name, long_documents, limit, pulse)
 
     training = tuple(pack(source.training, source.name) for source in corpus.sources)
     if corpus.held_out is not None:

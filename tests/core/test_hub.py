@@ -24,6 +24,9 @@ from jaxopt_llm.checkpoint.pretrained import find_source_folder, resolve_pretrai
 from jaxopt_llm.config import Config, DataConfig, LoraConfig, ModelConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED
+from jaxopt_llm.distributed import activity
+from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.training.setup import check_hub_commits
 
@@ -97,6 +100,30 @@ def test_settings_of_a_cached_model(offline: Path, model: Path) -> None:
         assert hub.find_folder(name, "") == snapshot
 
 
+def test_a_download_of_weights_that_advances_makes_progress(
+    offline: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot, main = fill_cache(offline, model), Activity()
+    blob = snapshot.parent.parent / "blobs" / "0123.4567.incomplete"
+    blob.parent.mkdir()
+    monkeypatch.setattr(activity, "LOOK_SECONDS", 0.01)
+    main.enter("prepare", 0)
+
+    def download(repository: str, revision: str | None, weights: bool = False) -> Path:
+        deadline = time.monotonic() + 60
+        while weights and main.position is not None and not main.position.beats:
+            assert time.monotonic() < deadline
+            with blob.open("ab") as file:
+                file.write(b"x")
+            time.sleep(0.01)
+        return snapshot
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "_download", download)
+        assert hub.find_folder(NAME, "", pulse=main) == snapshot
+    assert main.position is not None and main.position.beats
+
+
 def test_a_loaded_model_equals_its_folder(offline: Path, model: Path) -> None:
     fill_cache(offline, model)
     ids = [[1, 2, 3, 4]]
@@ -136,6 +163,7 @@ def test_processes_compare_the_commits(offline: Path, model: Path) -> None:
 
     class Recorder:
         compared: list[tuple[str, str, str]] = []  # noqa: RUF012
+        main = UNWATCHED
 
         def check_same(self, *given: str) -> None:
             self.compared.append(given)

@@ -8,9 +8,11 @@ import pytest
 from texts import piece, stream
 
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data import packing
 from jaxopt_llm.data.packing import PackedRows, measure_waste, pack_whole_documents, split_by_documents
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_all, join_ranges
+from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.model.batch import Batch
 
 READ = [field for field in fields(Batch) if field.name != "noise"]  # data has no noise
@@ -248,6 +250,22 @@ def test_rows_without_targets_are_dropped_and_counted() -> None:
         each.mask[:] = False
     with pytest.raises(InputError, match="has 3 documents, 27 tokens, but no row .* has a token that the loss counts"):
         PackedRows(masked, 8, 256)
+
+
+def test_packing_that_reads_all_documents_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_BLOCK", 8)
+    masked, _ = conversations(LENGTHS["short"])
+    counted = Activity()
+
+    def count_beats(source: TokenStream, limit: int) -> int:
+        counted.enter("prepare", 0)
+        rows = PackedRows(source, 8, 258, documents_per_row=limit, pulse=counted)
+        assert counted.position is not None and len(rows)
+        return counted.position.beats
+
+    assert count_beats(masked, 0) >= -(-masked.size // 8) + len(PackedRows(masked, 8, 258))
+    plain = stream([b"ab"] * 12)
+    assert (count_beats(plain, 2), count_beats(plain, 0)) == (-(-plain.size // 8), 0)
 
 
 # ---- A limit of the documents in a row.

@@ -3,6 +3,7 @@
 import fcntl
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from jaxopt_llm.data import download, remote
 from jaxopt_llm.data.corpus import Corpus, open_corpus
 from jaxopt_llm.data.find import find_corpus_files, find_files
 from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.distributed import activity
+from jaxopt_llm.distributed.activity import Activity
 
 pytestmark = pytest.mark.core
 DOCUMENTS = [f"document {number} " * (number % 7 + 1) for number in range(60)]
@@ -169,6 +172,55 @@ def test_only_one_process_downloads(memory: MemoryFileSystem, cache: Path, capfd
         assert capfd.readouterr().err == f"waiting for another process that downloads into {cache}\n"
     other.join(30)
     assert len(entries(cache)) == 1 and entries(cache) != ["0.1.tmp"]
+
+
+def append_until_beat(path: Path, main: Activity) -> None:
+    """Let a file grow until that counts as progress."""
+    assert main.position is not None
+    before, deadline = main.position.beats, time.monotonic() + 60
+    while main.position is not None and main.position.beats == before:
+        assert time.monotonic() < deadline
+        with path.open("ab") as file:
+            file.write(b"x")
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Activity:
+    monkeypatch.setattr(activity, "LOOK_SECONDS", 0.01)
+    main = Activity()
+    main.enter("prepare", 0)
+    return main
+
+
+def test_a_download_that_advances_makes_progress(
+    memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, main: Activity
+) -> None:
+    memory.pipe("/b/1.txt", b"content")
+
+    def get_file(self: MemoryFileSystem, key: str, target: str) -> None:
+        append_until_beat(Path(target), main)
+        Path(target).write_bytes(self.cat_file(key))
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+    (file,) = find_files("memory://b/1.txt", DataConfig(), pulse=main)
+    assert file.path.read_bytes() == b"content"
+
+
+def test_a_wait_for_a_download_that_advances_makes_progress(
+    memory: MemoryFileSystem, cache: Path, main: Activity
+) -> None:
+    memory.pipe("/b/1.txt", b"content")
+    part = cache / "0.1.tmp"
+    part.mkdir(parents=True)
+    with (cache / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=find_files, args=("memory://b/1.txt", DataConfig(), "data.paths", main))
+        waiting.start()
+        append_until_beat(part / "1.txt", main)
+        assert main.position is not None and main.position.waiting and main.position.marks == 1
+    waiting.join(30)
+    assert not part.exists() and not main.position.waiting
 
 
 def test_without_locks_the_faster_process_wins(memory: MemoryFileSystem, cache: Path) -> None:

@@ -1,5 +1,8 @@
 """What the watchdog concludes from the positions and the seconds of the processes."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 
 from jaxopt_llm.config import Config, DataConfig, WatchdogConfig
@@ -53,9 +56,48 @@ def test_an_activity_counts_phases_and_waits(clock: Clock) -> None:
     assert main.position == Position(8, "data", 4)  # the marks go on, as in all processes
 
 
+def test_a_wait_for_a_lock_is_no_mark() -> None:
+    main = Activity()
+    with main.wait_for_lock():  # before the first phase
+        assert main.position is None
+    main.enter("prepare", 0)
+    with main.wait_for_lock():
+        assert main.position == Position(0, "prepare", 1, waiting=True)
+        main.beat()
+    assert main.position == Position(0, "prepare", 1, beats=1)
+
+
+def test_a_call_that_changes_a_value_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "LOOK_SECONDS", 0.001)
+    main, values, looked = Activity(), [1], threading.Event()
+
+    def measure() -> int:
+        looked.set()
+        return values[0]
+
+    def wait_for_looks(count: int = 3) -> None:
+        for _ in range(count):
+            looked.clear()
+            assert looked.wait(60)
+
+    main.enter("prepare", 0)
+    with main.follow(measure):
+        wait_for_looks()
+        assert main.position == Position(0, "prepare", 1)
+        for value in (2, 3):
+            values[0] = value
+            wait_for_looks()
+        assert main.position == Position(0, "prepare", 1, beats=2)
+    values[0] = 4
+    looked.clear()
+    assert not looked.wait(0.05)
+    assert main.position.beats == 2
+
+
 @pytest.mark.parametrize(
     ("phase", "ended", "limit"),
     [
+        ("prepare", (), 3600),
         ("data", (), 600),
         ("data", (1, 2, 3), 600),
         ("data", (100, 200, 1000), 2000),
@@ -88,6 +130,9 @@ def test_the_process_behind_is_the_one_that_the_others_wait_for() -> None:
     # Process 0 is ahead, and has not come to a wait yet.
     assert find_behind({0: Position(9, "data", 22), 1: ready}) == [1]
     assert find_behind({0: ready, 1: ready}) == [0, 1]
+    # Process 0 downloads, and process 1 waits for its lock.
+    downloads = Position(0, "prepare", 3)
+    assert find_behind({0: downloads, 1: replace(downloads, waiting=True)}) == [0]
     assert find_behind({}) == []
 
 

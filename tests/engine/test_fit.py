@@ -273,6 +273,20 @@ def test_held_out_batches_are_checked_before_the_first_step(held_out: Any, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_reading_held_out_batches_makes_progress(tmp_path: Path) -> None:
+    engine, seen = make_engine(), []
+
+    def read_held_out() -> Iterator[Any]:
+        for step in range(3):
+            seen.append(engine.processes.main.position)
+            yield make_batch(step)
+        raise InputError("enough")
+
+    with pytest.raises(InputError, match="enough"):
+        jaxopt_llm.fit(engine, make_batch, 1, tmp_path / "run", read_held_out())
+    assert [(each.phase, each.beats) for each in seen if each] == [("prepare", 0), ("prepare", 1), ("prepare", 2)]
+
+
 def test_a_function_that_takes_rows_by_name_only_is_refused(tmp_path: Path) -> None:
     def data(step: int, *, rows: Any) -> Any:
         return make_batch(step)

@@ -1,6 +1,7 @@
 """Recipes with a model of their own, through the commands `train` and `plan`."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from commands import ROOT, command, metrics, start
-from gates import finish
+from commands import ROOT, command, metrics, start, start_python
+from gates import GATED, Gate, finish
 from marks import slow
 from ports import free_address
 from test_engine_processes import losses
@@ -83,6 +84,21 @@ def test_processes_train_the_model_of_a_recipe(recipe: Path, tmp_path: Path) -> 
     for process in [start("train", *run, *job, "--distributed.process-id", index) for index in range(2)]:
         finish(process)
     np.testing.assert_allclose(losses(tmp_path / "together"), losses(tmp_path / "alone"), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["jaxopt_llm.engine.recipe:read_example", "jaxopt_llm.engine.fit:make_batches"])
+def test_a_job_ends_if_one_process_stops_in_its_preparation(function: str, recipe: Path, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate", function)
+    job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--mesh.fsdp", 2)
+    run = ("--config", recipe, "--run.directory", tmp_path / "run", "--watchdog.compile-floor-seconds", 20)
+    processes = [
+        start_python("-c", GATED, json.dumps(gates), "train", *run, *job, "--distributed.process-id", index)
+        for index, gates in enumerate(([], [gate.told]))
+    ]
+    for process in processes:
+        _, stderr = finish(process, 5)
+        assert re.search(r"process 1 \(.*\) of 2 makes no progress: it is in phase prepare of step 0 for", stderr)
 
 
 def test_warnings_are_lines(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
