@@ -228,7 +228,7 @@ def test_a_run_ends_if_one_process_stops_while_it_opens_its_data_and_can_be_star
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.corpus:_open_file")
     for index, process in enumerate(start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT)):
         _, stderr = finish(process, 5)
-        assert f"process 1 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
+        assert f"error: process 1 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
         assert "run again to continue from the last checkpoint, if there is one" in stderr
         assert ("in gated" in (run / f"stacks.{index}.{HOST}.txt").read_text()) == (index == 1)
     check_directory_is_free(run)
@@ -240,7 +240,7 @@ def test_the_stacks_are_printed_if_the_run_directory_hangs(tmp_path: Path) -> No
     processes = start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT, gated=0)
     for index, process in enumerate(processes):
         _, stderr = finish(process, 5)
-        assert f"process 0 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
+        assert f"error: process 0 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
         assert f"stacks.{index}.{HOST}.txt could not be written; the stacks of this process:" in stderr
         assert ("in gated" in stderr) == (index == 0)
     assert not run.exists()

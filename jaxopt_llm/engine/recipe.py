@@ -10,7 +10,7 @@ import warnings
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import read_example
 from jaxopt_llm.engine.checks import EngineWarning
@@ -19,7 +19,7 @@ from jaxopt_llm.engine.fit import fit
 from jaxopt_llm.engine.initialize import initialize
 
 
-def make_engine(recipe: Recipe) -> Engine:
+def make_engine(recipe: Recipe, processes: Processes = SINGLE_PROCESS) -> Engine:
     """Return the engine of a recipe. Its example is the recipe's, or the first batch of its data.
 
     Process 0 prints each warning as one line.
@@ -31,6 +31,8 @@ def make_engine(recipe: Recipe) -> Engine:
     names = recipe.names
     given = {name: names[name] for name in ("optimizer", "rules", "evaluation_loss", "weights") if name in names}
     example = names["example"] if "example" in names else read_example(names["data"], recipe.config.training.batch_size)
+    # The devices open when all processes come to them. JAX fails if one comes minutes later, so the wait is here.
+    processes.channel("example").exchange("")
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always", EngineWarning)
         engine = initialize(names["model"], names["loss"], example, recipe.config, **given)
@@ -50,5 +52,5 @@ def check_recipe(recipe: Recipe) -> None:
 def train_recipe(recipe: Recipe, processes: Processes) -> None:
     """Train the model of a recipe to `training.steps`, as `fit` does."""
     with Watchdog(recipe.config, processes):
-        engine = make_engine(recipe)
+        engine = make_engine(recipe, processes)
     fit(engine, recipe.names["data"], held_out=recipe.names.get("held_out", ()))

@@ -98,7 +98,8 @@ def test_a_job_ends_if_one_process_stops_in_its_preparation(function: str, recip
     ]
     for process in processes:
         _, stderr = finish(process, 5)
-        assert re.search(r"process 1 \(.*\) of 2 makes no progress: it is in phase prepare of step 0 for", stderr)
+        named = r"^error: process 1 \(\S+\) of 2 makes no progress: it is in phase prepare of step 0 for"
+        assert re.search(named, stderr, re.MULTILINE), stderr
 
 
 def test_warnings_are_lines(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
