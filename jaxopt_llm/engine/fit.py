@@ -128,9 +128,10 @@ def fit(
     """Train until `steps` steps are done, from the last checkpoint of the run directory if it has one.
 
     The same call continues a run that was stopped, and the result is equal to the bit on the same devices. SIGTERM and
-    SIGINT end it after the current step and its checkpoint. Records are in metrics.jsonl and in tensorboard/, as those
-    of `train`, with `rows` in place of `tokens`; `config.checkpoint`, `config.logging` and `config.evaluation.every`
-    say how often. A schedule of `config.schedule` ends at its `decay_steps`, by default the steps of the first call.
+    SIGINT end it after the current step and its checkpoint; one that comes while it ends is sent to the script again,
+    after its end. Records are in metrics.jsonl and in tensorboard/, as those of `train`, with `rows` in place of
+    `tokens`; `config.checkpoint`, `config.logging` and `config.evaluation.every` say how often. A schedule of
+    `config.schedule` ends at its `decay_steps`, by default the steps of the first call.
 
     Args:
         data: function step -> batch (the first step is 0), or (step, rows) -> the rows of the batch with these
@@ -155,6 +156,18 @@ def fit(
         OutOfMemory: the memory of the devices does not suffice.
         StateCorrupted: `run.check_replicas` has found wrong bits.
     """
+    train_engine(engine, data, steps, run_directory, held_out).pass_on()
+    return engine
+
+
+def train_engine(
+    engine: Engine,
+    data: Any,
+    steps: int | None = None,
+    run_directory: str | Path | None = None,
+    held_out: Iterable[Any] = (),
+) -> Preemption:
+    """Train as `fit` does. Return the record of a signal that came when it was about to end."""
     directory = Path(run_directory or engine.config.run.directory).absolute()
     config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
     with Watchdog(config, engine.processes) as watchdog:
@@ -171,7 +184,7 @@ def fit(
             with open_records(config, processes, watchdog, engine.program.state, engine.metric_names) as records:
                 explainer = make_explainer(engine, records.checkpoints)
                 _run(EngineWorkload(engine, config, batches, measured, explainer), records, preemption)
-    return engine
+    return preemption
 
 
 def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config:

@@ -15,7 +15,7 @@ from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import read_example
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.engine.fit import fit
+from jaxopt_llm.engine.fit import train_engine
 from jaxopt_llm.engine.initialize import initialize
 
 
@@ -53,4 +53,4 @@ def train_recipe(recipe: Recipe, processes: Processes) -> None:
     """Train the model of a recipe to `training.steps`, as `fit` does."""
     with Watchdog(recipe.config, processes):
         engine = make_engine(recipe, processes)
-    fit(engine, recipe.names["data"], held_out=recipe.names.get("held_out", ()))
+    train_engine(engine, recipe.names["data"], held_out=recipe.names.get("held_out", ()))

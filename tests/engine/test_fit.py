@@ -20,6 +20,7 @@ from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, Preempted
 from jaxopt_llm.engine import checks
 from jaxopt_llm.engine.checks import EngineWarning
+from jaxopt_llm.training import loop
 
 ROWS, STEPS = 16, 6
 
@@ -131,6 +132,17 @@ def test_a_signal_ends_the_run_after_its_step_and_its_checkpoint(tmp_path: Path)
     whole = jaxopt_llm.fit(make_engine(), make_batch, stopped + 1, tmp_path / "whole")
     for one, other in zip(leaves(whole), leaves(resumed), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_signal_at_the_end_of_a_run_reaches_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = list[int]()
+    monkeypatch.setattr(loop, "check_end", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    try:
+        jaxopt_llm.fit(make_engine(), make_batch, 1, tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
