@@ -59,6 +59,7 @@ class Outcome:
     detected: seconds from the fault until the first program ended; None if none did.
     resumed: seconds until the next step; None: not within LONGEST.
     repeated: steps that ran again; 0 if the fault was followed, or if it does not make the job start again.
+    allowed: steps since the last whole checkpoint, which the fault may cost.
     codes: exit codes of the programs that ended before the next fault, as a shell counts them.
     """
 
@@ -70,6 +71,7 @@ class Outcome:
     detected: float | None
     resumed: float | None
     repeated: int
+    allowed: int
     codes: list[int]
 
 
@@ -151,18 +153,8 @@ def is_good(told: dict[str, Any]) -> bool:
 
 
 def list_losses(faults: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last faults of bursts that cost more steps than those since the last whole checkpoint.
-
-    These are up to an interval, another one if a save was on its way, and one for each checkpoint that was damaged.
-    """
-    found, damaged = [], 0
-    for each in faults:
-        damaged += chaos_faults.KINDS[each["kind"]].damages
-        if each["repeated"] > CHECKPOINT_EVERY * (2 + damaged):
-            found.append(each)
-        if not each["followed"]:
-            damaged = 0
-    return found
+    """Return the faults that cost more steps than those since the last whole checkpoint."""
+    return [each for each in faults if each["repeated"] > each["allowed"]]
 
 
 def read_old(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
@@ -229,7 +221,8 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def inject(burst: Sequence[PlannedFault], job: ChaosJob, watcher: Watcher) -> list[Outcome]:
     """Inject the faults of a burst, and wait until the run goes on."""
-    injected: list[tuple[float, int, int, set[int]]] = []  # time, last step, ends before it, processes that it ended
+    # Of each fault: time, last step, steps that it may cost, ends before it, processes that it ended.
+    injected: list[tuple[float, int, int, int, set[int]]] = []
     detected: list[float | None] = []
     with contextlib.ExitStack() as scope:
         for number, planned in enumerate(burst):
@@ -240,15 +233,18 @@ def inject(burst: Sequence[PlannedFault], job: ChaosJob, watcher: Watcher) -> li
                 time.sleep(planned.pause)
             fault = chaos_faults.KINDS[planned.kind]
             watcher.begin(fault.restarts, in_burst=number > 0)
+            allowed = watcher.count_unsaved(sum(chaos_faults.KINDS[each.kind].damages for each in burst[: number + 1]))
             step, ended, began = watcher.last_step(), watcher.count_ends(), time.monotonic()
-            injected.append((began, step, ended, fault.inject(job, planned.victim, scope)))
+            injected.append((began, step, allowed, ended, fault.inject(job, planned.victim, scope)))
         resumed_at = watcher.wait_for_resume(LONGEST)
         detected.append(watcher.detected)
     outcomes = []
-    ends = [*(each[2] for each in injected[1:]), watcher.count_ends()]
-    for number, (planned, (began, step, ended, killed), end) in enumerate(zip(burst, injected, ends, strict=True)):
+    ends = [*(each[3] for each in injected[1:]), watcher.count_ends()]
+    for number, (planned, (began, step, allowed, ended, killed), end) in enumerate(
+        zip(burst, injected, ends, strict=True)
+    ):
         # The journal gets the end of a program when all have ended, which may be after the next fault.
-        killed_before = set[int]().union(*(each[3] for each in injected[:number]))
+        killed_before = set[int]().union(*(each[4] for each in injected[:number]))
         codes = [
             code
             for index, code in watcher.ends_between(ended, end)
@@ -263,6 +259,7 @@ def inject(burst: Sequence[PlannedFault], job: ChaosJob, watcher: Watcher) -> li
                 detected=detected[number],
                 resumed=None if resumed_at is None else round(resumed_at - began, 1),
                 repeated=watcher.repeated if is_last and resumed_at is not None else 0,
+                allowed=allowed,
                 codes=codes,
             )
         )

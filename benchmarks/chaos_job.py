@@ -211,6 +211,12 @@ class Watcher:
         records = _read_lines(self._job.directory / "metrics.jsonl")
         return int(records[-1]["step"]) if records else 0
 
+    def count_unsaved(self, damaged: int) -> int:
+        """Return the number of steps since the last whole checkpoint. damaged: so many of the newest are not whole."""
+        checkpoints = self._job.directory / "checkpoints"
+        whole = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())[: -damaged or None]
+        return self._reached - max(whole, default=0)
+
     def wait_for_step(self, step: int, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while self.last_step() < step:

@@ -4,12 +4,14 @@ import json
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import chaos
 import chaos_faults
 import chaos_peers
 import pytest
+from chaos_job import Watcher
 from commands import ROOT
 
 
@@ -47,17 +49,17 @@ def test_bursts_are_drawn_from_the_seed() -> None:
     assert all(len(burst) == 1 for burst in chaos.plan_bursts(kinds, 50, 4, chance, probability=0.0))
 
 
-def test_steps_that_are_lost_are_those_since_the_last_whole_checkpoint() -> None:
-    def make(kind: str, repeated: int, followed: bool = False) -> dict[str, object]:
-        return {"kind": kind, "repeated": repeated, "followed": followed}
-
-    interval = chaos.CHECKPOINT_EVERY
-    killed, torn = make("process killed", 2 * interval), make("newest checkpoint torn", 3 * interval)
-    too_much = make("process killed", 2 * interval + 1)
-    damaged = make("newest checkpoint torn", 0, followed=True)
-    assert chaos.list_losses([killed, torn, damaged, too_much, too_much]) == [too_much]
+def test_steps_that_are_lost_are_those_since_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    for name in ("10", "20", "30", "40.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 35}\n')
+    watcher = Watcher(types.SimpleNamespace(directory=tmp_path, supervisors=[]))  # type: ignore[arg-type]
+    watcher.begin(restarts=True, in_burst=False)
+    assert [watcher.count_unsaved(damaged) for damaged in range(4)] == [5, 15, 25, 35]
+    kept, lost = {"repeated": 5, "allowed": 5}, {"repeated": 6, "allowed": 5}
+    assert chaos.list_losses([kept, lost]) == [lost]
     told = {"equal": True, "hangs": 0, "uncoded": 0}
-    assert chaos.is_good(told | {"faults": [torn]}) and not chaos.is_good(told | {"faults": [too_much]})
+    assert chaos.is_good(told | {"faults": [kept]}) and not chaos.is_good(told | {"faults": [kept, lost]})
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.supervision.child import Child
-from jaxopt_llm.supervision.signals import Signals
+from jaxopt_llm.supervision.signals import STOPS, Signals
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Host:
         self._selector.register(self._signals.reader, selectors.EVENT_READ)
         self._child: Child | None = None
         self._read_to_end = False
+        self._stopped_by = set[int]()  # signals by which the leader has stopped the program
 
     @property
     def stopped(self) -> bool:
@@ -50,17 +52,24 @@ class Host:
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the program. variables: changes of the environment."""
         self._child, self._read_to_end = Child(command, {**os.environ, **variables}), False
+        self._stopped_by = set()
         self._selector.register(self._child.stderr, selectors.EVENT_READ)
 
     def send(self, signum: int) -> None:
-        """Send a signal to the program, if it runs."""
+        """Send a signal of the leader to the program, if it runs."""
         if self._child is not None:
             self._child.send(signum)
+            self._stopped_by |= {signum} & {*STOPS}
 
     def poll(self) -> End | None:
-        """Return the end of the program, once, or None."""
+        """Return the end of the program, once, or None.
+
+        A program that dies of a signal by which the leader has stopped it counts as stopped: it was so early in its
+        start that it did not handle signals yet.
+        """
         if self._child is None or (code := self._child.poll()) is None:
             return None
+        code = Preempted.exit_code if code - 128 in self._stopped_by else code
         if not self._read_to_end:
             self._selector.unregister(self._child.stderr)
         what, self._child = self._child.close(), None
@@ -86,7 +95,8 @@ class Host:
                 ready.append(key.data)
             elif key.fileobj is self._signals.reader:
                 for signum in self._signals.read():
-                    self.send(signum)
+                    if self._child is not None:
+                        self._child.send(signum)
             elif self._child is not None and not self._child.pass_on():
                 self._selector.unregister(key.fileobj)
                 self._read_to_end = True

@@ -52,6 +52,16 @@ class FakeHost:
         self.running = False
         return End(0, self.name, self._code, "")
 
+    def listen(self, connection: object, name: object) -> None:
+        """Nobody comes."""
+
+    def forget(self, connection: object) -> None:
+        """Nobody has come."""
+
+    def wait(self, seconds: float) -> list[Any]:
+        time.sleep(seconds)
+        return []
+
     def say(self, text: str) -> None:
         """Say nothing."""
 
@@ -139,6 +149,8 @@ def test_a_leader_that_does_not_answer_for_long_is_lost(tmp_path: Path, monkeypa
         led.append(time.monotonic())
         return 0
 
+    host: Any = FakeHost(Programs([[], []]), 2)
+    monkeypatch.setattr(supervisor, "Host", lambda index: host)
     monkeypatch.setattr(Leader, "run", lead)
     frozen, published = leader_address.publish_leader(tmp_path, "127.0.0.1")
     with frozen:
