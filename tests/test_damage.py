@@ -3,14 +3,17 @@
 import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from chaos_disk import Disk
 from commands import checkpoint, command, metrics, train
 from damages import DAMAGES, flip, largest
 from gates import DEADLINE, after_step, line_with, start_gated, wait_until
+from marks import slow
 
 EVERY_TWO = ("--evaluation.every", 2, "--checkpoint.every", 2, "--checkpoint.keep", 3)
 
@@ -119,9 +122,39 @@ def test_a_full_disk_costs_the_saves_that_it_lasts(room_again: bool, tmp_path: P
         assert logged[-1] == 14
         assert "14" in left and len(left) == 3
     else:
-        assert process.returncode == 4
+        assert process.returncode == 74
         assert f"the last checkpoint is step {max(whole_then, key=int)}" in stderr and stderr.count("\n") == 1
         assert left == set(whole_then)
+
+
+@pytest.mark.skipif(not Disk.is_possible(), reason="mounts need Linux and root")
+@pytest.mark.parametrize(("spoil", "what"), [(Disk.make_read_only, "Read-only"), *slow((Disk.fill, "No space left"))])
+def test_a_disk_that_stays_bad_ends_the_run_with_one_line(
+    spoil: Callable[[Disk], None], what: str, tmp_path: Path
+) -> None:
+    """Check also the next start on it, and that the run continues when the disk is good again."""
+    run = tmp_path / "run"
+    gate = after_step(tmp_path / "gate", 3)
+    settings = (*EVERY_TWO, "--training.steps", 5, "--logging.tensorboard", False)
+    with Disk(run) as disk:
+        process = start_gated(run, [gate], *settings)
+        try:
+            wait_until(gate.reached, process)
+            wait_until((run / "checkpoints/2").exists, process)
+            spoil(disk)
+            gate.open()
+            _, stderr = process.communicate(timeout=DEADLINE)
+        finally:
+            process.kill()
+        assert (process.returncode, stderr.count("\n")) == (74, 1), stderr
+        assert stderr.startswith("error: step 5 could not be saved") and what in stderr
+        assert f"{run}/checkpoints" in stderr and "the last checkpoint is step 2" in stderr
+        refused = train(run, *settings)
+        assert (refused.returncode, refused.stderr.count("\n")) == (74, 1), refused.stderr
+        assert refused.stderr.startswith("error: ") and str(run) in refused.stderr and what in refused.stderr
+    resumed = train(run, *settings)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert [record["step"] for record in metrics(run)] == [*range(1, 6)]
 
 
 @pytest.mark.slow

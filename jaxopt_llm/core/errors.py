@@ -22,7 +22,7 @@ IO_ERROR = 74  # exit code after an error of a disk or a network, which may pass
 _TRANSIENT = {
     getattr(errno, name)
     for name in (
-        *("EIO", "ENOSPC", "EDQUOT", "ESTALE", "ENOLCK", "EREMOTEIO", "EAGAIN", "EBUSY", "ENFILE", "EMFILE"),
+        *("EIO", "ENOSPC", "EROFS", "EDQUOT", "ESTALE", "ENOLCK", "EREMOTEIO", "EAGAIN", "EBUSY", "ENFILE", "EMFILE"),
         *("ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
     )
     if hasattr(errno, name)  # each system has its own
@@ -69,6 +69,15 @@ class CheckpointError(CommandError):
     """Error for a checkpoint that is missing, unreadable or does not match the model."""
 
     exit_code = 4
+
+
+class StorageFailed(CheckpointError):
+    """Error for a disk that failed under a run, for example because it is full or has become read-only.
+
+    This may pass by itself. The same command then continues from the last checkpoint.
+    """
+
+    exit_code = IO_ERROR
 
 
 class ProcessLost(CommandError):
@@ -212,13 +221,17 @@ def report_error(error: BaseException) -> int:
         return 128 + signal.SIGPIPE  # the code of a program that SIGPIPE ends: the reader of the output has closed it
     if isinstance(error, OSError):
         print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
-        passes = isinstance(error, (TimeoutError, ConnectionError)) or error.errno in _TRANSIENT
-        return IO_ERROR if passes else InputError.exit_code
+        return IO_ERROR if may_pass(error) else InputError.exit_code
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     traceback.print_exception(error)
     return UNFORESEEN
+
+
+def may_pass(error: OSError) -> bool:
+    """Return whether an error is one of a disk or a network, which may pass by itself."""
+    return isinstance(error, (TimeoutError, ConnectionError)) or error.errno in _TRANSIENT
 
 
 @contextlib.contextmanager

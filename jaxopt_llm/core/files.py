@@ -76,11 +76,19 @@ def measure_files(folders: Iterable[Path]) -> tuple[int, int, int]:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Write a file atomically: if the process or the machine dies, the file has its old content or its new one."""
+    """Write a file atomically: if the process or the machine dies, the file has its old content or its new one.
+
+    Raises:
+        OSError: it could not be written. The error names the file.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        sync_file(file)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            sync_file(file)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a write has none
+        raise
     temporary.replace(path)
     sync_directory(path.parent)
 

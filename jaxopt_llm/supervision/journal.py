@@ -103,6 +103,12 @@ def read_strikes(directory: Path) -> list[tuple[float, int, int]]:
     return [(entry["time"], entry["blamed"], entry["strikes"]) for entry in entries if "blamed" in entry]
 
 
+def read_hosts(directory: Path) -> tuple[int, ...]:
+    """Return the hosts on which a run continued last, by the journal's tail; () if it names none."""
+    entries = _read_tail(directory / JOURNAL)
+    return next((tuple(entry["hosts"]) for entry in reversed(entries) if "hosts" in entry), ())
+
+
 def _read_tail(path: Path) -> list[dict[str, Any]]:
     """Return the entries in the last part of a file with one on each line."""
     if not path.is_file():

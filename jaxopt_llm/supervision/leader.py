@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxopt_llm.core.errors import ProcessLost
 from jaxopt_llm.supervision.host import End, Host
-from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint
+from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint, read_hosts
 from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.meshes import Meshes
 from jaxopt_llm.supervision.policy import FINAL, STOPPED, RestartBudget, find_cause, find_final_code
@@ -89,7 +89,9 @@ class Leader:
         self._not_before = time.monotonic()  # end of the pause
         self._wait: Wait | None = None  # for missing hosts; None: no wait has begun
         self._round = Round((), last_start(task.directory))
-        self._announced: tuple[int, ...] = ()  # the hosts of the last round that was allowed to train
+        # The hosts of the last round that was allowed to train, of another leader if there was one. By itself, a job
+        # has all hosts.
+        self._announced = read_hosts(task.directory) or tuple(range(limits.hosts))
         self._own_is_stuck = False  # the program on this host cannot be killed
         self._strikes = Strikes(task.directory, self._journal)
 
@@ -177,7 +179,7 @@ class Leader:
 
     def _announce(self, chosen: tuple[int, ...]) -> None:
         """Say on which hosts the job goes on, if they are not those of before."""
-        if self._announced and chosen != self._announced:
+        if chosen != self._announced:
             self._host.say(f"continues on {_list_hosts(chosen)}")
             self._journal.write_hosts(chosen, self._meshes.flags(len(chosen)) or ())
         self._announced = chosen

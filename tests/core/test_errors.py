@@ -3,7 +3,15 @@
 import pytest
 
 from jaxopt_llm.core import errors
-from jaxopt_llm.core.errors import CheckpointError, InputError, OutOfMemory, Preempted, ProcessLost, TrainingDiverged
+from jaxopt_llm.core.errors import (
+    CheckpointError,
+    InputError,
+    OutOfMemory,
+    Preempted,
+    ProcessLost,
+    StorageFailed,
+    TrainingDiverged,
+)
 
 DIED = "error: process 1 has died"
 
@@ -19,6 +27,8 @@ DIED = "error: process 1 has died"
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: there is no file a.txt"),
         (PermissionError(13, "Permission denied", "a.txt"), 2, "error: a.txt: Permission denied"),
         (OSError(28, "No space left on device"), 74, "error: No space left on device"),
+        (OSError(30, "Read-only file system", "a.txt"), 74, "error: a.txt: Read-only file system"),
+        (StorageFailed("full"), 74, "error: full"),
         (OSError("no address"), 2, "error: no address"),
         (ProcessLost("process 1 has died", 0), 5, f"{DIED}; there is no checkpoint yet: run again to start at step 0"),
         (ProcessLost("process 1 has died", 4), 5, f"{DIED}; run again to continue from the last checkpoint"),

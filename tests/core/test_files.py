@@ -1,5 +1,6 @@
 """Atomic file writes."""
 
+import errno
 import os
 import tracemalloc
 from pathlib import Path
@@ -16,12 +17,13 @@ def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     replace_durably(path, "old")
 
     def die(descriptor: int) -> None:
-        raise OSError("no space")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", die)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError) as failed:
             replace_durably(path, "new")
+    assert failed.value.filename == str(path)  # the system names no file here
     assert path.read_text() == "old"
     replace_durably(path, "new")
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]

@@ -203,6 +203,7 @@ def test_another_host_leads_if_the_first_is_lost(make_hosts: Callable[..., Hosts
     hosts.finish()
     assert (hosts.places(1), hosts.places(2)) == (["1 of 3", "0 of 2"], ["2 of 3", "1 of 2"])
     assert hosts.tokens(1) == hosts.tokens(2) and len({*hosts.tokens(1)} - {""}) == 2
+    assert [entry["hosts"] for entry in journal(hosts.run) if "hosts" in entry] == [[1, 2]]
 
 
 def test_a_spare_takes_the_place_of_a_lost_host(make_hosts: Callable[..., Hosts]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.supervision import leader, leader_address, supervisor
 from jaxopt_llm.supervision.host import End
+from jaxopt_llm.supervision.journal import Journal, read_hosts
 from jaxopt_llm.supervision.leader import Leader, Limits
 from jaxopt_llm.supervision.policy import RestartBudget
 from jaxopt_llm.supervision.task import Task
@@ -160,3 +161,12 @@ def test_a_leader_that_does_not_answer_for_long_is_lost(tmp_path: Path, monkeypa
     # One that is only busy for a moment is left to lead.
     assert began + busy_seconds < led[0] < began + busy_seconds + 5
     assert leader_address.find_leader(tmp_path) in (None, published)  # the new leader has removed its own address
+
+
+def test_the_journal_names_the_hosts_of_the_last_round(tmp_path: Path) -> None:
+    assert read_hosts(tmp_path) == ()
+    written = Journal(tmp_path)
+    for hosts in ((0, 2), (1, 2)):
+        written.write_hosts(hosts, ("--mesh.fsdp=2",))
+    written.write_recovery(3.0)
+    assert read_hosts(tmp_path) == (1, 2)

@@ -26,7 +26,7 @@ from jaxopt_llm.checkpoint.native.pending_saves import PendingSaves, Save
 from jaxopt_llm.checkpoint.native.saved_leaves import check_leaves, describe_leaves, make_save_arguments
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files, tree
-from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.core.errors import CheckpointError, StorageFailed
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Processes
 
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
@@ -211,7 +211,8 @@ class Checkpoints:
         """Save like `save`, and wait until the checkpoint is on disk; skip a step that is already saved.
 
         Raises:
-            CheckpointError: the save failed twice.
+            StorageFailed: the save failed twice, and there is an earlier checkpoint.
+            CheckpointError: it failed twice, and there is none.
         """
         began = time.perf_counter()
         self._wait_for_save()
@@ -222,11 +223,10 @@ class Checkpoints:
             if not self.last_save_failed:
                 return time.perf_counter() - began
         latest = self.latest_saved_step()
-        raise CheckpointError(
-            f"step {step} could not be saved to {self.directory} ({self._failure}); "
-            + ("there is no checkpoint" if latest is None else f"the last checkpoint is step {latest}")
-            + "; free disk space there, then run again to continue"
-        )
+        left = "there is no checkpoint" if latest is None else f"the last checkpoint is step {latest}"
+        remedy = "free disk space there, or make it writable, then run again to continue"
+        problem = f"step {step} could not be saved to {self.directory} ({self._failure}); {left}; {remedy}"
+        raise CheckpointError(problem) if latest is None else StorageFailed(problem)
 
     def read_record(self, step: int) -> dict[str, Any]:
         """Return the values that were saved as `record` with a verified checkpoint."""

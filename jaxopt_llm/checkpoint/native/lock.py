@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, StorageFailed, may_pass
 
 
 @contextlib.contextmanager
@@ -22,12 +22,17 @@ def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[
 
     Raises:
         InputError: the directory cannot be written, or another process holds the lock.
+        StorageFailed: the directory could be written earlier, and now its disk is full, read-only or fails.
     """
     is_new, path = not directory.exists(), directory / "lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     except OSError as error:
+        if path.exists() and may_pass(error):
+            raise StorageFailed(
+                f"{setting} {directory} cannot be written: {error}; mend its disk, then run again to continue"
+            ) from error
         raise InputError(
             f"{setting} {directory} cannot be written: {error}; fix its permissions or choose another directory"
         ) from error
