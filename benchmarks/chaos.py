@@ -3,14 +3,18 @@
     python benchmarks/chaos.py [--faults 48] [--hours H] [--processes 4] [--seed 0] [--bursts 0.5] [--only KIND ...]
                                [--json FILE [--add]]
     python benchmarks/chaos.py --only peers [--faults 100]
+    python benchmarks/chaos.py --only elastic [--faults 24] [--processes 3]
 
 Each process has its own supervisor, as on a host of its own; this program starts supervisors again that die, as SLURM
 or Kubernetes does. As root on Linux, the processes are on hosts of their own: network namespaces, which some faults cut
-off. The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are drawn from the
-seed. With the probability --bursts, a fault is followed by another one while the job starts again: in the imports, the
+off; and the run directory is on a file system of its own, which some faults fill or make read-only.
+
+The faults are spread over the steps of the run. Their kinds come in turn; victims and delays are drawn from the seed.
+With the probability --bursts, a fault is followed by another one while the job starts again: in the imports, the
 rendezvous, the compilation or the first steps. After --hours no more faults are injected. At the end, parameters and
 moments must be equal to the bit, and no fault may have cost more steps than those since the last whole checkpoint.
-With --add, the figures are added to those that the file has. `--only peers` is another experiment: see chaos_peers.py.
+With --add, the figures are added to those that the file has. `--only peers` and `--only elastic` are other experiments:
+see chaos_peers.py and chaos_elastic.py.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import json
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,16 +32,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import chaos_elastic
 import chaos_faults
 import chaos_peers
 import jax
+from chaos_disk import Disk
 from chaos_job import LONGEST, ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
 STEPS_PER_BURST = 20
 SECONDS_PER_FAULT = 15  # about, on two cores
 CHECKPOINT_EVERY = 10
-PEERS = "peers"
+PEERS, ELASTIC = "peers", "elastic"
 LONGEST_PAUSE = 20.0  # seconds between two faults of a burst: about the time in which the job starts again
 TRAINING, RESTART = "training", "restart"
 
@@ -86,7 +93,7 @@ def plan_bursts(
     first_kinds, following_kinds = itertools.cycle(kinds), itertools.cycle(following)
     bursts: list[list[PlannedFault]] = []
     for _ in range(faults):
-        restarts = bool(bursts) and chaos_faults.KINDS[bursts[-1][0].kind].restarts
+        restarts = bool(bursts) and chaos_faults.KINDS[bursts[-1][0].kind].may_be_followed
         extends = restarts and bool(following) and chance.random() < probability
         pause = chance.uniform(0, LONGEST_PAUSE if extends else 0.2)
         fault = PlannedFault(next(following_kinds if extends else first_kinds), chance.randrange(processes), pause)
@@ -104,27 +111,20 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bursts", type=float, default=0.5, help="probability that another fault follows a fault")
-    parser.add_argument("--only", nargs="+", choices=[*chaos_faults.KINDS, PEERS])
+    parser.add_argument("--only", nargs="+", choices=[*chaos_faults.KINDS, PEERS, ELASTIC])
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--add", action="store_true", help="add the figures to those of the file")
     options = parser.parse_args()
     if not 0 <= options.bursts <= 1:
         parser.error(f"--bursts {options.bursts:g}: must be from 0 to 1")
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # programs started by nohup ignore it
-    if options.only and PEERS in options.only:
-        if len(options.only) > 1 or options.hours or options.add:
-            parser.error(f"--only {PEERS}: other kinds, --hours and --add do not go with it")
-        chaos_peers.main(options.faults or 100, options.processes, options.seed, options.json)
+    # Programs started by nohup ignore SIGHUP. Networks and mounts are removed at the end, also at these signals.
+    for signum in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, lambda number, frame: sys.exit(128 + number))
+    if {PEERS, ELASTIC} & {*(options.only or ())}:
+        run_experiment(parser, options)
         return
     old = read_old(parser, options)
-    options.network = Network.is_possible()
-    possible = [name for name, fault in chaos_faults.KINDS.items() if options.network or not fault.needs_network]
-    if impossible := set(options.only or ()) - {*possible}:
-        parser.error(f"--only {' '.join(impossible)}: this needs the rights to make network namespaces (root)")
-    if not options.only and len(possible) < len(chaos_faults.KINDS):
-        left_out = ", ".join(name for name in chaos_faults.KINDS if name not in possible)
-        print(f"left out: {left_out}: network namespaces need Linux, root and the program ip", flush=True)
-    options.only = options.only or possible
+    choose_kinds(parser, options)
     of_hours = round(3600 * (options.hours or 0) / SECONDS_PER_FAULT)
     options.faults = options.faults or of_hours or 2 * len(options.only)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -145,6 +145,34 @@ def main() -> None:
         options.json.with_suffix(".txt").write_text("\n".join(lines) + "\n")
     if not is_good(told):
         raise SystemExit(1)
+
+
+def run_experiment(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Run the experiment that --only names."""
+    name, *others = options.only
+    if others or options.add or (options.hours and name == PEERS):
+        parser.error(f"--only {' '.join(options.only)}: other kinds, --add, and --hours of {PEERS} do not go with it")
+    if name == PEERS:
+        chaos_peers.main(options.faults or 100, options.processes, options.seed, options.json)
+    else:
+        chaos_elastic.main(options.faults or 24, options.processes, options.seed, options.json, options.hours)
+
+
+def choose_kinds(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Find out what is possible here, and set --only to the kinds that it allows if it is not given."""
+    options.network, options.disk = Network.is_possible(), Disk.is_possible()
+    lacking = {
+        name: "network namespaces" if fault.needs_network and not options.network else "mounts"
+        for name, fault in chaos_faults.KINDS.items()
+        if (fault.needs_network and not options.network) or (fault.needs_disk and not options.disk)
+    }
+    needs = "of Linux, which need root and the programs ip and mount"
+    for name in options.only or ():
+        if name in lacking:
+            parser.error(f"--only {name}: this needs {lacking[name]} {needs}")
+    if lacking and not options.only:
+        print(f"left out: {', '.join(lacking)}: {' and '.join({*lacking.values()})} {needs}", flush=True)
+    options.only = options.only or [name for name in chaos_faults.KINDS if name not in lacking]
 
 
 def is_good(told: dict[str, Any]) -> bool:
@@ -189,7 +217,9 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with contextlib.ExitStack() as scope:
         network = scope.enter_context(Network(options.processes)) if options.network else None
-        job = scope.enter_context(ChaosJob(folder / "run", options.processes, flags, network))
+        needs_disk = any(chaos_faults.KINDS[kind].needs_disk for kind in options.only)
+        disk = scope.enter_context(Disk(folder / "run")) if needs_disk else None
+        job = scope.enter_context(ChaosJob(folder / "run", options.processes, flags, network, disk=disk))
         watcher = Watcher(job)
         for number, burst in enumerate(bursts):
             watcher.wait_for_step(STEPS_PER_BURST * (number + 1) - CHECKPOINT_EVERY // 2)

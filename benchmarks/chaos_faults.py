@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos_disk import Disk
 from chaos_job import ChaosJob
 
 # Exit codes of a program that ends by itself: done, no checkpoint, another process was lost or is missing, wrong bits,
 # a disk or a network failed, stopped. Nothing here is wrong input (2), and no run diverges (3).
 CODED = frozenset((0, 4, 5, 9, 74, 75))
 LOST = 5
+SENDER = str(Path(__file__).with_name("chaos_ports.py"))
 Inject = Callable[[ChaosJob, int, contextlib.ExitStack], set[int]]
 
 
@@ -30,9 +32,11 @@ class Fault:
         inject: (job, victim, scope) -> the processes that it ends itself. The scope ends when the run goes on.
         restarts: whether the job has to start again.
         may_follow: whether it can come while the job starts again. The recipe harms itself only once it is loaded, and
-            damage to several checkpoints in a row could leave none. A full disk is imitated by a limit on the size of
-            files, whose error the start of a run rightly takes for wrong input.
+            damage to several checkpoints in a row could leave none. A limit on the size of files, which imitates a full
+            disk, is an error that the start of a run rightly takes for wrong input.
         needs_network: the processes must be on hosts of their own.
+        needs_disk: the run directory must be on a disk of its own. It stands alone: a supervisor that starts on a full
+            disk ends, with 74, and this program starts only those again that it has killed.
         damages: it damages the newest checkpoint.
     """
 
@@ -40,7 +44,13 @@ class Fault:
     restarts: bool = True
     may_follow: bool = True
     needs_network: bool = False
+    needs_disk: bool = False
     damages: bool = False
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether another fault can come while the job starts again after it."""
+        return self.restarts and not self.needs_disk
 
 
 def send(*signals: signal.Signals, pause: float = 0.5) -> Inject:
@@ -97,14 +107,44 @@ def fill_disk(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[in
     return set()
 
 
+def spoil_at_a_save(spoil: Callable[[Disk], None]) -> Fault:
+    """Return a fault that makes the disk useless until a save has failed. The run then saves again."""
+
+    def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+        assert job.disk is not None
+        failed = job.count_failed_saves()
+        spoil(job.disk)
+        try:
+            job.wait_for("save that failed", lambda: job.count_failed_saves() > failed)
+        finally:
+            job.disk.heal()
+        newest = job.newest_checkpoint()
+        job.wait_for("save after that", lambda: job.newest_checkpoint() > newest)
+        return set()
+
+    return Fault(inject, restarts=False, may_follow=False, needs_disk=True)
+
+
+def spoil_and_kill(spoil: Callable[[Disk], None], seconds: float) -> Fault:
+    """Return a fault that kills a program while the disk is useless, for some seconds: the job starts again on it."""
+
+    def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+        assert job.disk is not None
+        spoil(job.disk)
+        scope.callback(job.disk.heal_after(seconds).join)
+        job.signal_program(victim, signal.SIGKILL)
+        return {victim}
+
+    return Fault(inject, may_follow=False, needs_disk=True)
+
+
 def with_damage(damage: Callable[[Path], None]) -> Inject:
     """Damage the newest checkpoint, and kill all processes."""
 
     def inject(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
         for index in range(job.count):
             job.signal_program(index, signal.SIGSTOP)
-        checkpoints = [path for path in (job.directory / "checkpoints").iterdir() if path.name.isdigit()]
-        damage(max(checkpoints, key=lambda path: int(path.name)))
+        damage(job.directory / "checkpoints" / str(job.newest_checkpoint()))
         return kill_all(job, victim, scope)
 
     return inject
@@ -138,24 +178,28 @@ def cut_records(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[
 
 def send_garbage(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
     """Send garbage to the port of process 0 for as long as the job starts again."""
-    command = [*job.prefix_command(victim), sys.executable, "-c", GARBAGE, job.address, str(job.port)]
-    sender = subprocess.Popen(command)
-    scope.callback(sender.wait)
-    scope.callback(sender.kill)
+    _start_sender(job, victim, job.address, f":{job.port}", scope)
     job.signal_program(victim, signal.SIGKILL)
     return {victim}
 
 
-GARBAGE = """
-import contextlib, os, socket, sys, time
-texts = [b"GET / HTTP/1.1\\r\\n\\r\\n", b"[" * 100000 + b"\\n", os.urandom(1000), b""]
-connections = []
-while True:
-    time.sleep(0.2)
-    with contextlib.suppress(OSError):
-        connections.append(socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1))
-        connections[-1].sendall(texts[len(connections) % len(texts)])
-"""
+def send_garbage_to_all(job: ChaosJob, victim: int, scope: contextlib.ExitStack) -> set[int]:
+    """Send garbage to all ports of host 0 and of the victim, while the job trains and as long as it starts again."""
+    before = job.garbage_log.stat().st_size if job.garbage_log.exists() else 0
+    for host in {0, victim}:
+        address = job.network.find_address(host) if job.network else job.address
+        _start_sender(job, host, address, str(job.supervisors[host].pid), scope)
+    job.wait_for("garbage on a port", lambda: b"garbage" in job.garbage_log.read_bytes()[before:])
+    job.signal_program(victim, signal.SIGKILL)
+    return {victim}
+
+
+def _start_sender(job: ChaosJob, host: int, address: str, target: str, scope: contextlib.ExitStack) -> None:
+    """Send garbage from a host to an address until the scope ends. target: see chaos_ports.py."""
+    with job.garbage_log.open("ab") as log:
+        sender = subprocess.Popen([*job.prefix_command(host), sys.executable, SENDER, address, target], stdout=log)
+    scope.callback(sender.wait)
+    scope.callback(sender.kill)
 
 
 def cut_off(seconds: float) -> Inject:
@@ -191,7 +235,12 @@ KINDS: dict[str, Fault] = {
     "newest checkpoint deleted": Fault(with_damage(shutil.rmtree), may_follow=False, damages=True),
     "records cut": Fault(cut_records),
     "garbage on the port": Fault(send_garbage),
+    "garbage on all ports": Fault(send_garbage_to_all),
     "JAX's service killed": Fault(kill_service),
     "host cut off for 3 s": Fault(cut_off(3.0), restarts=False, needs_network=True),
     "host cut off for 40 s": Fault(cut_off(40.0), needs_network=True),
+    "file system full at a save": spoil_at_a_save(Disk.fill),
+    "file system read-only at a save": spoil_at_a_save(Disk.make_read_only),
+    "killed, full file system": spoil_and_kill(Disk.fill, 40),
+    "killed, read-only file system": spoil_and_kill(Disk.make_read_only, 40),
 }

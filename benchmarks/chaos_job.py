@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from chaos_disk import Disk
 from chaos_network import Network
 
 ROOT = Path(__file__).parent.parent
+Found = TypeVar("Found")
 RECIPE = ROOT / "benchmarks/recipes/chaos_model.py"
 LOOK_SECONDS = 0.02
 LONGEST = 240  # seconds from the last fault of a burst to the next step, after which the run counts as hung
@@ -78,12 +80,23 @@ class ChaosJob:
 
     Args:
         network: a host for each process; None: all are on this one.
+        options: further options of the supervisors.
+        disk: that of the run directory; None: it is on that of the folder.
     """
 
-    def __init__(self, directory: Path, count: int, flags: Mapping[str, object], network: Network | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        count: int,
+        flags: Mapping[str, object],
+        network: Network | None,
+        options: Sequence[str] = (),
+        disk: Disk | None = None,
+    ) -> None:
         self.directory, self.folder, self.count, self.port = directory, directory.parent, count, free_port()
-        self.network = network
-        self._command = [sys.executable, "-m", "jaxopt_llm", "supervise", "--restarts", "30", "--backoff", "0.2", "--"]
+        self.network, self.disk = network, disk
+        self._command = [sys.executable, "-m", "jaxopt_llm", "supervise", "--restarts", "30", "--backoff", "0.2"]
+        self._command += [*options, "--"]
         self._command += train_command(directory, {**flags, **SHORT})
         self._variables = environment(CHAOS_FOLDER=str(self.folder))
         self._log = (self.folder / "supervisors.log").open("ab")
@@ -129,6 +142,21 @@ class ChaosJob:
             return None
         return codes.pop() if len(codes) == 1 else None
 
+    def stop(self) -> int | None:
+        """Stop the job, which saves. Return the exit code of all supervisors, None if they differ or hang."""
+        for supervisor in self.supervisors:
+            supervisor.terminate()
+        return self.wait()
+
+    def lose(self, index: int) -> None:
+        """Kill a supervisor, with which its program dies, until `bring_back`."""
+        self.supervisors[index].kill()
+        self.supervisors[index].wait()
+
+    def bring_back(self, index: int) -> None:
+        """Start the supervisor of a host that was lost."""
+        self.supervisors[index] = self._start(index)
+
     def kill_supervisor(self, index: int, away: float) -> None:
         """Kill a supervisor, and start another one after `away` seconds, counted from its last kill."""
         with self._lock:
@@ -153,19 +181,40 @@ class ChaosJob:
             return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
         return []
 
+    def list_programs(self, index: int) -> list[int]:
+        """Return the process id of the program of a host, in a list; [] if none runs.
+
+        A supervisor of an elastic job also has a planner as its child for some time.
+        """
+        return [child for child in self.children(self.supervisors[index].pid) if not _plans(child)]
+
     def program(self, index: int) -> int:
         """Wait for the program of a host, and return its process id."""
-        return self._wait_for(f"program on host {index}", lambda: self.children(self.supervisors[index].pid))[0]
+        return self.wait_for(f"program on host {index}", lambda: self.list_programs(index))[0]
 
     def services(self) -> list[int]:
         """Wait for the children of the program on host 0 (JAX's coordination service), and return their process ids."""
-        return self._wait_for("service of JAX", lambda: self.children(self.program(0)))
+        return self.wait_for("service of JAX", lambda: self.children(self.program(0)))
 
-    def _wait_for(self, name: str, find: Callable[[], list[int]]) -> list[int]:
-        """Wait for processes, and return their ids.
+    @property
+    def garbage_log(self) -> Path:
+        """Ports to which garbage was sent."""
+        return self.folder / "garbage.log"
+
+    def newest_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint; -1 if there is none."""
+        names = (path.name for path in (self.directory / "checkpoints").iterdir())
+        return max((int(name) for name in names if name.isdigit()), default=-1)
+
+    def count_failed_saves(self) -> int:
+        """Return the number of saves that have failed, by the output of the programs."""
+        return (self.folder / "supervisors.log").read_bytes().count(b" could not be saved: ")
+
+    def wait_for(self, name: str, find: Callable[[], Found]) -> Found:
+        """Wait until something is found, such as the ids of processes, and return it.
 
         Raises:
-            SystemExit: there are none within LONGEST seconds.
+            SystemExit: there is nothing within LONGEST seconds.
         """
         deadline = time.monotonic() + LONGEST
         while not (found := find()):
@@ -177,6 +226,12 @@ class ChaosJob:
     def signal_program(self, index: int, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.program(index), signum)
+
+
+def _plans(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"fewer_hosts" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
 
 
 class Watcher:
@@ -208,7 +263,7 @@ class Watcher:
         return 0 if self._starts is None else max(0, self._reached - self._resumed_from)
 
     def last_step(self) -> int:
-        records = _read_lines(self._job.directory / "metrics.jsonl")
+        records = read_lines(self._job.directory / "metrics.jsonl")
         return int(records[-1]["step"]) if records else 0
 
     def count_unsaved(self, damaged: int) -> int:
@@ -245,26 +300,26 @@ class Watcher:
         return self.last_step() > self._resumed_from
 
     def count_ends(self) -> int:
-        return len(_read_lines(self._job.directory / "faults.jsonl"))
+        return len(read_lines(self._job.directory / "faults.jsonl"))
 
     def ends_between(self, first: int, last: int) -> list[tuple[int, int]]:
         """Return (host, exit code) of the programs that ended, from the entries first to last of the journal.
 
         Those of hosts that were lost have none.
         """
-        entries = _read_lines(self._job.directory / "faults.jsonl")[first:last]
+        entries = read_lines(self._job.directory / "faults.jsonl")[first:last]
         ends = [(int(index), code) for entry in entries for index, code in entry.get("codes", {}).items()]
         return [(index, code) for index, code in ends if code is not None]
 
     def _list_starts(self) -> list[dict[str, Any]]:
-        events = _read_lines(self._job.directory / "events.jsonl")
+        events = read_lines(self._job.directory / "events.jsonl")
         return [event for event in events if event["event"] in ("start", "resume")]
 
     def _list_programs(self) -> set[int]:
         return {child for supervisor in self._job.supervisors for child in self._job.children(supervisor.pid)}
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a file, without those that are cut."""
     found = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -275,9 +330,14 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def read_state(directory: Path, step: int) -> dict[str, bytes]:
     """Return the bytes of all arrays of a checkpoint."""
+    return {name: array.tobytes() for name, array in read_arrays(directory, step).items()}
+
+
+def read_arrays(directory: Path, step: int) -> dict[str, np.ndarray]:
+    """Return the masters and the moments of a checkpoint."""
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     items = {name: ocp.args.StandardRestore(fallback_sharding=device) for name in ("masters", "moments")}
     with ocp.CheckpointManager(directory / "checkpoints") as manager:
         state = dict(manager.restore(step, args=ocp.args.Composite(**items)))
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

@@ -1,18 +1,26 @@
 """Faults injected into a job under supervisors: it ends by itself, equal to the bit to a run without faults."""
 
+import errno
 import json
+import os
 import random
+import shutil
+import socket
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import chaos
+import chaos_elastic
 import chaos_faults
 import chaos_peers
+import chaos_ports
 import pytest
+from chaos_disk import Disk
 from chaos_job import Watcher
-from commands import ROOT
+from commands import ROOT, start, start_python, start_training, tiny
+from gates import finish
 
 
 def inject(folder: Path, *options: object) -> dict[str, object]:
@@ -45,7 +53,7 @@ def test_bursts_are_drawn_from_the_seed() -> None:
     pauses = [each.pause for burst in bursts for each in burst[1:]]
     assert 0 <= min(pauses) < 2 and chaos.LONGEST_PAUSE - 2 < max(pauses) <= chaos.LONGEST_PAUSE
     assert following == {kind for kind in kinds if chaos_faults.KINDS[kind].may_follow}
-    assert all(chaos_faults.KINDS[burst[0].kind].restarts for burst in bursts if len(burst) > 1)
+    assert all(chaos_faults.KINDS[burst[0].kind].may_be_followed for burst in bursts if len(burst) > 1)
     assert all(len(burst) == 1 for burst in chaos.plan_bursts(kinds, 50, 4, chance, probability=0.0))
 
 
@@ -60,6 +68,108 @@ def test_steps_that_are_lost_are_those_since_the_last_whole_checkpoint(tmp_path:
     assert chaos.list_losses([kept, lost]) == [lost]
     told = {"equal": True, "hangs": 0, "uncoded": 0}
     assert chaos.is_good(told | {"faults": [kept]}) and not chaos.is_good(told | {"faults": [kept, lost]})
+
+
+MOUNTS = pytest.mark.skipif(not Disk.is_possible(), reason="mounts need Linux and root")
+
+
+@MOUNTS
+def test_a_disk_is_full_then_read_only_then_whole(tmp_path: Path) -> None:
+    folder, mounts = tmp_path / "run", Path("/proc/self/mounts")
+    with Disk(folder) as disk:
+        file = folder / "file"
+        file.write_bytes(bytes(10000))
+        for spoil, number in ((disk.fill, errno.ENOSPC), (disk.make_read_only, errno.EROFS)):
+            spoil()
+            with pytest.raises(OSError) as failed:
+                (folder / "new").write_bytes(bytes(10000))
+            assert failed.value.errno == number
+            assert file.read_bytes() == bytes(10000)
+            disk.heal()
+        (folder / "new").write_bytes(b"whole")
+        disk.make_read_only()  # the end of the context comes in the middle of a fault
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert {path.name for path in folder.iterdir()} == {"file", "new"}
+    assert str(tmp_path) not in mounts.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the ports of another process are listed by Linux only")
+def test_garbage_goes_to_the_ports_of_a_process_and_its_children() -> None:
+    listens = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {listens + '; sys.stdin.read()'!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        port = int(process.stdout.readline())
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            assert chaos_ports.find_ports(process.pid) == {port}
+            assert {port, server.getsockname()[1]} <= chaos_ports.find_ports(os.getpid())
+    finally:
+        process.stdin.close()  # the end of its input ends the child, and with it the parent
+        process.wait(60)
+
+
+def test_an_elastic_job_must_change_its_hosts_and_agree() -> None:
+    def make(kind: str, away: list[int], hosts: list[int]) -> dict[str, object]:
+        return {"kind": kind, "away": away, "hosts": hosts}
+
+    assert chaos_elastic.has_changed(make("host away", [1], [2, 3]), 3)
+    assert not chaos_elastic.has_changed(make("host away", [1], []), 3)
+    assert not chaos_elastic.has_changed(make("host away", [1], [2]), 3)
+    assert chaos_elastic.has_changed(make("back while the smaller mesh starts", [1], []), 3)
+    assert chaos_elastic.has_changed(make("two hosts away", [1, 2], [1, 2, 3]), 3)
+    told = {"processes": 3, "exit_code": 75, "hangs": 0, "uncoded": 0, "tracebacks": 0}
+    told |= {"differences": dict(chaos_elastic.LARGEST_DIFFERENCE), "faults": [make("host away", [1], [2, 3])]}
+    assert chaos_elastic.is_good(told)
+    assert not chaos_elastic.is_good(told | {"differences": told["differences"] | {"loss": 1e-3}})
+    assert not chaos_elastic.is_good(told | {"faults": [make("host away", [1], [1, 3])]})
+    assert not chaos_elastic.is_good(told | {"tracebacks": 1})
+
+
+# The command train, which leaves out the batch of the first step after it has continued.
+SKIPS = """
+import sys
+from jaxopt_llm import train
+from jaxopt_llm.core import errors
+from jaxopt_llm.training.skipped_batches import SkippedBatches
+batch_after = SkippedBatches.batch_after
+SkippedBatches.batch_after = lambda self, step: batch_after(self, step) + (step > 0)
+errors.run_command(train.main)
+"""
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_left_out_fails_the_check_of_an_elastic_job(tmp_path: Path) -> None:
+    """The mesh of the part after the continuation alone does not."""
+    run = ("--training.batch_size=4", "--precision.compute_dtype=float32", "--schedule.kind=constant")
+    run += ("--logging.tensorboard=False", "--training.steps=60", "--checkpoint.every=30")
+    whole = tmp_path / "whole"
+    finish(start_training(whole, *run))
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    for name in ("moved", "skipped"):
+        directory = shutil.copytree(whole, tmp_path / name)
+        shutil.rmtree(directory / "checkpoints/60")  # it continues from step 30
+        words = [*tiny(directory), *run, "--mesh.fsdp=2"]
+        finish(start("train", *words, **two) if name == "moved" else start_python("-c", SKIPS, *words, **two))
+    moved, skipped = (chaos_elastic.compare(tmp_path / name, whole, 60) for name in ("moved", "skipped"))
+    largest = chaos_elastic.LARGEST_DIFFERENCE
+    assert all(moved[name] < largest[name] / 10 for name in largest), moved
+    assert all(skipped[name] > 10 * largest[name] for name in largest), skipped
+
+
+@pytest.mark.slow
+def test_a_job_shrinks_and_grows(tmp_path: Path) -> None:
+    told = inject(tmp_path, "--only", "elastic", "--processes", 3, "--faults", 1)
+    (fault,) = told["faults"]  # type: ignore[misc]
+    assert fault["hosts"] == [2, 3]
+
+
+@pytest.mark.slow
+@MOUNTS
+def test_disks_that_fail_and_garbage_on_all_ports(tmp_path: Path) -> None:
+    kinds = [name for name, fault in chaos_faults.KINDS.items() if fault.needs_disk]
+    told = inject(tmp_path, "--processes", 2, "--faults", 5, "--bursts", 0, "--only", *kinds, "garbage on all ports")
+    assert [fault["kind"] for fault in told["faults"]] == [*kinds, "garbage on all ports"]  # type: ignore[index]
 
 
 @pytest.mark.slow
