@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -479,13 +480,15 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory_is_removed_only_if_the_lock_created_it(tmp_path: Path) -> None:
-    for name in ("new", "written", "old"):
+    for name in ("new", "written", "old", "deleted"):
         directory = tmp_path / name
         if name == "old":
             directory.mkdir()
         with contextlib.suppress(InputError), lock_directory(directory):
             if name == "written":
                 (directory / "config.json").touch()
+            if name == "deleted":
+                shutil.rmtree(directory)  # another error must not hide the one that follows
             raise InputError("refused")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "written"]
 

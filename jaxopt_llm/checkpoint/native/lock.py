@@ -49,6 +49,7 @@ def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[
         try:
             yield
         finally:
-            if is_new and [*directory.iterdir()] == [path]:
+            # It may have been deleted, which must not hide the error that ends the command.
+            if is_new and directory.is_dir() and [*directory.iterdir()] == [path]:
                 path.unlink()
                 directory.rmdir()
