@@ -44,6 +44,7 @@ from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
+from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.replicas import copies_state
@@ -96,7 +97,9 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         if processes.first:
             write_memory(directory / "memory.json", setup.program.state, programs.step)
         explain_oom = functools.partial(explainer.explain_oom, lower_step=lambda: lowered.step)
-        train_workload(DecoderWorkload(setup, programs, initial, verification, explain_oom), records, signals)
+        workload = DecoderWorkload(setup, programs, initial, verification, explain_oom)
+        with JobGroup(setup, progress.say) if config.groups.server else contextlib.nullcontext() as group:
+            train_workload(workload, records, signals, group)
 
 
 def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str], None]) -> None:

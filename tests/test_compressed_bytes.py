@@ -11,8 +11,8 @@ from test_bytes import Compiled, compiled, layer_parameters, per_layer
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, RematConfig, ShardingConfig, TrainingConfig
+from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.model import param
-from jaxopt_llm.parallel.blocks import BLOCK_SIZES
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.program import Program, make_program

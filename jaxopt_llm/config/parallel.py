@@ -1,10 +1,10 @@
 """Settings of the device mesh, and of the division of state, activations, layers and processes over it."""
 
 import math
-import re
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+from jaxopt_llm.config.addresses import is_address
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, Bounds, find_out_of_range, setting
 
 # Outermost first. `tensor` is innermost, so it uses the fastest links. `pipeline` moves the least data, so it crosses
@@ -145,7 +145,6 @@ class DistributedConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("distributed", self)
-        port = re.fullmatch(r".+:([0-9]{1,5})", self.coordinator)
-        if self.coordinator and not (port and 0 < int(port[1]) < 2**16):
+        if self.coordinator and not is_address(self.coordinator):
             found.append(f"distributed.coordinator={self.coordinator}: must be host:port")
         return found

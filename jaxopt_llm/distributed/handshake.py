@@ -45,9 +45,17 @@ def read_token(config: DistributedConfig, environment: Mapping[str, str]) -> byt
     """
     if not config.token_file:
         return environment.get(TOKEN_VARIABLE, "").strip().encode()
-    setting = f"distributed.token_file={config.token_file}"
+    return read_token_file(config.token_file, f"distributed.token_file={config.token_file}")
+
+
+def read_token_file(file: str, setting: str) -> bytes:
+    """Return the token in a file. setting: its name and value, for messages.
+
+    Raises:
+        InputError: the file cannot be read or is empty.
+    """
     try:
-        token = Path(config.token_file).read_bytes().strip()
+        token = Path(file).read_bytes().strip()
     except OSError as error:
         raise InputError(f"{setting}: it cannot be read ({error.strerror}); correct the path") from error
     if not token:

@@ -8,15 +8,13 @@ V values of a block.
 """
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-Bits = Literal[4, 8]
-BLOCK_SIZES = (128, 64, 32)  # values that share a float32 scale: 3% of the bytes of int8 codes, then 6% and 12%
-MAX_CODES: dict[Bits, int] = {8: 127, 4: 7}  # symmetric, with a code for 0
+from jaxopt_llm.core.block_format import BLOCK_SIZES, MAX_CODES, Bits
+
 QUANTISE_SCOPE, DEQUANTISE_SCOPE = "quantise_blocks", "dequantise_blocks"  # named scopes in compiled programs
 
 

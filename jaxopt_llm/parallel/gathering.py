@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.block_format import Bits
 from jaxopt_llm.parallel import blocks, zero
 from jaxopt_llm.parallel.placement import Dims, Placement, Spec
 from jaxopt_llm.parallel.stages import is_split_over_stages
@@ -258,13 +259,13 @@ class _DataExchange:
 
     scattered: Dims
     values: int
-    bits: blocks.Bits
+    bits: Bits
 
 
 def _find_data_exchange(spec: Spec, placement: Placement) -> _DataExchange | None:
     """Return the exchange of a gradient over `data`; None if it is exact."""
     data_gradients = placement.sharding.data_gradients
-    if data_gradients == "exact" or not _moves_as_blocks(spec):
+    if data_gradients == "exact" or not moves_as_blocks(spec):
         return None
     scattered = _scattered_dims(spec, placement)
     shardings = placement.named_sharding(scattered), placement.parameter(spec, zero.storage_axes(1, placement))
@@ -294,13 +295,14 @@ def _sum_blocks_over_data(
     return blocks.move_blocks(summed, scattered, placement.named_sharding(dims), exchange.values, bits=8)
 
 
-def _moves_as_blocks(spec: Spec) -> bool:
+def moves_as_blocks(spec: Spec) -> bool:
+    """Return whether a parameter may move as codes: a matrix that need not be exact."""
     return not spec.exact and bool(spec.contracting)  # a bias per head has two dimensions, too
 
 
 def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:
     """Return the number of values in a block if a weight is gathered as int8 codes; None if it is gathered exactly."""
-    if not _gathers_codes(before, after, placement) or not _moves_as_blocks(spec):
+    if not _gathers_codes(before, after, placement) or not moves_as_blocks(spec):
         return None
     return blocks.find_block_size(spec.shape, before, after)
 
@@ -313,7 +315,7 @@ def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
     exchanges = placement.sharding.data_gradients != "exact" and placement.size("data") > 1
 
     def find(path: str, spec: Spec) -> str | None:
-        if not _moves_as_blocks(spec):
+        if not moves_as_blocks(spec):
             return None
         master, resting = zero.master_sharding(spec, placement), zero.parameter_sharding(spec, placement)
         moves = (master, resting), (resting, zero.gathered_sharding(spec, placement))

@@ -21,6 +21,7 @@ from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
 from jaxopt_llm.training.divergence import REMEDY, FinishedStep, check_end, check_skips, made_update
+from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.local_steps import ends_round
 from jaxopt_llm.training.records import Records
 from jaxopt_llm.training.replicas import ReplicaCheck
@@ -43,8 +44,12 @@ class Loop:
         current: the step that was started last.
     """
 
-    def __init__(self, workload: Workload, records: Records, preemption: Preemption) -> None:
+    def __init__(
+        self, workload: Workload, records: Records, preemption: Preemption, group: JobGroup | None = None
+    ) -> None:
+        """Take over what a run prepared. group: its group, if it is one of several with an outer server."""
         self.current = 0
+        self._group = group
         self._workload = workload
         self._config: Config = workload.config
         self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
@@ -100,6 +105,16 @@ class Loop:
         self._main.leave()  # no progress is expected
         hold_start(self._preemption.requested, self._progress.say)
         self._main.enter("restore")
+
+    def join_groups(self, start: int) -> int:
+        """Take the masters of the outer server, if there is one. Return the step from which the run goes on.
+
+        Raises:
+            InputError: the server refuses this group.
+        """
+        if self._group is not None:
+            self._state, start = self._group.join(self._state, start)
+        return start
 
     def start(self, start: int) -> None:
         """Open the records of the run and the iterator of batches, which starts to read at the first step.
@@ -184,6 +199,24 @@ class Loop:
         """Run the last step of a round of local steps, and the outer step."""
         state, metrics = self._workload.step(state, batch)
         return self._workload.average_groups(state), metrics
+
+    def meet_groups(self, step: int) -> int | None:
+        """Exchange masters with the outer server, if that is due. Return the step at which the run goes on, if not here.
+
+        The batches of the steps in between are those that other groups have read.
+        """
+        if self._group is None:
+            return None
+        self._state, ahead = self._group.after_step(self._state, step)
+        if ahead is None:
+            return None
+        assert self._finished is not None
+        if self._finished.summary is None:
+            self._record_step(self._finished)
+        self._finished = dataclasses.replace(self._finished, step=ahead)
+        self._progress.advance(ahead)
+        self._begin_after(ahead)
+        return ahead
 
     def poll(self, step: int) -> tuple[bool, bool]:
         """Return whether any process received a request to stop, and whether a checkpoint is due.
@@ -353,8 +386,11 @@ class Loop:
                 self._samples.write({"step": step, **sample})
 
 
-def train_workload(workload: Workload, records: Records, preemption: Preemption) -> None:
+def train_workload(workload: Workload, records: Records, preemption: Preemption, group: JobGroup | None = None) -> None:
     """Train from the step that the records say to `training.steps`.
+
+    Args:
+        group: see Loop.
 
     Raises:
         OutOfMemory: the memory of the devices does not suffice.
@@ -362,12 +398,14 @@ def train_workload(workload: Workload, records: Records, preemption: Preemption)
             and its checkpoint; a skipped step has no checkpoint.
     """
     start, config = records.start, workload.config
-    with Loop(workload, records, preemption) as loop:
+    with Loop(workload, records, preemption, group) as loop:
         with workload.explain_oom(lambda: f"bringing the state of step {start} onto the devices"):
             loop.restore(start)
         try:
             if start < config.training.steps:
                 loop.hold(start)
+                start = loop.join_groups(start)
+            if start < config.training.steps:
                 loop.start(start)
                 # Metrics are read one step late, and JAX reports a failed allocation only then.
                 with workload.explain_oom(lambda: f"in step {loop.current} or the one before"):
@@ -386,6 +424,12 @@ def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
     while step < steps:
         step += 1
         loop.step(step)
+        if (ahead := loop.meet_groups(step)) is not None:
+            step = ahead
+            if step < steps:
+                continue
+            loop.save(due=False, exits=True, last=True)
+            return
         last = step == steps
         stop, checkpoint_due = loop.poll(step)
         evaluates = last or step % evaluate_every == 0

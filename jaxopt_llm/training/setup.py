@@ -29,6 +29,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training.attention_choice import resolve_attention
 from jaxopt_llm.training.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
+from jaxopt_llm.training.local_steps import sharding_within
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.started import DEVICE_FILE, Started, has_checkpoint, read_started
 
@@ -149,14 +150,16 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     data = pack_documents(resolved, documents, processes.main)
     config: Config = resolve_length(resolved, sum(map(len, data.training)))
     check_run_directory(config, data.corpus, data.tokenizer)
-    placement = Placement(mesh, config.sharding, config.precision, config.offload)
+    placement = Placement(mesh, sharding_within(config), config.precision, config.offload)
     program = replace(make_program(config, placement, stores_frozen_weights(config)), attention=attention)
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
-    loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
+    group, groups = config.groups.share
+    rows = [group * size + row for row in local_rows.indices]
+    loader = Loader(data.training, weights, groups * size, config.run.seed, rows)
     validation: dict[str, Sequence[Batch]] = {
-        name: read_validation_batches(rows, size, config.evaluation.batches, local_rows.indices)
-        for name, rows in data.validation.items()
+        name: read_validation_batches(packed, size, config.evaluation.batches, local_rows.indices)
+        for name, packed in data.validation.items()
     }
     return Setup(config, processes, data, placement, program, local_rows, loader, validation, started)
 
@@ -185,7 +188,7 @@ def resolve_length(config: Config, rows: int) -> Config:
         InputError: the stored `decay_steps` does not fit to the schedule.
     """
     training, schedule = config.training, config.schedule
-    steps = training.steps or math.ceil(training.epochs * rows / training.batch_size)
+    steps = training.steps or math.ceil(training.epochs * rows / (training.batch_size * config.groups.share[1]))
     stored = None if schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     lengths = {"training.steps": steps, "training.epochs": 0.0}
     config = fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})

@@ -8,11 +8,11 @@ import jax
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import hub
+from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.moe import exchange
-from jaxopt_llm.parallel.blocks import BLOCK_SIZES
 from jaxopt_llm.parallel.gathering import find_exact_matrices
 from jaxopt_llm.parallel.zero import find_undivided
 from jaxopt_llm.training import moments
@@ -62,7 +62,7 @@ def _describe_mixture(setup: Setup) -> Iterator[str]:
     if not config.data.weights:
         return
     total = sum(source.weight for source in sources)
-    rows_read = config.training.steps * config.training.batch_size
+    rows_read = config.training.steps * config.training.batch_size * config.groups.share[1]
     for source, rows in zip(sources, setup.data.training, strict=True):
         share = source.weight / total
         epochs = rows_read * share / len(rows)
@@ -106,10 +106,10 @@ def list_warnings(setup: Setup) -> Iterator[str]:
             f"--schedule.warmup-steps below its {config.training.steps} steps"
         )
     if left := config.training.steps % config.training.local_steps:
+        where = "of the other groups" if config.groups.server else "that are evaluated and exported"
         yield (
-            f"the last {left} of {config.training.steps} steps are in no outer step, and so not in the weights that "
-            "are evaluated and exported: make --training.steps a multiple of "
-            f"training.local_steps={config.training.local_steps}"
+            f"the last {left} of {config.training.steps} steps are in no outer step, and so not in the weights {where}: "
+            f"make --training.steps a multiple of training.local_steps={config.training.local_steps}"
         )
 
 

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig
+from jaxopt_llm.core.block_format import Bits
 from jaxopt_llm.parallel import blocks
 from jaxopt_llm.parallel.mesh import make_mesh
 
@@ -21,7 +22,7 @@ def round_to_blocks(array: np.ndarray, values: int, bits: int) -> np.ndarray:
 
 @pytest.mark.core
 @pytest.mark.parametrize("bits", [8, 4])
-def test_each_value_is_rounded_to_the_nearest_code_of_its_block(bits: blocks.Bits) -> None:
+def test_each_value_is_rounded_to_the_nearest_code_of_its_block(bits: Bits) -> None:
     array = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
     array[0] *= 1e3  # a block of its own scale
     array[1, :32] = 0
@@ -35,7 +36,7 @@ def test_each_value_is_rounded_to_the_nearest_code_of_its_block(bits: blocks.Bit
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_block_that_is_not_finite_becomes_nan(bits: blocks.Bits, value: float) -> None:
+def test_a_block_that_is_not_finite_becomes_nan(bits: Bits, value: float) -> None:
     array = np.ones((2, 64), np.float32)
     array[1, 40] = value
     found = np.asarray(blocks.decode(*blocks.encode(jnp.asarray(array), 32, bits), bits))
@@ -57,7 +58,7 @@ def test_block_sizes_divide_the_part_of_each_device() -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_move_sends_only_codes_and_scales(bits: blocks.Bits) -> None:
+def test_a_move_sends_only_codes_and_scales(bits: Bits) -> None:
     mesh = make_mesh(MeshConfig(data=4, fsdp=2), jax.devices("cpu")[:8])
     specs = PartitionSpec("data", None, "fsdp"), PartitionSpec(None, "data", "fsdp")
     before, after = (NamedSharding(mesh, spec) for spec in specs)

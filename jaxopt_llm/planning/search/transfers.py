@@ -6,10 +6,10 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from jaxopt_llm.config import Config, MeshConfig
+from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.execution.remat import QKV
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
-from jaxopt_llm.parallel.blocks import BLOCK_SIZES
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost

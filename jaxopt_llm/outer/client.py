@@ -1,0 +1,216 @@
+"""Connection of one process of a group to the outer server."""
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed import handshake
+from jaxopt_llm.distributed.handshake import Hello, printable
+from jaxopt_llm.distributed.peer import Peer
+from jaxopt_llm.outer.codes import Layout
+from jaxopt_llm.outer.masters import subtract
+from jaxopt_llm.outer.wire import SILENCE_SECONDS, Wire
+
+CONNECT_SECONDS = 10.0  # for which a server that does not answer is tried again
+ANSWER_SECONDS = 600.0  # in which a server closes a round, after the time for which it waits for the groups
+PAUSE_SECONDS = 0.2
+
+
+class ServerLost(Exception):
+    """The outer server does not answer. The message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """Outer masters that a group has. vector: float32."""
+
+    round: int
+    step: int
+    vector: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Answer to an exchange.
+
+    Attributes:
+        base: outer masters from now on.
+        whole: they are those of the server, and not an update of those that the group had.
+        counted: with `whole`: the change counts in the round that is open.
+    """
+
+    base: Base
+    whole: bool
+    counted: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process says when it joins.
+
+    Attributes:
+        index, groups: of its group.
+        facts: see `make_facts`.
+    """
+
+    index: int
+    groups: int
+    layout: Layout
+    form: str
+    facts: dict[str, Any]
+
+
+class OuterClient:
+    """Client of the outer server. One thread uses it at a time.
+
+    Attributes:
+        carried: changes with progress of an exchange.
+    """
+
+    def __init__(self, address: tuple[str, int], member: Member, token: bytes) -> None:
+        self._address, self._member, self._token = address, member, token
+        self._wire: Wire | None = None
+        self._wait = 0.0
+        self._is_empty = False
+        self._before = 0
+
+    @property
+    def carried(self) -> int:
+        wire = self._wire
+        return self._before + (wire.carried if wire is not None else 0)
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._before += self._wire.carried + 1
+            self._wire.close()
+            self._wire = None
+
+    def exchange(self, base: Base | None, step: int, own: np.ndarray) -> Answer:
+        """Bring the own masters after a step to the server, and return its answer.
+
+        Args:
+            base: outer masters that the own ones began from; None: the group has to begin from those of the server.
+
+        Raises:
+            ServerLost: the server does not answer.
+            InputError: the server refuses this group.
+        """
+        try:
+            wire = self._wire or self._connect()
+            if self._is_empty:
+                offered = base or Base(0, step, own)
+                self._send(wire, "offer", offered.round, offered.step, _to_bytes(offered.vector))
+                message, data = self._receive(wire)
+                self._is_empty = False
+                if message["kind"] != "taken":
+                    return self._whole(message, data)
+                if base is None:
+                    return Answer(offered, whole=False)
+            if base is None:
+                self._send(wire, "fetch", 0, step)
+                return self._whole(*self._receive(wire))
+            form, layout = self._member.form, self._member.layout
+            self._send(wire, "change", base.round, step, layout.encode(base.vector - own, form))
+            message, data = self._receive(wire)
+            if message["kind"] == "update":
+                vector = subtract(layout, base.vector, data, form)
+                return Answer(Base(message["round"], message["step"], vector), whole=False)
+            return self._whole(message, data)
+        except (OSError, ValueError, EOFError) as error:
+            self.close()
+            raise ServerLost(printable(error)) from error
+
+    @staticmethod
+    def _whole(message: dict[str, Any], data: np.ndarray) -> Answer:
+        if message["kind"] != "masters":
+            raise ValueError("not an answer")
+        vector = data.view("<f4").astype(np.float32)
+        return Answer(Base(message["round"], message["step"], vector), whole=True, counted=bool(message["counted"]))
+
+    @staticmethod
+    def _send(wire: Wire, kind: str, number: int, step: int, payload: np.ndarray | None = None) -> None:
+        message = {"kind": kind, "round": number, "step": step}
+        wire.send(message, *([] if payload is None else [payload]))
+
+    def _receive(self, wire: Wire) -> tuple[dict[str, Any], np.ndarray]:
+        """Return the answer of the server. Before it, the server says that it is alive."""
+        layout, form = self._member.layout, self._member.form
+        sizes = {"update": layout.count_bytes(form), "masters": 4 * layout.size, "taken": 0, "alive": 0}
+
+        def expected(message: dict[str, Any]) -> int:
+            if message.get("kind") not in sizes:
+                raise ValueError("not an answer")
+            if message["kind"] in ("update", "masters") and any(
+                type(message.get(name)) is not int for name in ("round", "step")
+            ):
+                raise ValueError("not an answer")
+            return sizes[message["kind"]]
+
+        deadline = time.monotonic() + self._wait + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            message, data = wire.receive(expected)
+            if message["kind"] != "alive":
+                return message, data
+        raise TimeoutError(f"no answer in {self._wait + ANSWER_SECONDS:.0f} s")
+
+    def _connect(self) -> Wire:
+        """Connect and join, within CONNECT_SECONDS."""
+        deadline, reason = time.monotonic() + CONNECT_SECONDS, "nothing listens there"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                connection = socket.create_connection(self._address, timeout=left)
+            except OSError as error:
+                reason = str(error)
+                time.sleep(PAUSE_SECONDS)
+                continue
+            with contextlib.ExitStack() as unless_joined:
+                unless_joined.enter_context(connection)
+                if connection.getsockname() == connection.getpeername():  # TCP has connected it to itself
+                    time.sleep(PAUSE_SECONDS)
+                    continue
+                wire = self._join(connection)
+                unless_joined.pop_all()
+                self._wire = wire
+                return wire
+        raise ConnectionError(reason)
+
+    def _join(self, connection: socket.socket) -> Wire:
+        """Say who this process is.
+
+        Raises:
+            InputError: the server refuses it.
+        """
+        peer, nonce, member = Peer(connection), handshake.make_nonce(), self._member
+        deadline = time.monotonic() + SILENCE_SECONDS
+        greeting = peer.receive_one(deadline)
+        if greeting is None or not isinstance(greeting.get("nonce"), str):
+            raise ValueError("it is no outer server")
+        hello = Hello(member.index, member.groups, socket.gethostname(), member.facts, nonce)
+        peer.send(handshake.sign(self._token, greeting["nonce"], hello.__dict__))
+        signed = peer.receive_one(deadline)
+        if signed is None:
+            raise EOFError("the connection was closed")
+        where = f"groups.server {self._address[0]}:{self._address[1]}"
+        try:
+            answer = handshake.open_signed(self._token, nonce, signed)
+        except handshake.NotTrustedError as error:
+            raise InputError(
+                f"{where}: it has another token; give both the same file, with groups.token_file and --token-file"
+            ) from error
+        if not isinstance(answer, dict):
+            raise ValueError("it is no outer server")
+        if "refused" in answer:
+            raise InputError(f"{where} refuses group {member.index}: {printable(answer['refused'])}")
+        if not isinstance(answer.get("nonce"), str) or type(answer.get("wait")) not in (int, float):
+            raise ValueError("it is no outer server")
+        self._wait, self._is_empty = float(answer["wait"]), answer.get("empty") is True
+        return Wire(connection, self._token, nonce, answer["nonce"])
+
+
+def _to_bytes(vector: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(vector, "<f4").view(np.uint8)

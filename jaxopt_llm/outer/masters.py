@@ -1,0 +1,89 @@
+"""The outer masters of one process of the groups, and the outer step that moves them. Formulas: training/local_steps.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxopt_llm.outer.codes import BITS, Layout
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """Settings of the outer step.
+
+    Attributes:
+        rate, momentum: optimizer.outer_learning_rate and optimizer.outer_momentum.
+        form: format of changes and updates.
+    """
+
+    rate: float
+    momentum: float
+    form: str
+
+    @classmethod
+    def parse(cls, facts: Mapping[str, Any]) -> "OuterStep":
+        """Return the settings from what a group says.
+
+        Raises:
+            ValueError: they are none.
+        """
+        rate, momentum, form = (facts.get(name) for name in ("rate", "momentum", "form"))
+        if type(rate) is not float or type(momentum) is not float or form not in BITS:
+            raise ValueError("no settings of an outer step")
+        return cls(rate, momentum, str(form))
+
+
+@dataclass(frozen=True, eq=False)
+class OuterMasters:
+    """Outer masters after a round.
+
+    Attributes:
+        round: number of outer steps so far.
+        step: largest step of a group whose change they contain.
+        masters, momentum: float32 vectors, which are never changed in place.
+        contributors: groups whose change of this round they contain.
+    """
+
+    layout: Layout
+    round: int
+    step: int
+    masters: np.ndarray
+    momentum: np.ndarray
+    contributors: tuple[int, ...] = ()
+
+    @classmethod
+    def begin(cls, layout: Layout, number: int, step: int, masters: np.ndarray) -> "OuterMasters":
+        return cls(layout, number, step, masters, np.zeros_like(masters))
+
+    def advance(
+        self, outer: OuterStep, changes: list[np.ndarray], step: int, contributors: tuple[int, ...]
+    ) -> tuple["OuterMasters", np.ndarray]:
+        """Return the masters after an outer step, and its update, encoded. Everyone applies it as `subtract` does.
+
+        changes: of each group, outer masters - its own masters, in the order of the groups.
+        """
+        change = changes[0].copy()
+        for other in changes[1:]:
+            change += other
+        change /= np.float32(len(changes))
+        decay, rate = np.float32(outer.momentum), np.float32(outer.rate)
+        momentum = decay * self.momentum + change
+        update = self.layout.encode(rate * (change + decay * momentum), outer.form)
+        masters = subtract(self.layout, self.masters, update, outer.form)
+        advanced = replace(
+            self,
+            round=self.round + 1,
+            step=max(self.step, step),
+            masters=masters,
+            momentum=momentum,
+            contributors=contributors,
+        )
+        return advanced, update
+
+
+def subtract(layout: Layout, masters: np.ndarray, update: np.ndarray, form: str) -> np.ndarray:
+    """Return the masters after an encoded update. The server and all groups get the same bits."""
+    new: np.ndarray = masters - layout.decode(update, form)
+    return new

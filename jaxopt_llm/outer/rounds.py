@@ -1,0 +1,186 @@
+"""Rounds of the outer step, for one process of the groups: who has contributed, and when a round closes.
+
+A round closes when all members have contributed, or some time after the first contribution. The members are the groups
+that are waited for: those that are connected, except for one for which a round has waited in vain. At the start it is
+all groups, because they come one after the other.
+
+A change that comes one round late counts in the round that is open. An older one is dropped: it was made from masters
+that the others have left (Liu et al. 2024, arXiv:2401.09135, on what stale changes do to an outer momentum). Neither
+is a change that the server has counted already, but whose group has not heard the answer.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxopt_llm.outer.masters import OuterMasters, OuterStep
+
+Record = dict[str, Any]  # a line of rounds.jsonl
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Answer to a group whose change is in the round. data: the encoded update."""
+
+    round: int
+    step: int
+    data: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """Answer with the masters themselves, from which the group goes on. counted: its change counts in the open round."""
+
+    state: OuterMasters
+    counted: bool
+
+
+@dataclass(eq=False)
+class Contribution:
+    """Change of a group. answer: None while its round is open."""
+
+    step: int
+    data: np.ndarray
+    answer: Update | Whole | None = None
+
+
+class Rounds:
+    """Rounds of one process of the groups. Any thread may call the methods, but one thread closes the rounds.
+
+    Args:
+        groups: number of groups.
+        wait: seconds that a round waits after its first contribution.
+        state: outer masters so far; None before there are any.
+        wake: called when a round may close.
+    """
+
+    def __init__(self, groups: int, wait: float, state: OuterMasters | None, wake: Callable[[], None]) -> None:
+        self._groups, self._wait, self._state, self._wake = groups, wait, state, wake
+        self._changed = threading.Condition()
+        self._connected: dict[int, object] = {}
+        self._members = set(range(groups))
+        self._fresh: dict[int, Contribution] = {}
+        self._late: dict[int, Contribution] = {}
+        self._began = 0.0  # time of the first contribution
+        self._bytes = 0
+        self._closing = False
+
+    @property
+    def state(self) -> OuterMasters | None:
+        return self._state
+
+    @property
+    def connected(self) -> list[int]:
+        with self._changed:
+            return sorted(self._connected)
+
+    def join(self, group: int, connection: object) -> None:
+        """Note that a group is there. connection: what it speaks through, in place of an earlier one."""
+        with self._changed:
+            self._connected[group] = connection
+            self._members.add(group)
+
+    def leave(self, group: int, connection: object) -> None:
+        """Note that a connection has ended."""
+        with self._changed:
+            if self._connected.get(group) is connection:
+                del self._connected[group]
+                self._members.discard(group)
+        self._wake()
+
+    def begin(self, state: OuterMasters, save: Callable[[OuterMasters], None]) -> bool:
+        """Take the masters from which the groups begin. Return False if there are masters already."""
+        with self._changed:
+            if self._state is not None:
+                return False
+            save(state)
+            self._state = state
+            return True
+
+    def contribute(self, group: int, number: int, change: Contribution) -> None:
+        """Take the change of a group. It has an answer when the round is closed, or at once if it is too late.
+
+        number: round of the outer masters that the change begins from.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closing)
+            state = self._state
+            assert state is not None
+            if number == state.round:
+                self._began = self._began if self._fresh else time.monotonic()
+                self._fresh[group] = change
+            else:
+                counted = number == state.round - 1 and group not in state.contributors
+                change.answer = Whole(state, counted)
+                if counted:
+                    self._late[group] = change
+            self._bytes += change.data.size
+            self._members.add(group)
+        self._wake()
+
+    def wait_for(self, change: Contribution, seconds: float) -> Update | Whole | None:
+        """Return the answer to a change; None if there is none within some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: change.answer is not None, seconds)
+            return change.answer
+
+    def close_if_due(
+        self, outer: OuterStep, save: Callable[[OuterMasters], None], write: Callable[[Record], None]
+    ) -> None:
+        """Close the round if it is due.
+
+        Args:
+            save: keeps the new masters durably, before any group hears of them.
+            write: writes the record of the round.
+        """
+        with self._changed:
+            overdue = time.monotonic() >= self._began + self._wait
+            if not self._fresh or not (overdue or self._members <= self._fresh.keys() | self._late.keys()):
+                return
+            self._closing = True
+            fresh, late, state = self._fresh, self._late, self._state
+            self._fresh, self._late = {}, {}
+            carried, self._bytes = self._bytes, 0
+            connected = set(self._connected)
+            self._members = set(fresh.keys() | late.keys()) & connected
+        assert state is not None
+        changes, wrong = _decode(state, outer, fresh, late)
+        new, data = state, np.empty(0, np.uint8)
+        if changes:
+            contributors = tuple(sorted(changes.keys() & fresh.keys()))
+            step = max(fresh[group].step for group in contributors) if contributors else state.step
+            new, data = state.advance(outer, [changes[group] for group in sorted(changes)], step, contributors)
+            save(new)
+            others = set(range(self._groups)) - fresh.keys() - late.keys()
+            record: Record = {"round": new.round, "step": new.step, "contributed": list(contributors)}
+            record |= {"counted_late": sorted(changes.keys() & late.keys()), "not_finite": sorted(wrong)}
+            record |= {"late": sorted(others & connected), "absent": sorted(others - connected)}
+            record |= {"bytes": carried + len(fresh) * data.size}
+            write(record | {"seconds": round(time.monotonic() - self._began, 3)})
+        with self._changed:
+            self._state = new
+            for group, change in fresh.items():
+                change.answer = Whole(new, counted=False) if group in wrong else Update(new.round, new.step, data)
+            self._closing = False
+            self._changed.notify_all()
+
+
+def _decode(
+    state: OuterMasters, outer: OuterStep, fresh: dict[int, Contribution], late: dict[int, Contribution]
+) -> tuple[dict[int, np.ndarray], set[int]]:
+    """Return the change of each group, and the groups with a value that is not finite, which are left out."""
+    changes: dict[int, np.ndarray] = {}
+    wrong = set()
+    for group in sorted(fresh.keys() | late.keys()):
+        parts = [each[group] for each in (fresh, late) if group in each]
+        vectors = [state.layout.decode(part.data, outer.form) for part in parts]
+        change = vectors[0] if len(vectors) == 1 else vectors[0] + vectors[1]
+        if np.isfinite(change).all():
+            changes[group] = change
+        else:
+            wrong.add(group)
+    return changes, wrong

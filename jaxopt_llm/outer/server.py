@@ -1,0 +1,256 @@
+"""The outer server: it takes the changes of the groups, and moves the outer masters.
+
+It serves each process of a group on its own: process p of all groups exchange their pieces of the masters.
+"""
+
+import contextlib
+import functools
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import sync_file
+from jaxopt_llm.distributed import handshake
+from jaxopt_llm.distributed.acceptor import Acceptor, Arrival
+from jaxopt_llm.distributed.handshake import Hello, printable
+from jaxopt_llm.outer import store
+from jaxopt_llm.outer.codes import Layout
+from jaxopt_llm.outer.masters import OuterMasters, OuterStep
+from jaxopt_llm.outer.rounds import Contribution, Record, Rounds, Update, Whole
+from jaxopt_llm.outer.wire import ALIVE_SECONDS, Wire
+
+LOOK_SECONDS = 0.2  # between two looks at the clocks of the rounds
+RECORDS = "rounds.jsonl"
+_MOST_PROCESSES = 2**16
+
+
+@dataclass
+class Lane:
+    """What the server has for one process of the groups. facts: those of the groups that are connected."""
+
+    process: int
+    layout: Layout
+    outer: OuterStep
+    facts: dict[str, Any]
+    rounds: Rounds
+
+
+class OuterServer:
+    """Server of the outer step. As a context manager it ends with its connections.
+
+    Args:
+        listener: where the groups arrive.
+        directory: of the masters and of rounds.jsonl.
+        groups: number of groups.
+        wait: seconds that a round waits after its first contribution.
+    """
+
+    def __init__(self, listener: socket.socket, directory: Path, groups: int, wait: float, token: bytes) -> None:
+        self._directory, self._groups, self._wait, self._token = directory, groups, wait, token
+        self._acceptor = Acceptor(listener, token)
+        self._lanes: dict[int, Lane] = {}
+        self._lock = threading.Lock()
+        self._wires: set[Wire] = set()
+        self._due, self._closed = threading.Event(), False
+        self._refused = 0
+        for path in directory.glob("process-*.masters"):  # a damaged file is found at the start
+            store.load(directory, int(path.stem.removeprefix("process-")))
+
+    def __enter__(self) -> "OuterServer":
+        self._acceptor.__enter__()
+        self._thread = threading.Thread(target=self._welcome, name="arrivals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed = True
+        self._thread.join()
+        self._acceptor.__exit__(*error)
+        with self._lock:
+            for wire in self._wires:
+                wire.close()
+
+    def serve(self, seconds: float = float("inf")) -> None:
+        """Close rounds when they are due, for some seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._due.wait(LOOK_SECONDS)
+            self._due.clear()
+            for lane in list(self._lanes.values()):
+                write = functools.partial(self._write, lane)
+                lane.rounds.close_if_due(lane.outer, self._saver(lane), write)
+            if self._acceptor.rejected > self._refused:
+                self._refused = self._acceptor.rejected
+                self._say(f"refused {self._refused} connection(s) so far with another token")
+
+    def _saver(self, lane: Lane) -> Callable[[OuterMasters], None]:
+        return functools.partial(store.save, self._directory, lane.process)
+
+    def _write(self, lane: Lane, record: Record) -> None:
+        """Append the record of a round, and say who was not in it."""
+        entry = {"time": round(time.time(), 3), "process": lane.process, **record}
+        with (self._directory / RECORDS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+            sync_file(file)
+        missing = [f"{name} {record[name]}" for name in ("late", "absent", "not_finite") if record[name]]
+        if missing:
+            self._say(f"round {record['round']}, step {record['step']}: without groups: {', '.join(missing)}")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def _welcome(self) -> None:
+        while not self._closed:
+            arrival = self._acceptor.wait(time.monotonic() + LOOK_SECONDS)
+            if arrival is not None:
+                threading.Thread(target=self._meet, args=(arrival,), daemon=True).start()
+
+    def _meet(self, arrival: Arrival) -> None:
+        """Answer a process of a group, and serve it until it goes."""
+        hello = arrival.hello
+        wire = Wire(arrival.peer.connection, self._token, handshake.make_nonce(), hello.nonce)
+        try:
+            lane = self._join(wire, hello)
+        except (InputError, ValueError) as error:
+            problem = str(error) if isinstance(error, InputError) else f"not a process of a group ({error})"
+            self._say(f"refuses group {hello.index} ({printable(hello.host)}): {printable(problem)}")
+            arrival.answer(self._token, {"refused": problem})
+            wire.close()
+            return
+        self._say(f"group {hello.index} ({printable(hello.host)}) is here with process {lane.process}")
+        reason = "has left"
+        try:
+            answer = {"nonce": wire.nonce, "empty": lane.rounds.state is None, "wait": self._wait}
+            arrival.answer(self._token, answer)
+            while True:
+                self._serve_message(wire, lane, hello.index)
+        except (OSError, ValueError, EOFError) as error:
+            reason = f"is gone ({error})"
+        finally:
+            lane.rounds.leave(hello.index, wire)
+            with self._lock:
+                self._wires.discard(wire)
+            wire.close()
+        self._say(f"group {hello.index}, process {lane.process}, {printable(reason)}")
+
+    def _join(self, wire: Wire, hello: Hello) -> Lane:
+        """Admit a process to its lane, which begins with the first one.
+
+        Raises:
+            InputError: it does not fit to the other groups.
+            ValueError: it is no process of a group.
+        """
+        facts, process = hello.facts, hello.facts.get("process")
+        layout, outer = Layout.parse(facts.get("segments")), OuterStep.parse(facts)
+        if type(process) is not int or not 0 <= process < _MOST_PROCESSES:
+            raise ValueError("a process out of range")
+        if hello.processes != self._groups:
+            raise InputError(
+                f"groups.count is {hello.processes} there, and the outer server has --groups {self._groups}: make them "
+                "equal"
+            )
+        with self._lock:
+            lane = self._lanes.get(process)
+            state = store.load(self._directory, process) if lane is None else lane.rounds.state
+            if state is not None and state.layout != layout:
+                raise InputError(
+                    f"the masters of the outer server in {self._directory} have other pieces: use the model, the mesh "
+                    "and the processes of the other groups, or another --directory"
+                )
+            if lane is None or lane.facts != facts:
+                others = [] if lane is None else [group for group in lane.rounds.connected if group != hello.index]
+                if lane is not None and others:
+                    raise InputError(_describe_differences(facts, lane.facts, others[0]))
+                rounds = Rounds(self._groups, self._wait, state, self._due.set)
+                lane = self._lanes[process] = Lane(process, layout, outer, facts, rounds)
+            lane.rounds.join(hello.index, wire)
+            self._wires.add(wire)
+        return lane
+
+    def _serve_message(self, wire: Wire, lane: Lane, group: int) -> None:
+        """Wait for a message of a process, and answer it."""
+
+        def expected(message: dict[str, Any]) -> int:
+            sizes = {"offer": 4 * lane.layout.size, "change": lane.layout.count_bytes(lane.outer.form), "fetch": 0}
+            numbers = [message.get(name) for name in ("round", "step")]
+            if message.get("kind") not in sizes or any(type(each) is not int or each < 0 for each in numbers):
+                raise ValueError("not a message")
+            return sizes[message["kind"]]
+
+        wire.wait(None)
+        message, payload = wire.receive(expected)
+        state, numbers = lane.rounds.state, (message["round"], message["step"])
+        if message["kind"] == "offer":
+            state = OuterMasters.begin(lane.layout, *numbers, payload.view("<f4").astype(np.float32))
+            if np.isfinite(state.masters).all() and lane.rounds.begin(state, self._saver(lane)):
+                wire.send({"kind": "taken"})
+                return
+            state = lane.rounds.state
+        if state is None:
+            raise ValueError("a message before the masters")
+        if message["kind"] == "change":
+            _answer_change(wire, lane, group, message, payload)
+        else:
+            _send_whole(wire, Whole(state, counted=False))
+
+
+def _answer_change(wire: Wire, lane: Lane, group: int, message: dict[str, Any], payload: np.ndarray) -> None:
+    change = Contribution(message["step"], payload)
+    lane.rounds.contribute(group, message["round"], change)
+    while (answer := lane.rounds.wait_for(change, ALIVE_SECONDS)) is None:
+        wire.send({"kind": "alive"})
+    if isinstance(answer, Update):
+        wire.send({"kind": "update", "round": answer.round, "step": answer.step}, answer.data)
+    else:
+        _send_whole(wire, answer)
+
+
+def _send_whole(wire: Wire, answer: Whole) -> None:
+    state = answer.state
+    described = {"kind": "masters", "round": state.round, "step": state.step, "counted": answer.counted}
+    wire.send(described, np.ascontiguousarray(state.masters, "<f4").view(np.uint8))
+
+
+def _describe_differences(theirs: dict[str, Any], ours: dict[str, Any], other: int) -> str:
+    """Return how the facts of a group differ from those of another one."""
+
+    def flatten(facts: dict[str, Any]) -> dict[str, Any]:
+        settings = facts.get("settings")
+        return {**facts, **(settings if isinstance(settings, dict) else {}), "settings": None}
+
+    theirs, ours = flatten(theirs), flatten(ours)
+    found = [
+        f"{name} is {theirs.get(name)} there and {ours.get(name)} in group {other}"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
+    return f"all groups must have the same settings, mesh and data: {'; '.join(found)}"
+
+
+def open_listener(address: tuple[str, int]) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        InputError: it cannot listen there.
+    """
+    host, port = address
+    with contextlib.ExitStack() as unless_listening:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = unless_listening.enter_context(socket.create_server((host, port), family=family))
+        except OSError as error:
+            raise InputError(
+                f"--listen {host}:{port}: cannot listen there ({error}); give an address of this host and a free port"
+            ) from error
+        unless_listening.pop_all()
+    return listener

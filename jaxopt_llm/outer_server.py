@@ -1,0 +1,81 @@
+"""Command `outer_server`: the server at which groups that are jobs of their own average what they have learnt.
+
+python -m jaxopt_llm.outer_server --listen HOST:PORT --directory DIR --groups N [--wait SECONDS] [--token-file FILE]
+"""
+
+from jaxopt_llm.core import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.end_at_signals()  # what a round has changed is on the disk before any group hears of it
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from jaxopt_llm.config.addresses import is_address, parse_address
+from jaxopt_llm.core import errors
+
+PROGRAM = errors.program_name("outer_server")
+
+
+def main() -> int:
+    options = make_parser().parse_args()
+    if not is_address(options.listen):
+        raise errors.InputError(f"--listen {options.listen}: must be host:port")
+    from jaxopt_llm.checkpoint.native.lock import lock_directory
+    from jaxopt_llm.outer.server import OuterServer, open_listener
+    from jaxopt_llm.outer.token import read_token
+
+    token = read_token(options.token_file, "--token-file")
+    with (
+        lock_directory(options.directory, "--directory"),
+        open_listener(parse_address(options.listen)) as listener,
+        OuterServer(listener, options.directory, options.groups, options.wait, token) as server,
+    ):
+        print(f"listens at {options.listen} for {options.groups} groups", file=sys.stderr, flush=True)
+        server.serve()
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = errors.ArgumentParser(
+        prog=PROGRAM,
+        description="Average what groups of a training have learnt, each of which is a job of its own with groups.server "
+        "and training.local_steps. The outer masters are kept in the directory, from which the command continues. It "
+        "needs no accelerator, and runs until a signal ends it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--listen", required=True, metavar="HOST:PORT", help="address at which the groups reach it")
+    add("--directory", type=Path, required=True, metavar="DIR", help="directory of the masters and of rounds.jsonl")
+    add("--groups", type=_positive, required=True, metavar="N", help="number of groups: their groups.count")
+    add(
+        "--wait",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="time that a round waits for the other groups after the first has contributed (default: 300)",
+    )
+    add("--token-file", default="", metavar="FILE", help="file with a secret: groups.token_file of the groups")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or a larger whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds, 0 or larger")
+    return seconds
+
+
+if __name__ == "__main__":
+    errors.run_command(main)
