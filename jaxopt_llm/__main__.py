@@ -11,6 +11,7 @@ from jaxopt_llm.core import stop_signals
 COMMANDS = {
     "train": ("train", (), "train a model, or fine-tune one"),
     "supervise": ("supervise", (), "run train, and start it again after faults"),
+    "outer-server": ("outer_server", (), "average groups of a training that are jobs of their own"),
     "generate": ("generate", (), "continue a text"),
     "chat": ("generate", ("--chat",), "talk to a model"),
     "evaluate": ("evaluate", (), "compute the held-out loss"),
@@ -61,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     # Before the other imports, which a signal does not wait for.
-    if sys.argv[1:2] in (["train"], ["supervise"]):
+    if sys.argv[1:2] in (["train"], ["supervise"], ["outer-server"]):
         stop_signals.end_at_signals()
     from jaxopt_llm.core import errors
 

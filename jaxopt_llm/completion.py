@@ -21,8 +21,23 @@ from jaxopt_llm.core.errors import InputError
 SHELLS = ("bash", "zsh")
 USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
 # The commands that have a parser of their own flags.
-PARSERS = ("supervise", "generate", "chat", "evaluate", "prepare", "plan", "convert", "report", "import-config")
-MODULES = {"chat": "generate", "import-config": "import_config"}  # of the commands with another name
+PARSERS = (
+    "supervise",
+    "outer-server",
+    "generate",
+    "chat",
+    "evaluate",
+    "prepare",
+    "plan",
+    "convert",
+    "report",
+    "import-config",
+)
+MODULES = {
+    "chat": "generate",
+    "outer-server": "outer_server",
+    "import-config": "import_config",
+}  # of the commands with another name
 # The settings that are flags of a command, by how their names begin.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "train": ("",),

@@ -41,9 +41,9 @@ def main() -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
-        description="Average what groups of a training have learnt, each of which is a job of its own with groups.server "
-        "and training.local_steps. The outer masters are kept in the directory, from which the command continues. It "
-        "needs no accelerator, and runs until a signal ends it.",
+        description="Average what groups of a training have learnt, each of which is a job of its own with "
+        "groups.server and training.local_steps. The outer masters are kept in the directory, from which the command "
+        "continues. It needs no accelerator, and runs until a signal ends it.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -98,7 +98,8 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
             write_memory(directory / "memory.json", setup.program.state, programs.step)
         explain_oom = functools.partial(explainer.explain_oom, lower_step=lambda: lowered.step)
         workload = DecoderWorkload(setup, programs, initial, verification, explain_oom)
-        with JobGroup(setup, progress.say) if config.groups.server else contextlib.nullcontext() as group:
+        group = JobGroup(setup, progress.say, signals.requested) if config.groups.server else None
+        with group or contextlib.nullcontext():
             train_workload(workload, records, signals, group)
 
 

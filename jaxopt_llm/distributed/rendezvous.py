@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxopt_llm.config.addresses import parse_address
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import handshake
@@ -54,7 +55,7 @@ def connect_processes(
     deadline = time.monotonic() + timeout_seconds
     if job.index:
         return _join(job, facts, deadline, token)
-    host, port = _parse_address(job)
+    host, port = parse_address(job.coordinator)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=job.processes)
@@ -88,7 +89,9 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> 
     reason, seconds = "nothing listens there", max(deadline - time.monotonic(), 0)
     while time.monotonic() < deadline:
         try:
-            connection = socket.create_connection(_parse_address(job), timeout=max(deadline - time.monotonic(), 1e-3))
+            connection = socket.create_connection(
+                parse_address(job.coordinator), timeout=max(deadline - time.monotonic(), 1e-3)
+            )
         except OSError as error:
             reason = str(error)
             time.sleep(0.2)
@@ -216,11 +219,6 @@ def describe_differences(index: int, theirs: Mapping[str, Any], ours: Mapping[st
         if theirs.get(name) != ours.get(name)
     ]
     return f"the settings and software of all processes must be equal: {'; '.join(found)}" if found else ""
-
-
-def _parse_address(job: Job) -> tuple[str, int]:
-    host, port = job.coordinator.rsplit(":", 1)
-    return host.strip("[]"), int(port)
 
 
 class Watch:

@@ -78,13 +78,20 @@ class OuterClient:
         self._wait = 0.0
         self._is_empty = False
         self._before = 0
+        self._stopped = False
 
     @property
     def carried(self) -> int:
         wire = self._wire
         return self._before + (wire.carried if wire is not None else 0)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End the connection and an exchange that is under way. Another thread may call it."""
+        self._stopped = True
+        if (wire := self._wire) is not None:
+            wire.close()
+
+    def _close(self) -> None:
         if self._wire is not None:
             self._before += self._wire.carried + 1
             self._wire.close()
@@ -100,30 +107,44 @@ class OuterClient:
             ServerLost: the server does not answer.
             InputError: the server refuses this group.
         """
+        was_connected = self._wire is not None
         try:
-            wire = self._wire or self._connect()
-            if self._is_empty:
-                offered = base or Base(0, step, own)
-                self._send(wire, "offer", offered.round, offered.step, _to_bytes(offered.vector))
-                message, data = self._receive(wire)
-                self._is_empty = False
-                if message["kind"] != "taken":
-                    return self._whole(message, data)
-                if base is None:
-                    return Answer(offered, whole=False)
-            if base is None:
-                self._send(wire, "fetch", 0, step)
-                return self._whole(*self._receive(wire))
-            form, layout = self._member.form, self._member.layout
-            self._send(wire, "change", base.round, step, layout.encode(base.vector - own, form))
-            message, data = self._receive(wire)
-            if message["kind"] == "update":
-                vector = subtract(layout, base.vector, data, form)
-                return Answer(Base(message["round"], message["step"], vector), whole=False)
-            return self._whole(message, data)
+            return self._exchange(base, step, own)
         except (OSError, ValueError, EOFError) as error:
-            self.close()
-            raise ServerLost(printable(error)) from error
+            self._close()
+            reason: Exception = error
+        if was_connected and not self._stopped:
+            # The server may have started again since the last exchange. It knows which changes it has counted.
+            try:
+                return self._exchange(base, step, own)
+            except (OSError, ValueError, EOFError) as error:
+                self._close()
+                reason = error
+        raise ServerLost(printable(reason)) from reason
+
+    def _exchange(self, base: Base | None, step: int, own: np.ndarray) -> Answer:
+        wire = self._wire or self._connect()
+        if self._is_empty:
+            offered = base or Base(0, step, own)
+            self._send(wire, "offer", offered.round, offered.step, _to_bytes(offered.vector))
+            message, data = self._receive(wire)
+            self._is_empty = False
+            if message["kind"] == "masters":  # another group was faster
+                theirs = self._whole(message, data)
+                if base is None or theirs.base.round != base.round or np.any(theirs.base.vector != base.vector):
+                    return theirs
+            elif base is None:
+                return Answer(offered, whole=False)
+        if base is None:
+            self._send(wire, "fetch", 0, step)
+            return self._whole(*self._receive(wire))
+        form, layout = self._member.form, self._member.layout
+        self._send(wire, "change", base.round, step, layout.encode(base.vector - own, form))
+        message, data = self._receive(wire)
+        if message["kind"] == "update":
+            vector = subtract(layout, base.vector, data, form)
+            return Answer(Base(message["round"], message["step"], vector), whole=False)
+        return self._whole(message, data)
 
     @staticmethod
     def _whole(message: dict[str, Any], data: np.ndarray) -> Answer:
@@ -161,7 +182,7 @@ class OuterClient:
     def _connect(self) -> Wire:
         """Connect and join, within CONNECT_SECONDS."""
         deadline, reason = time.monotonic() + CONNECT_SECONDS, "nothing listens there"
-        while (left := deadline - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > 0 and not self._stopped:
             try:
                 connection = socket.create_connection(self._address, timeout=left)
             except OSError as error:
@@ -206,6 +227,8 @@ class OuterClient:
             raise ValueError("it is no outer server")
         if "refused" in answer:
             raise InputError(f"{where} refuses group {member.index}: {printable(answer['refused'])}")
+        if "busy" in answer:
+            raise ConnectionError(printable(answer["busy"]))
         if not isinstance(answer.get("nonce"), str) or type(answer.get("wait")) not in (int, float):
             raise ValueError("it is no outer server")
         self._wait, self._is_empty = float(answer["wait"]), answer.get("empty") is True

@@ -1,6 +1,6 @@
 """Encoding of a vector of float32 values as bytes, in NumPy: exactly, or as blocks of int8 or int4 codes.
 
-The codes are those of parallel/blocks.py, bit for bit. A test compares them.
+The codes are those of parallel/blocks.py; a test compares them. In a compiled program, XLA may round a scale otherwise.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,7 @@
-"""The outer masters of one process of the groups, and the outer step that moves them. Formulas: training/local_steps.py."""
+"""The outer masters of one process of the groups, and the outer step that moves them.
+
+The formulas are those of training/local_steps.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

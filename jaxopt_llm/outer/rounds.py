@@ -33,7 +33,10 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """Answer with the masters themselves, from which the group goes on. counted: its change counts in the open round."""
+    """Answer with the masters themselves, from which the group goes on.
+
+    counted: its change counts in the round that is open.
+    """
 
     state: OuterMasters
     counted: bool
@@ -79,7 +82,7 @@ class Rounds:
             return sorted(self._connected)
 
     def join(self, group: int, connection: object) -> None:
-        """Note that a group is there. connection: what it speaks through, in place of an earlier one."""
+        """Note that a group is there. connection: what it speaks through."""
         with self._changed:
             self._connected[group] = connection
             self._members.add(group)

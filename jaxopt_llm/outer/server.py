@@ -121,10 +121,11 @@ class OuterServer:
         wire = Wire(arrival.peer.connection, self._token, handshake.make_nonce(), hello.nonce)
         try:
             lane = self._join(wire, hello)
-        except (InputError, ValueError) as error:
-            problem = str(error) if isinstance(error, InputError) else f"not a process of a group ({error})"
+        except (InputError, ValueError, ConnectionError) as error:
+            problem = f"not a process of a group ({error})" if isinstance(error, ValueError) else str(error)
             self._say(f"refuses group {hello.index} ({printable(hello.host)}): {printable(problem)}")
-            arrival.answer(self._token, {"refused": problem})
+            kind = "busy" if isinstance(error, ConnectionError) else "refused"
+            arrival.answer(self._token, {kind: problem})
             wire.close()
             return
         self._say(f"group {hello.index} ({printable(hello.host)}) is here with process {lane.process}")
@@ -149,6 +150,7 @@ class OuterServer:
         Raises:
             InputError: it does not fit to the other groups.
             ValueError: it is no process of a group.
+            ConnectionError: its group is there already. Perhaps it is lost, and this one takes its place soon.
         """
         facts, process = hello.facts, hello.facts.get("process")
         layout, outer = Layout.parse(facts.get("segments")), OuterStep.parse(facts)
@@ -167,9 +169,13 @@ class OuterServer:
                     f"the masters of the outer server in {self._directory} have other pieces: use the model, the mesh "
                     "and the processes of the other groups, or another --directory"
                 )
+            if lane is not None and hello.index in lane.rounds.connected:
+                raise ConnectionError(
+                    f"group {hello.index} is there already: give each group its own --groups.index, or wait until the "
+                    "connection of the one that was lost has ended"
+                )
             if lane is None or lane.facts != facts:
-                others = [] if lane is None else [group for group in lane.rounds.connected if group != hello.index]
-                if lane is not None and others:
+                if lane is not None and (others := lane.rounds.connected):
                     raise InputError(_describe_differences(facts, lane.facts, others[0]))
                 rounds = Rounds(self._groups, self._wait, state, self._due.set)
                 lane = self._lanes[process] = Lane(process, layout, outer, facts, rounds)

@@ -1,4 +1,4 @@
-"""Messages with a payload between a process of a group and the outer server, each of which proves that it knows the token.
+"""Messages with a payload between a process of a group and the outer server. Each proves that it knows the token.
 
 A message is a line of JSON, signed as those between supervisors are: over the nonce of the receiver and the number of
 the message. It says how many bytes follow, and their SHA-256. So a payload cannot be changed or repeated either.
@@ -53,7 +53,7 @@ class Wire:
         signed = handshake.sign(self._token, f"{self.their_nonce}/{self._sent}", described)
         self._sent += 1
         self._connection.sendall(json.dumps(signed).encode() + b"\n")
-        view = memoryview(payload)
+        view = payload.data
         for start in range(0, payload.size, _CHUNK_BYTES):  # the timeout of sendall is that of the whole call
             self._connection.sendall(view[start : start + _CHUNK_BYTES])
             self.carried += _CHUNK_BYTES
@@ -80,7 +80,7 @@ class Wire:
         if message["bytes"] != (wanted := expected(message)):
             raise ValueError(f"a payload of {message['bytes']:,} bytes in place of {wanted:,}")
         payload = np.empty(wanted, np.uint8)
-        self._fill(memoryview(payload))
+        self._fill(payload.data)
         if hashlib.sha256(payload.data).hexdigest() != message.get("sha256"):
             raise ValueError("a payload that was changed on its way")
         return message, payload

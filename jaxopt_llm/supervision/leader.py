@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxopt_llm.config.addresses import parse_address
 from jaxopt_llm.core.errors import ProcessLost
 from jaxopt_llm.supervision.host import End, Host
 from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint, read_hosts
@@ -22,7 +23,7 @@ from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.meshes import Meshes
 from jaxopt_llm.supervision.policy import FINAL, STOPPED, RestartBudget, find_cause, find_final_code
 from jaxopt_llm.supervision.strikes import Strikes
-from jaxopt_llm.supervision.task import Place, Task, join_address, split_address
+from jaxopt_llm.supervision.task import Place, Task, join_address
 from jaxopt_llm.supervision.wait import Wait
 
 LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
@@ -188,7 +189,7 @@ class Leader:
         """Return host:port of process 0 of a round. first: the host that it runs on."""
         if first == 0:
             return self._task.job.coordinator
-        return join_address(self._members.address(first), split_address(self._task.job.coordinator)[1])
+        return join_address(self._members.address(first), parse_address(self._task.job.coordinator)[1])
 
     def _run_round(self) -> tuple[bool, list[End]]:
         """Wait until the program has ended on all hosts of the round. Return whether it ended to grow, and the ends."""

@@ -3,6 +3,7 @@
 import math
 import time
 
+from jaxopt_llm.config.addresses import parse_address
 from jaxopt_llm.supervision.host import Host
 from jaxopt_llm.supervision.leader import Leader, Limits
 from jaxopt_llm.supervision.leader_address import (
@@ -15,7 +16,7 @@ from jaxopt_llm.supervision.leader_address import (
 from jaxopt_llm.supervision.member import Member
 from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.policy import STOPPED, RestartBudget
-from jaxopt_llm.supervision.task import Task, split_address
+from jaxopt_llm.supervision.task import Task
 
 _RETRY_SECONDS = 0.5
 _TURN_SECONDS = 5.0  # by which a host waits longer than the one before it, before it leads in place of host 0
@@ -32,7 +33,7 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
         code = Leader(host, task, limits, budget, Members(host, task.job)).run()
         assert code is not None  # nobody else leads
         return code
-    address = split_address(task.job.coordinator)[0] if host.index == 0 else ""
+    address = parse_address(task.job.coordinator)[0] if host.index == 0 else ""
     lost_at = answered_at = time.monotonic()
     silent: LeaderAddress | None = None  # the leader that has not answered since `answered_at`
     while not host.stopped:

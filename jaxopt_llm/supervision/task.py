@@ -92,12 +92,6 @@ class Task:
         return Job(place.coordinator, place.processes, place.index) == self.job
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Return the host, without the brackets of IPv6, and the port."""
-    host, port = address.rsplit(":", 1)
-    return host.strip("[]"), int(port)
-
-
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

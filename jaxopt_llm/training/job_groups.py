@@ -1,23 +1,22 @@
 """Groups that are jobs of their own: the exchange of a group with the outer server (jaxopt_llm/outer/).
 
-After every `training.local_steps` steps the group brings what changed to the server. A thread does so. The update is
-applied `groups.delay` steps later, always after the same step: the outer masters, and what the group has changed since.
+After every `training.local_steps` steps the group brings what it has changed to the server. A thread does so. The
+update is applied `groups.delay` steps later, always after the same step: the masters become the outer masters, and what
+the group has changed since.
 
-A process exchanges the pieces of the masters that it owns. What an exchange leads to, the processes agree on: an update
-is applied if all have one; otherwise all take what they have, and the group begins a round from there.
+A process exchanges the pieces of the masters that it owns. The processes agree on what an exchange leads to: if all
+have an update, it is applied. Otherwise each takes the outer masters that it has, and the group goes on from there.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.addresses import parse_address
@@ -28,18 +27,18 @@ from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerLos
 from jaxopt_llm.outer.token import read_token
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.training.pieces import Pieces
+from jaxopt_llm.training.schedule_position import advance_position
 from jaxopt_llm.training.setup import Setup
 from jaxopt_llm.training.state import TrainState, state_shardings
 
 LOOK_SECONDS = 0.5  # between two looks at the progress of an exchange
-# Settings in which groups may differ: where their files are, and which group each is.
+# Settings that decide what is learnt, and in which groups may differ: where their files are, and which group each is.
 _OWN = ("evaluation.paths", "groups.index")
-Say = Callable[[str], None]
 
 
 @dataclass(eq=False)
 class _Exchange:
-    """Exchange that a thread does. own: masters of the group after `step`."""
+    """Exchange that a thread does. own: masters of the group after `step`, at which it began."""
 
     step: int
     own: np.ndarray
@@ -48,30 +47,54 @@ class _Exchange:
     error: Exception | None = None
 
 
-class JobGroup:
-    """A group and its outer server. As a context manager it ends with the connection."""
+@dataclass(frozen=True)
+class _Outcome:
+    """Outcome of the exchange of one process.
 
-    def __init__(self, setup: Setup, say: Say) -> None:
-        self._setup, self._say = setup, say
+    Attributes:
+        lost: why there is no answer; "" if there is one.
+        whole, counted: see Answer.
+        step: of the outer masters.
+    """
+
+    lost: str = ""
+    whole: bool = False
+    counted: bool = False
+    step: int = 0
+
+
+class JobGroup:
+    """A group and its outer server. As a context manager it ends with the connection.
+
+    Args:
+        say: receives a line if something is not as usual.
+        stopping: returns whether a stop was requested. An exchange is then not waited for.
+    """
+
+    def __init__(self, setup: Setup, say: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        self._setup, self._say, self._stopping = setup, say, stopping
         self._config: Config = setup.config
         self._processes = setup.processes
         self._channel = setup.processes.channel("outer step")
-        self._base: Base | None = None
-        self._running: _Exchange | None = None
-        self._alone = False
         servers = self._config.groups.server
         self._address = servers[setup.processes.index % len(servers)]
         self._client: OuterClient | None = None
+        self._base: Base | None = None
+        self._running: _Exchange | None = None
+        self._is_alone = False
+        self._cast: Any = None
 
     def __enter__(self) -> "JobGroup":
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._client is not None:
-            self._client.close()
+            self._client.stop()
 
     def join(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """Return the state from which the group begins, and its step: those of the server, if it answers.
+
+        A group that is further than the server keeps its step.
 
         Raises:
             InputError: the server refuses this group.
@@ -89,16 +112,16 @@ class JobGroup:
         return state, start if ahead is None else ahead
 
     def after_step(self, state: TrainState, step: int) -> tuple[TrainState, int | None]:
-        """Begin an exchange or apply its update, if either is due after a step.
+        """Begin an exchange, or apply its update, if it is due after a step.
 
         Returns:
-            The state, and the step at which the group goes on if it is further ahead; otherwise None.
+            The state, and the step at which the group goes on if the other groups are ahead; otherwise None.
         """
-        if step % self._config.training.local_steps == 0:
+        training, groups = self._config.training, self._config.groups
+        if step % training.local_steps == 0:
             self._running = self._start(state, step)
         running = self._running
-        last = self._config.training.steps
-        if running is None or step < min(running.step + self._config.groups.delay, last):
+        if running is None or step < min(running.step + groups.delay, training.steps):
             return state, None
         self._running = None
         self._wait(running)
@@ -116,7 +139,7 @@ class JobGroup:
             "rate": float(config.optimizer.outer_learning_rate),
             "momentum": float(config.optimizer.outer_momentum),
             "form": config.sharding.data_gradients,
-            "corpus": self._setup.data.corpus.sha256,
+            "hash of the corpus": self._setup.data.corpus.sha256[:16],
             "hash of the pieces of the masters": table,
             "settings": {name: get_field(config, name) for name in compared},
         }
@@ -139,95 +162,63 @@ class JobGroup:
         return exchange
 
     def _wait(self, exchange: _Exchange) -> None:
-        """Wait for the end of an exchange, which the client bounds. Its progress is that of the main thread."""
+        """Wait for the end of an exchange, whose time the client bounds. Its progress is that of the main thread."""
         assert exchange.thread is not None and self._client is not None
         carried = -1
         with self._processes.main.wait():
             while exchange.thread.is_alive():
                 exchange.thread.join(LOOK_SECONDS)
+                if self._stopping():
+                    self._client.stop()
                 if self._client.carried != carried:
                     carried = self._client.carried
                     self._processes.main.beat()
 
     def _settle(self, state: TrainState, exchange: _Exchange, step: int) -> tuple[TrainState, int | None]:
-        """Apply the answer that the processes have; see `after_step`."""
+        """Apply what the processes have got; see `after_step`."""
         answer = exchange.answer
-        told = {"whole": answer.whole, "step": answer.base.step, "counted": answer.counted} if answer else {}
-        told |= {} if answer else {"lost": f"groups.server {self._address} ({exchange.error})"}
-        all_told = [json_files.parse(each) for each in self._channel.exchange(json.dumps(told))]
-        lost = [each["lost"] for each in all_told if "lost" in each]
-        if answer is not None:
-            self._base = answer.base
-        if lost and not self._alone:
-            self._say(f"step {step:>6}  no answer of {lost[0]}: the group trains by itself, and asks again every round")
-        if self._alone and not lost:
-            self._say(f"step {step:>6}  the outer server answers again")
-        self._alone = bool(lost)
-        whole = [each for each in all_told if each.get("whole")]
-        if len(lost) == len(all_told):
-            return state, None
-        vector = answer.base.vector if answer is not None else exchange.own
-        if lost or whole or step == exchange.step:
-            state = self._store(state, vector, adds=False)
+        if answer is None:
+            own = _Outcome(lost=f"groups.server {self._address} ({exchange.error or 'an unforeseen error'})")
         else:
-            state = self._store(state, vector - exchange.own, adds=True)
-        ahead = min(max((each["step"] for each in whole), default=0), self._config.training.steps)
-        if whole:
-            added = "counts in the round that is open" if all(each["counted"] for each in whole) else "does not count"
-            change = f"; its change since the last one {added}" if exchange.step != step or self._joined else ""
-            self._say(f"step {step:>6}  takes the outer masters of step {ahead}{change}")
-        self._joined = True
-        if ahead <= step:
+            self._base = answer.base
+            own = _Outcome("", answer.whole, answer.counted, answer.base.step)
+        told = self._channel.exchange(json.dumps(asdict(own)))
+        outcomes = [_Outcome(**json_files.parse(each)) for each in told]
+        ahead = max((each.step for each in outcomes if each.whole), default=0)
+        ahead = min(ahead, self._config.training.steps)
+        self._report(outcomes, step, ahead)
+        if all(each.lost for each in outcomes):
             return state, None
-        return advance_counts(state, ahead - step), ahead
+        vector = exchange.own if answer is None else answer.base.vector
+        if step > exchange.step and not any(each.lost or each.whole for each in outcomes):
+            state = self._store(state, vector - exchange.own, adds=True)
+        else:
+            state = self._store(state, vector, adds=False)
+        return (state, None) if ahead <= step else (advance_position(state, ahead - step), ahead)
 
-    _joined = False
+    def _report(self, outcomes: Sequence[_Outcome], step: int, ahead: int) -> None:
+        """Say what is not as usual."""
+        lost, whole = [each for each in outcomes if each.lost], [each for each in outcomes if each.whole]
+        where = f"step {step:>6}  "
+        if lost and not self._is_alone and not self._stopping():
+            self._say(f"{where}no answer of {lost[0].lost}: the group trains by itself, and asks again every round")
+        if self._is_alone and not lost:
+            self._say(f"{where}the outer server answers again")
+        self._is_alone = bool(lost)
+        if whole and all(each.counted for each in whole):
+            self._say(f"{where}late: what the group has changed counts in the next outer step; goes on at step {ahead}")
+        elif whole:
+            self._say(f"{where}takes the outer masters of step {ahead}")
 
     def _store(self, state: TrainState, vector: np.ndarray, adds: bool) -> TrainState:
-        """Return the state with the masters of the vectors of all processes."""
+        """Return the state with the masters of the vectors of all processes. adds: added to its masters."""
         masters = self._pieces.write(state.masters, vector, adds)
         if state.compute is None:
             return replace(state, masters=masters)
         for leaf in jax.tree.leaves(state.compute):
-            leaf.delete()  # the devices may not have room for it twice
+            leaf.delete()  # the devices may have no room for it twice
         specs, placement = self._setup.program.specs, self._setup.placement
-        shardings = state_shardings(specs, placement).compute
         if self._cast is None:
-            self._cast = jax.jit(
-                lambda masters: cast_masters(specs.masters, masters, placement), out_shardings=shardings
-            )
+            shardings = state_shardings(specs, placement).compute
+            self._cast = jax.jit(lambda each: cast_masters(specs.masters, each, placement), out_shardings=shardings)
         return replace(state, masters=masters, compute=self._cast(masters))
-
-    _cast: Any = None
-
-
-def advance_counts(state: TrainState, steps: int) -> TrainState:
-    """Return the state with its counts moved on by steps that other groups have done: those of batches and schedule.
-
-    Moments keep their own counts. Entries of the guard's history that no update has filled stay without effect.
-    """
-
-    def move(leaf: Any) -> Any:
-        return leaf._replace(count=leaf.count + steps) if isinstance(leaf, optax.ScaleByScheduleState) else leaf
-
-    @jax.jit
-    def advance(counts: Any) -> Any:
-        step, guard, moments = counts
-        updates = guard["updates"]
-
-        def fill(history: jax.Array) -> jax.Array:
-            return jnp.where(jnp.arange(history.size) < updates, history, jnp.finfo(history.dtype).max)
-
-        filled = {"norms": fill(guard["norms"]), "losses": fill(guard["losses"])}
-        moved = jax.tree.map(move, moments, is_leaf=lambda leaf: isinstance(leaf, optax.ScaleByScheduleState))
-        return step + steps, guard | filled | {"updates": updates + steps}, moved
-
-    def is_count(leaf: Any) -> bool:
-        return isinstance(leaf, optax.ScaleByScheduleState)
-
-    leaves, structure = jax.tree.flatten(state.moments, is_leaf=is_count)
-    schedules = [leaf for leaf in leaves if is_count(leaf)]
-    step, guard, schedules = advance((state.step, state.guard, schedules))
-    moved = iter(schedules)
-    leaves = [next(moved) if is_count(leaf) else leaf for leaf in leaves]
-    return replace(state, step=step, guard=guard, moments=jax.tree.unflatten(structure, leaves))

@@ -221,7 +221,7 @@ def ends_round(config: Config, step: int) -> bool:
 
 
 def sharding_within(config: Config) -> ShardingConfig:
-    """Return the settings of a program. `data_gradients` of a group with an outer server is the format between groups."""
+    """Return the settings of a program. With an outer server, `data_gradients` is the format between the groups."""
     return replace(config.sharding, data_gradients="exact") if config.groups.server else config.sharding
 
 

@@ -201,7 +201,7 @@ class Loop:
         return self._workload.average_groups(state), metrics
 
     def meet_groups(self, step: int) -> int | None:
-        """Exchange masters with the outer server, if that is due. Return the step at which the run goes on, if not here.
+        """Exchange masters with the outer server, if that is due. Return the step at which the run goes on, or None.
 
         The batches of the steps in between are those that other groups have read.
         """

@@ -1,7 +1,7 @@
-"""The pieces of the masters that a process owns: one copy of each part that its devices hold, as one vector on the host.
+"""The pieces of the masters that a process owns, as one vector on the host.
 
-Each part of each leaf is owned by the process whose device holds its first copy. So the pieces of all processes together
-are the masters, once.
+A part of a leaf is owned by the process whose device holds its first copy. So the pieces of all processes together are
+the masters, once.
 """
 
 import math

@@ -108,8 +108,8 @@ def list_warnings(setup: Setup) -> Iterator[str]:
     if left := config.training.steps % config.training.local_steps:
         where = "of the other groups" if config.groups.server else "that are evaluated and exported"
         yield (
-            f"the last {left} of {config.training.steps} steps are in no outer step, and so not in the weights {where}: "
-            f"make --training.steps a multiple of training.local_steps={config.training.local_steps}"
+            f"the last {left} of {config.training.steps} steps are in no outer step, and so not in the weights "
+            f"{where}: make --training.steps a multiple of training.local_steps={config.training.local_steps}"
         )
 
 

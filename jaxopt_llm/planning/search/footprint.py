@@ -19,6 +19,7 @@ from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, 
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.state_sizes import StateSizes
+from jaxopt_llm.training.local_steps import has_groups
 
 # XLA of jax 0.11 brings offloaded state outside the stacks to the device long before the update. Offloaded state in the
 # stacks it brings one layer at a time.
@@ -83,7 +84,7 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
         return reduced * (one + state.non_layer.gradients)
     summed = state.layers.gradients + state.non_layer.gradients
     one = state.layers.gradients / passes.chunks + state.non_layer.gradients
-    stage, replicas = config.sharding.zero_stage, config.mesh.data > 1 and config.training.local_steps == 1
+    stage, replicas = config.sharding.zero_stage, config.mesh.data > 1 and not has_groups(config)
     by_layer = stage >= 2 or (stage == 0 and config.sharding.optimizer_over_data)  # for stage 1 see `reduction`
     between_replicas = EARLY_SHARE * 4 * state.layers.masters * (replicas and by_layer)
     return one * reduced + summed * 4 * (accumulates_gradients(config) + passes.unrolled) + between_replicas

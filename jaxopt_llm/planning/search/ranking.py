@@ -31,6 +31,7 @@ from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.stopping import is_settled
 from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.training.local_steps import has_groups
 from jaxopt_llm.training.validation import validate
 
 MAX_COMPILED = 12  # settings
@@ -154,7 +155,7 @@ def estimate_all(
         passes = Passes.from_config(setting)  # stages that hold as many layers have the same sizes, however they run
         layers = tuple((kind, number * passes.chunks) for kind, number in passes.kinds)
         kinds = (setting.optimizer, setting.precision.compute_dtype)
-        divided = setting.sharding.zero_stage, setting.sharding.optimizer_over_data, setting.training.local_steps > 1
+        divided = setting.sharding.zero_stage, setting.sharding.optimizer_over_data, has_groups(setting)
         key = (setting.mesh, layers, *divided, setting.offload, *kinds)
         if key not in states:
             states[key] = compute_state_sizes(setting)

@@ -1,0 +1,435 @@
+"""The outer server and its clients in one process, against DiLoCo in NumPy."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed import acceptor, handshake
+from jaxopt_llm.distributed.handshake import Hello
+from jaxopt_llm.distributed.peer import Peer
+from jaxopt_llm.outer import client, server, store, wire
+from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerLost
+from jaxopt_llm.outer.codes import Layout
+from jaxopt_llm.outer.server import OuterServer
+
+LAYOUT = Layout(((7, 0), (256, 128)))
+RATE, MOMENTUM = 0.7, 0.9
+TOKEN = b"secret"
+PATIENCE = 30.0  # seconds; what the tests wait for takes milliseconds
+
+
+class Running:
+    """A server in this process, at the same port after each start."""
+
+    def __init__(self, directory: Path, groups: int, wait: float) -> None:
+        self.directory, self.groups, self.wait, self.port = directory, groups, wait, 0
+        self.start()
+
+    def start(self) -> None:
+        listener = server.open_listener(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self._stopped = False
+        ready = threading.Event()
+
+        def run() -> None:
+            with listener, OuterServer(listener, self.directory, self.groups, self.wait, TOKEN) as running:
+                self.server = running
+                ready.set()
+                while not self._stopped:
+                    running.serve(0.05)
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        assert ready.wait(PATIENCE)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._thread.join()
+
+    def client(self, index: int, form: str = "exact", token: bytes = TOKEN, **facts: Any) -> OuterClient:
+        known = {"process": 0, "segments": LAYOUT.segments, "rate": RATE, "momentum": MOMENTUM, "form": form}
+        groups = facts.pop("groups", self.groups)
+        member = Member(index, groups, LAYOUT, form, {**known, "settings": {}, **facts})
+        return OuterClient(("127.0.0.1", self.port), member, token)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    with contextlib.ExitStack() as scope:
+
+        def start(groups: int, wait: float = PATIENCE) -> Running:
+            running = Running(tmp_path, groups, wait)
+            scope.callback(running.stop)
+            return running
+
+        yield start
+
+
+def draw(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(LAYOUT.size).astype(np.float32)
+
+
+class Group:
+    """A group that changes its masters at random."""
+
+    def __init__(self, running: Running, index: int, **options: Any) -> None:
+        self.index, self.client = index, running.client(index, **options)
+        self.base: Base | None = None
+        self.own = draw(1000)
+        self.step = 0
+
+    def exchange(self) -> Answer:
+        answer = self.client.exchange(self.base, self.step, self.own)
+        self.base, self.own = answer.base, answer.base.vector
+        return answer
+
+    def train(self, steps: int = 3) -> None:
+        self.step += steps
+        self.own = self.own - 0.1 * draw(100 * self.step + self.index)
+
+
+def together(groups: list[Group]) -> list[Answer]:
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(lambda group: group.exchange(), groups))
+
+
+def begin(running: Running, **options: Any) -> list[Group]:
+    groups = [Group(running, index, **options) for index in range(running.groups)]
+    for group in groups:
+        group.exchange()
+    return groups
+
+
+def step_by_hand(masters: np.ndarray, momentum: np.ndarray, owns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    change = np.mean([masters - own for own in owns], axis=0)
+    momentum = MOMENTUM * momentum + change
+    return masters - RATE * (change + MOMENTUM * momentum), momentum
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("form", "tolerance"), [("exact", 1e-6), ("int8", 0.02), ("int4", 0.3)])
+def test_rounds_are_those_of_diloco_and_all_groups_have_the_same_bits(
+    form: str, tolerance: float, run: Callable[..., Running]
+) -> None:
+    running = run(3)
+    groups = begin(running, form=form)
+    masters, momentum = draw(1000), np.zeros(LAYOUT.size)
+    for number in range(1, 4):
+        for group in groups:
+            group.train()
+        masters, momentum = step_by_hand(masters, momentum, [group.own for group in groups])
+        answers = together(groups)
+        assert not any(answer.whole for answer in answers)
+        assert [answer.base.round for answer in answers] == [number] * 3
+        for group in groups:
+            np.testing.assert_array_equal(group.own, groups[0].own)
+        np.testing.assert_allclose(groups[0].own, masters, rtol=0, atol=tolerance)
+        if form != "exact":
+            assert np.abs(groups[0].own - masters).max() > 1e-6
+    saved = store.load(running.directory, 0)
+    assert saved is not None and (saved.round, saved.step) == (3, 9)
+    np.testing.assert_array_equal(saved.masters, groups[0].own)
+    sent = LAYOUT.count_bytes(form) * 6
+    for number, line in enumerate(running.rounds(), 1):
+        assert (line["round"], line["step"], line["bytes"]) == (number, 3 * number, sent)
+        assert (line["contributed"], line["late"], line["absent"]) == ([0, 1, 2], [], [])
+
+
+def test_a_round_does_not_wait_for_a_group_that_is_gone(run: Callable[..., Running]) -> None:
+    running = run(2)
+    stays, goes = begin(running)
+    stays.train()
+    goes.client.stop()
+    clock = time.monotonic()
+    answer = stays.exchange()
+    assert not answer.whole and time.monotonic() - clock < PATIENCE / 2
+    (line,) = running.rounds()
+    assert (line["contributed"], line["late"], line["absent"]) == ([0], [], [1])
+    masters, _ = step_by_hand(draw(1000), np.zeros(LAYOUT.size), [draw(1000) - 0.1 * draw(300)])
+    np.testing.assert_allclose(answer.base.vector, masters, rtol=0, atol=1e-6)
+
+
+def test_a_group_that_comes_back_takes_the_masters_and_the_step(run: Callable[..., Running]) -> None:
+    running = run(2)
+    stays, goes = begin(running)
+    goes.client.stop()
+    stays.train(30)
+    stays.exchange()
+    again = Group(running, 1)
+    answer = again.exchange()
+    assert answer.whole and (answer.base.round, answer.base.step) == (1, 30)
+    np.testing.assert_array_equal(answer.base.vector, stays.own)
+    stays.train()
+    again.train()
+    assert [each.base.round for each in together([stays, again])] == [2, 2]
+    assert running.rounds()[-1]["contributed"] == [0, 1]
+
+
+def test_a_change_that_is_one_round_late_counts_in_the_next_one(run: Callable[..., Running]) -> None:
+    running = run(2, wait=0.2)
+    fast, slow = begin(running)
+    masters, momentum = draw(1000), np.zeros(LAYOUT.size)
+    fast.train()
+    slow.train()
+    late = draw(1000) - slow.own
+    masters, momentum = step_by_hand(masters, momentum, [fast.own])
+    fast.exchange()
+    assert running.rounds()[0]["late"] == [1]
+    answer = slow.exchange()
+    assert answer.whole and answer.counted and answer.base.round == 1
+    np.testing.assert_allclose(slow.own, masters, rtol=0, atol=1e-6)
+    fast.train()
+    masters, momentum = step_by_hand(masters, momentum, [fast.own, masters - late])
+    fast.exchange()  # it does not wait for the slow group, whose change is there
+    np.testing.assert_allclose(fast.own, masters, rtol=0, atol=1e-5)
+    assert (running.rounds()[1]["contributed"], running.rounds()[1]["counted_late"]) == ([0], [1])
+
+
+def test_an_older_change_does_not_count(run: Callable[..., Running]) -> None:
+    running = run(2, wait=0.2)
+    fast, slow = begin(running)
+    slow.train()
+    for _ in range(2):
+        fast.train()
+        fast.exchange()
+    answer = slow.exchange()
+    assert answer.whole and not answer.counted and answer.base.round == 2
+    np.testing.assert_array_equal(answer.base.vector, fast.own)
+    fast.train()
+    fast.exchange()
+    assert running.rounds()[2]["counted_late"] == []
+
+
+def test_a_round_waits_in_vain_only_once_for_a_group_that_is_silent(run: Callable[..., Running]) -> None:
+    running = run(2, wait=1.0)
+    fast, silent = begin(running)
+    seconds = []
+    for _ in range(2):
+        fast.train()
+        clock = time.monotonic()
+        fast.exchange()
+        seconds.append(time.monotonic() - clock)
+    assert seconds[0] >= 1.0 > seconds[1]
+    assert running.rounds()[1]["late"] == [silent.index]
+
+
+def test_a_change_whose_answer_was_lost_does_not_count_twice(run: Callable[..., Running]) -> None:
+    running = run(2)
+    groups = begin(running)
+    before = groups[0].base
+    for group in groups:
+        group.train()
+    together(groups)
+    groups[0].base = before  # as if the answer had not come
+    groups[0].train()
+    answer = groups[0].exchange()
+    assert answer.whole and not answer.counted
+    np.testing.assert_array_equal(answer.base.vector, groups[1].own)
+
+
+def test_a_change_that_is_not_finite_is_left_out(run: Callable[..., Running]) -> None:
+    running = run(2)
+    good, bad = begin(running)
+    good.train()
+    bad.train()
+    bad.own[3] = np.nan
+    masters, _ = step_by_hand(draw(1000), np.zeros(LAYOUT.size), [good.own])
+    first, second = together([good, bad])
+    assert not first.whole and second.whole
+    np.testing.assert_allclose(good.own, masters, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(good.own, bad.own)
+    assert running.rounds()[0]["not_finite"] == [1]
+
+
+def test_a_server_that_starts_again_goes_on_with_masters_and_momentum(run: Callable[..., Running]) -> None:
+    running = run(2)
+    groups = begin(running)
+    masters, momentum = draw(1000), np.zeros(LAYOUT.size)
+    for number in range(4):
+        for group in groups:
+            group.train()
+        if number == 2:
+            running.stop()
+            with pytest.raises(ServerLost):
+                groups[0].exchange()
+            with pytest.raises(ServerLost):
+                groups[1].exchange()
+            running.start()
+            continue  # the next change covers both rounds
+        masters, momentum = step_by_hand(masters, momentum, [group.own for group in groups])
+        assert not any(answer.whole for answer in together(groups))
+        np.testing.assert_allclose(groups[0].own, masters, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(groups[0].own, groups[1].own)
+    assert [(line["round"], line["step"]) for line in running.rounds()] == [(1, 3), (2, 6), (3, 12)]
+
+
+def test_a_server_without_masters_gets_those_of_a_group_that_has_some(run: Callable[..., Running]) -> None:
+    running = run(2)
+    groups = begin(running)
+    for group in groups:
+        group.train()
+    together(groups)
+    outer = groups[0].own
+    running.stop()
+    store.path_of(running.directory, 0).unlink()
+    running.start()
+    for group in groups:
+        group.train()
+    masters, _ = step_by_hand(outer, np.zeros(LAYOUT.size), [group.own for group in groups])
+    together(groups)
+    np.testing.assert_allclose(groups[1].own, masters, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("damage", ["byte", "end", "line"])
+def test_a_damaged_file_is_told(damage: str, run: Callable[..., Running]) -> None:
+    running = run(1)
+    begin(running)
+    running.stop()
+    path = store.path_of(running.directory, 0)
+    content = bytearray(path.read_bytes())
+    if damage == "byte":
+        content[-5] ^= 1
+    path.write_bytes({"byte": content, "end": content[:-1], "line": b"{]\n" + content}[damage])
+    with pytest.raises(InputError, match=r"process-0\.masters: it is damaged"):
+        OuterServer(socket.socket(), running.directory, 1, 1.0, TOKEN)
+    path.unlink()
+    running.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"groups": 3}, "groups.count is 3 there, and the outer server has --groups 2: make them equal"),
+        ({"settings": {"run.seed": 1}}, "the same settings, mesh and data: run.seed is 1 there and None in group 0"),
+        ({"segments": [[7, 0]]}, "have other pieces: use the model, the mesh"),
+        ({"form": "int8"}, "form is int8 there and exact in group 0"),
+        ({"token": b"other"}, "another token; give both the same file, with groups.token_file and --token-file"),
+        ({"process": -1}, "a process out of range"),
+    ],
+)
+def test_a_group_that_does_not_fit_is_refused(options: dict[str, Any], says: str, run: Callable[..., Running]) -> None:
+    running = run(2)
+    first = Group(running, 0)
+    first.exchange()
+    with pytest.raises(InputError) as refused:
+        running.client(1, **options).exchange(None, 0, draw(1000))
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+    Group(running, 1).exchange()
+
+
+def test_two_groups_with_one_index_are_told(run: Callable[..., Running]) -> None:
+    running = run(2)
+    groups = begin(running)
+    with pytest.raises(ServerLost, match="group 1 is there already: give each group its own --groups.index"):
+        Group(running, 1).exchange()
+    groups[1].client.stop()
+
+
+def knock(running: Running) -> tuple[socket.socket, Peer, str]:
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE)
+    peer = Peer(connection)
+    greeting = peer.receive_one(time.monotonic() + PATIENCE)
+    assert greeting is not None
+    return connection, peer, greeting["nonce"]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(PATIENCE)
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def join_by_hand(running: Running, index: int) -> wire.Wire:
+    connection, peer, nonce = knock(running)
+    member = running.client(index)._member
+    hello = Hello(index, 2, "host", member.facts, "mine")
+    peer.send(handshake.sign(TOKEN, nonce, hello.__dict__))
+    signed = peer.receive_one(time.monotonic() + PATIENCE)
+    return wire.Wire(connection, TOKEN, "mine", handshake.open_signed(TOKEN, "mine", signed)["nonce"])
+
+
+def test_strangers_do_no_harm(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "HELLO_SECONDS", 0.5)
+    running = run(2)
+    groups = begin(running)
+    silent = knock(running)[0]
+    garbage = knock(running)[0]
+    garbage.sendall(b"\x00\xff" * 1000 + b"\n")
+    deep = knock(running)[0]
+    deep.sendall(b"[" * 10_000 + b"\n")
+    unknown, peer, nonce = knock(running)
+    peer.send(handshake.sign(b"guess", nonce, Hello(0, 2, "host", {}, "mine").__dict__))
+    assert all(map(is_closed, (silent, garbage, deep, unknown)))
+    for group in groups:
+        group.train()
+    assert not any(answer.whole for answer in together(groups))
+
+
+@pytest.mark.parametrize("attack", ["size", "content", "kind", "number", "unsigned", "replayed"])
+def test_a_wrong_message_of_a_member_ends_only_its_connection(attack: str, run: Callable[..., Running]) -> None:
+    running = run(2)
+    other = Group(running, 0)
+    other.exchange()
+    joined = join_by_hand(running, 1)
+    payload = LAYOUT.encode(draw(5), "exact")
+    message = {"kind": "change", "round": 0, "step": 3}
+    if attack == "size":  # a terabyte, of which nothing is allocated
+        described = message | {"bytes": 2**40, "sha256": ""}
+        joined._connection.sendall(
+            json.dumps(handshake.sign(TOKEN, f"{joined.their_nonce}/0", described)).encode() + b"\n"
+        )
+    elif attack == "content":
+        sent, real = [], joined._connection
+        joined._connection = type("Recorder", (), {"sendall": lambda self, data: sent.append(bytes(data))})()  # type: ignore[assignment]
+        joined.send(message, payload)
+        joined._connection = real
+        whole = bytearray(b"".join(sent))
+        whole[-1] ^= 1
+        real.sendall(whole)
+    elif attack == "unsigned":
+        joined._connection.sendall(json.dumps(message | {"bytes": 0, "sha256": ""}).encode() + b"\n")
+    elif attack == "replayed":
+        joined.send({"kind": "fetch", "round": 0, "step": 0})
+        joined._sent = 0
+        joined.send({"kind": "fetch", "round": 0, "step": 0})
+    else:
+        wrong = {"kind": {"kind": "other"}, "number": {"round": -1}}[attack]
+        joined.send(message | wrong, payload)
+    assert is_closed(joined._connection)
+    other.train()
+    answer = other.exchange()
+    assert not answer.whole and running.rounds()[-1]["contributed"] == [0]
+
+
+def test_a_server_that_is_no_outer_server_is_lost(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Running]) -> None:
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.3)
+    running = run(1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        other = running.client(0)
+        other._address = silent.getsockname()
+        with pytest.raises(ServerLost):
+            other.exchange(None, 0, draw(1))
