@@ -25,6 +25,10 @@ class ServerLost(Exception):
     """The outer server does not answer. The message says why."""
 
 
+class _BusyError(Exception):
+    """The server has another connection of this process."""
+
+
 @dataclass(frozen=True, eq=False)
 class Base:
     """Outer masters that a group has. vector: float32."""
@@ -194,7 +198,12 @@ class OuterClient:
                 if connection.getsockname() == connection.getpeername():  # TCP has connected it to itself
                     time.sleep(PAUSE_SECONDS)
                     continue
-                wire = self._join(connection)
+                try:
+                    wire = self._join(connection)
+                except _BusyError as error:
+                    reason = str(error)
+                    time.sleep(PAUSE_SECONDS)
+                    continue
                 unless_joined.pop_all()
                 self._wire = wire
                 return wire
@@ -205,6 +214,7 @@ class OuterClient:
 
         Raises:
             InputError: the server refuses it.
+            _BusyError: the server has another connection of this process, which may have ended.
         """
         peer, nonce, member = Peer(connection), handshake.make_nonce(), self._member
         deadline = time.monotonic() + SILENCE_SECONDS
@@ -228,7 +238,7 @@ class OuterClient:
         if "refused" in answer:
             raise InputError(f"{where} refuses group {member.index}: {printable(answer['refused'])}")
         if "busy" in answer:
-            raise ConnectionError(printable(answer["busy"]))
+            raise _BusyError(printable(answer["busy"]))
         if not isinstance(answer.get("nonce"), str) or type(answer.get("wait")) not in (int, float):
             raise ValueError("it is no outer server")
         self._wait, self._is_empty = float(answer["wait"]), answer.get("empty") is True

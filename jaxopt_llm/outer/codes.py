@@ -68,7 +68,7 @@ class Layout:
             for start, end, values in self._chunks()
             for part in (_encode(vector[start:end], values, bits) if values else (vector[start:end].astype("<f4"),))
         ]
-        return np.concatenate([part.view(np.uint8) for part in parts])
+        return np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
 
     def decode(self, data: np.ndarray, form: str) -> np.ndarray:
         """Return the vector, float32, of what `encode` returned."""

@@ -1,8 +1,8 @@
 """Rounds of the outer step, for one process of the groups: who has contributed, and when a round closes.
 
-A round closes when all members have contributed, or some time after the first contribution. The members are the groups
-that are waited for: those that are connected, except for one for which a round has waited in vain. At the start it is
-all groups, because they come one after the other.
+A round closes when all groups that are waited for have contributed, or some time after the first contribution. At the
+start it is all groups, because they come one after the other. A group that is connected is waited for, until PATIENCE
+rounds in a row have waited in vain; and again when it is in time once, or has started again.
 
 A change that comes one round late counts in the round that is open. An older one is dropped: it was made from masters
 that the others have left (Liu et al. 2024, arXiv:2401.09135, on what stale changes do to an outer momentum). Neither
@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxopt_llm.outer.masters import OuterMasters, OuterStep
 
+PATIENCE = 2  # rounds: after one, a group that was late by accident can be in time again
 Record = dict[str, Any]  # a line of rounds.jsonl
 
 
@@ -65,7 +66,8 @@ class Rounds:
         self._groups, self._wait, self._state, self._wake = groups, wait, state, wake
         self._changed = threading.Condition()
         self._connected: dict[int, object] = {}
-        self._members = set(range(groups))
+        self._awaited = set(range(groups))
+        self._missed: dict[int, int] = {}  # rounds in a row that have waited for a group in vain
         self._fresh: dict[int, Contribution] = {}
         self._late: dict[int, Contribution] = {}
         self._began = 0.0  # time of the first contribution
@@ -85,15 +87,19 @@ class Rounds:
         """Note that a group is there. connection: what it speaks through."""
         with self._changed:
             self._connected[group] = connection
-            self._members.add(group)
+            self._await(group)
 
     def leave(self, group: int, connection: object) -> None:
         """Note that a connection has ended."""
         with self._changed:
             if self._connected.get(group) is connection:
                 del self._connected[group]
-                self._members.discard(group)
+                self._awaited.discard(group)
         self._wake()
+
+    def _await(self, group: int) -> None:
+        self._awaited.add(group)
+        self._missed.pop(group, None)
 
     def begin(self, state: OuterMasters, save: Callable[[OuterMasters], None]) -> bool:
         """Take the masters from which the groups begin. Return False if there are masters already."""
@@ -116,13 +122,13 @@ class Rounds:
             if number == state.round:
                 self._began = self._began if self._fresh else time.monotonic()
                 self._fresh[group] = change
+                self._await(group)
             else:
                 counted = number == state.round - 1 and group not in state.contributors
                 change.answer = Whole(state, counted)
                 if counted:
                     self._late[group] = change
             self._bytes += change.data.size
-            self._members.add(group)
         self._wake()
 
     def wait_for(self, change: Contribution, seconds: float) -> Update | Whole | None:
@@ -142,14 +148,14 @@ class Rounds:
         """
         with self._changed:
             overdue = time.monotonic() >= self._began + self._wait
-            if not self._fresh or not (overdue or self._members <= self._fresh.keys() | self._late.keys()):
+            if not self._fresh or not (overdue or self._awaited <= self._fresh.keys()):
                 return
             self._closing = True
             fresh, late, state = self._fresh, self._late, self._state
             self._fresh, self._late = {}, {}
             carried, self._bytes = self._bytes, 0
             connected = set(self._connected)
-            self._members = set(fresh.keys() | late.keys()) & connected
+            self._count_missed(self._awaited - fresh.keys())
         assert state is not None
         changes, wrong = _decode(state, outer, fresh, late)
         new, data = state, np.empty(0, np.uint8)
@@ -158,7 +164,7 @@ class Rounds:
             step = max(fresh[group].step for group in contributors) if contributors else state.step
             new, data = state.advance(outer, [changes[group] for group in sorted(changes)], step, contributors)
             save(new)
-            others = set(range(self._groups)) - fresh.keys() - late.keys()
+            others = set(range(self._groups)) - fresh.keys()
             record: Record = {"round": new.round, "step": new.step, "contributed": list(contributors)}
             record |= {"counted_late": sorted(changes.keys() & late.keys()), "not_finite": sorted(wrong)}
             record |= {"late": sorted(others & connected), "absent": sorted(others - connected)}
@@ -170,6 +176,13 @@ class Rounds:
                 change.answer = Whole(new, counted=False) if group in wrong else Update(new.round, new.step, data)
             self._closing = False
             self._changed.notify_all()
+
+    def _count_missed(self, groups: set[int]) -> None:
+        """Note for which groups a round has waited in vain."""
+        for group in groups:
+            self._missed[group] = self._missed.get(group, 0) + 1
+            if group not in self._connected or self._missed[group] >= PATIENCE:
+                self._awaited.discard(group)
 
 
 def _decode(

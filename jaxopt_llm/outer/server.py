@@ -62,8 +62,7 @@ class OuterServer:
         self._wires: set[Wire] = set()
         self._due, self._closed = threading.Event(), False
         self._refused = 0
-        for path in directory.glob("process-*.masters"):  # a damaged file is found at the start
-            store.load(directory, int(path.stem.removeprefix("process-")))
+        self._saved = store.load_all(directory)  # a damaged file is found at the start
 
     def __enter__(self) -> "OuterServer":
         self._acceptor.__enter__()
@@ -135,7 +134,7 @@ class OuterServer:
             arrival.answer(self._token, answer)
             while True:
                 self._serve_message(wire, lane, hello.index)
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, MemoryError) as error:
             reason = f"is gone ({error})"
         finally:
             lane.rounds.leave(hello.index, wire)
@@ -163,7 +162,7 @@ class OuterServer:
             )
         with self._lock:
             lane = self._lanes.get(process)
-            state = store.load(self._directory, process) if lane is None else lane.rounds.state
+            state = self._saved.get(process) if lane is None else lane.rounds.state
             if state is not None and state.layout != layout:
                 raise InputError(
                     f"the masters of the outer server in {self._directory} have other pieces: use the model, the mesh "
@@ -177,6 +176,7 @@ class OuterServer:
             if lane is None or lane.facts != facts:
                 if lane is not None and (others := lane.rounds.connected):
                     raise InputError(_describe_differences(facts, lane.facts, others[0]))
+                self._saved.pop(process, None)
                 rounds = Rounds(self._groups, self._wait, state, self._due.set)
                 lane = self._lanes[process] = Lane(process, layout, outer, facts, rounds)
             lane.rounds.join(hello.index, wire)

@@ -42,6 +42,17 @@ def save(directory: Path, process: int, state: OuterMasters) -> None:
     files.sync_directory(directory)
 
 
+def load_all(directory: Path) -> dict[int, OuterMasters]:
+    """Return what `save` wrote, by process.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    names = (path.stem.removeprefix("process-") for path in directory.glob("process-*.masters"))
+    loaded = {int(name): load(directory, int(name)) for name in names if name.isdecimal()}
+    return {process: state for process, state in loaded.items() if state is not None}
+
+
 def load(directory: Path, process: int) -> OuterMasters | None:
     """Return what `save` wrote; None if there is no file.
 

@@ -154,7 +154,7 @@ class JobGroup:
         def run() -> None:
             try:
                 exchange.answer = client.exchange(base, step, exchange.own)
-            except (ServerLost, InputError) as error:
+            except Exception as error:  # the main thread raises it
                 exchange.error = error
 
         exchange.thread = threading.Thread(target=run, name="outer step", daemon=True)
@@ -173,12 +173,14 @@ class JobGroup:
                 if self._client.carried != carried:
                     carried = self._client.carried
                     self._processes.main.beat()
+        if exchange.error is not None and not isinstance(exchange.error, (ServerLost, InputError)):
+            raise exchange.error
 
     def _settle(self, state: TrainState, exchange: _Exchange, step: int) -> tuple[TrainState, int | None]:
         """Apply what the processes have got; see `after_step`."""
         answer = exchange.answer
         if answer is None:
-            own = _Outcome(lost=f"groups.server {self._address} ({exchange.error or 'an unforeseen error'})")
+            own = _Outcome(lost=f"groups.server {self._address} ({exchange.error})")
         else:
             self._base = answer.base
             own = _Outcome("", answer.whole, answer.counted, answer.base.step)

@@ -200,7 +200,7 @@ def test_a_change_that_is_one_round_late_counts_in_the_next_one(run: Callable[..
     np.testing.assert_allclose(slow.own, masters, rtol=0, atol=1e-6)
     fast.train()
     masters, momentum = step_by_hand(masters, momentum, [fast.own, masters - late])
-    fast.exchange()  # it does not wait for the slow group, whose change is there
+    fast.exchange()
     np.testing.assert_allclose(fast.own, masters, rtol=0, atol=1e-5)
     assert (running.rounds()[1]["contributed"], running.rounds()[1]["counted_late"]) == ([0], [1])
 
@@ -220,17 +220,30 @@ def test_an_older_change_does_not_count(run: Callable[..., Running]) -> None:
     assert running.rounds()[2]["counted_late"] == []
 
 
-def test_a_round_waits_in_vain_only_once_for_a_group_that_is_silent(run: Callable[..., Running]) -> None:
+def test_two_rounds_wait_in_vain_for_a_group_that_is_silent_and_no_further_one(run: Callable[..., Running]) -> None:
     running = run(2, wait=1.0)
     fast, silent = begin(running)
     seconds = []
-    for _ in range(2):
+    for _ in range(4):
         fast.train()
         clock = time.monotonic()
         fast.exchange()
         seconds.append(time.monotonic() - clock)
-    assert seconds[0] >= 1.0 > seconds[1]
-    assert running.rounds()[1]["late"] == [silent.index]
+    assert min(seconds[:2]) >= 1.0 > max(seconds[2:])
+    assert [line["late"] for line in running.rounds()] == [[silent.index]] * 4
+    silent.exchange()  # it takes the masters, and is in time once: then it is waited for again
+    silent.train()
+    fast.train()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(silent.exchange)
+        while not running.server._lanes[0].rounds._fresh:
+            time.sleep(0.01)
+        fast.exchange()
+        assert not answer.result().whole
+    fast.train()
+    clock = time.monotonic()
+    fast.exchange()
+    assert time.monotonic() - clock >= 1.0
 
 
 def test_a_change_whose_answer_was_lost_does_not_count_twice(run: Callable[..., Running]) -> None:
