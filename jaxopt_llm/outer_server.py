@@ -6,11 +6,14 @@ python -m jaxopt_llm.outer_server --listen HOST:PORT --directory DIR --groups N 
 from jaxopt_llm.core import stop_signals
 
 if __name__ == "__main__":
-    stop_signals.end_at_signals()  # what a round has changed is on the disk before any group hears of it
+    stop_signals.end_at_signals()  # before the imports, which a signal does not wait for
 
 import argparse
 import math
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxopt_llm.config.addresses import is_address, parse_address
@@ -34,8 +37,18 @@ def main() -> int:
         OuterServer(listener, options.directory, options.groups, options.wait, token) as server,
     ):
         print(f"listens at {options.listen} for {options.groups} groups", file=sys.stderr, flush=True)
-        server.serve()
-    return 0
+        server.serve(_listen_to_signals())
+    print("stopped; the same command goes on from the last round", file=sys.stderr, flush=True)
+    return stop_signals.EXIT_CODE
+
+
+def _listen_to_signals() -> Callable[[], bool]:
+    """Return a function that says whether a signal has asked for a stop."""
+    stopped = threading.Event()
+    for each in stop_signals.SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, lambda *_: stopped.set())
+    return stopped.is_set
 
 
 def make_parser() -> argparse.ArgumentParser:

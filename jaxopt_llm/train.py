@@ -45,9 +45,9 @@ from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.job_groups import JobGroup
-from jaxopt_llm.training.loop import train_workload
 from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.replicas import copies_state
+from jaxopt_llm.training.run_steps import train_workload
 from jaxopt_llm.training.setup import check_inputs, prepare_run
 from jaxopt_llm.training.started import read_started
 from jaxopt_llm.training.startup_report import print_report

@@ -1,5 +1,6 @@
 """Groups that are jobs of their own, as commands: with an outer server, lost groups, and a lost server."""
 
+import contextlib
 import json
 import subprocess
 import time
@@ -164,3 +165,35 @@ def test_a_stop_does_not_wait_for_the_other_groups(job: Job) -> None:
     _, stderr = alone.communicate(timeout=DEADLINE)
     assert alone.returncode == 75, stderr
     assert time.monotonic() - clock < DEADLINE / 2 and "preempted at step 3" in stderr
+
+
+@pytest.mark.slow
+def test_each_process_of_a_group_exchanges_what_it_owns(tmp_path: Path) -> None:
+    """A single group learns what it would learn without a server. Its second process owns no piece of the masters."""
+    data, addresses = some_text(tmp_path / "a.jsonl"), [free_address() for _ in range(3)]
+    settings = (*("--training.steps", 6, "--training.batch-size", 6, *SETTINGS, *data, "--mesh.data", 2),)
+    outer = ("--optimizer.outer-learning-rate", 1.0, "--optimizer.outer-momentum", 0.0)
+    with contextlib.ExitStack() as scope:
+
+        def begin(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+            scope.callback(process.communicate)
+            scope.callback(process.kill)
+            return process
+
+        for number, address in enumerate(addresses[:2]):
+            directory = ("--directory", tmp_path / f"server{number}", "--groups", 1)
+            line_with("listens", begin(start("outer_server", "--listen", address, *directory)), "stderr")
+        job = ("--distributed.coordinator", addresses[2], "--distributed.processes", 2, "--distributed.process-id")
+        groups = (*outer, "--groups.server", *addresses[:2])
+        run = tmp_path / "run"
+        processes = [begin(start_training(run, *settings, *groups, *job, index)) for index in range(2)]
+        for process in processes:
+            finish(process)
+    plain = tmp_path / "plain"
+    done = train(plain, *settings, "--training.local-steps", 1)
+    assert done.returncode == 0, done.stderr
+    losses = [[record["loss"] for record in metrics(directory)] for directory in (run, plain)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    rounds = [(tmp_path / f"server{number}" / "rounds.jsonl").read_text().splitlines() for number in range(2)]
+    sent = [[json.loads(line)["bytes"] for line in each] for each in rounds]
+    assert len(sent[0]) == 2 and min(sent[0]) > 0 and sent[1] == [0, 0]

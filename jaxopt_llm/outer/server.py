@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import sync_file
 from jaxopt_llm.distributed import handshake
 from jaxopt_llm.distributed.acceptor import Acceptor, Arrival
 from jaxopt_llm.distributed.handshake import Hello, printable
@@ -78,10 +77,13 @@ class OuterServer:
             for wire in self._wires:
                 wire.close()
 
-    def serve(self, seconds: float = float("inf")) -> None:
-        """Close rounds when they are due, for some seconds."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def serve(self, stopping: Callable[[], bool]) -> None:
+        """Close rounds when they are due, until `stopping()` returns True.
+
+        Raises:
+            OSError: the masters cannot be saved.
+        """
+        while not stopping():
             self._due.wait(LOOK_SECONDS)
             self._due.clear()
             for lane in list(self._lanes.values()):
@@ -96,10 +98,12 @@ class OuterServer:
 
     def _write(self, lane: Lane, record: Record) -> None:
         """Append the record of a round, and say who was not in it."""
-        entry = {"time": round(time.time(), 3), "process": lane.process, **record}
-        with (self._directory / RECORDS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-            sync_file(file)
+        line = json.dumps({"time": round(time.time(), 3), "process": lane.process, **record}) + "\n"
+        try:
+            with (self._directory / RECORDS).open("ab", buffering=0) as file:
+                file.write(line.encode())
+        except OSError as error:  # the masters are saved: a record is not worth the groups' time
+            self._say(f"a line of {RECORDS} is lost ({error}): {line.rstrip()}")
         missing = [f"{name} {record[name]}" for name in ("late", "absent", "not_finite") if record[name]]
         if missing:
             self._say(f"round {record['round']}, step {record['step']}: without groups: {', '.join(missing)}")

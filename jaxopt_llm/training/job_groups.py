@@ -22,6 +22,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.config.addresses import parse_address
 from jaxopt_llm.config.fields import METADATA, get_field
 from jaxopt_llm.core import json_files
+from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerLost
 from jaxopt_llm.outer.token import read_token
@@ -102,6 +103,11 @@ class JobGroup:
         groups = self._config.groups
         self._pieces = Pieces(self._setup.program.specs.masters, state.masters)
         layout, form = self._pieces.layout, self._config.sharding.data_gradients
+        if form != "exact" and (exact := self._pieces.exact):
+            self._say(
+                f"sharding.data_gradients: {len(exact)} matrices are exchanged exactly (first: {exact[0]}): no block "
+                f"of {BLOCK_SIZES[-1]} to {BLOCK_SIZES[0]} values divides each device's part of the last dimension"
+            )
         member = Member(groups.index, groups.count, layout, form, self._make_facts())
         self._client = OuterClient(parse_address(self._address), member, read_token(groups.token_file))
         exchange = self._start(state, start)

@@ -386,67 +386,6 @@ class Loop:
                 self._samples.write({"step": step, **sample})
 
 
-def train_workload(workload: Workload, records: Records, preemption: Preemption, group: JobGroup | None = None) -> None:
-    """Train from the step that the records say to `training.steps`.
-
-    Args:
-        group: see Loop.
-
-    Raises:
-        OutOfMemory: the memory of the devices does not suffice.
-        Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
-            and its checkpoint; a skipped step has no checkpoint.
-    """
-    start, config = records.start, workload.config
-    with Loop(workload, records, preemption, group) as loop:
-        with workload.explain_oom(lambda: f"bringing the state of step {start} onto the devices"):
-            loop.restore(start)
-        try:
-            if start < config.training.steps:
-                loop.hold(start)
-                start = loop.join_groups(start)
-            if start < config.training.steps:
-                loop.start(start)
-                # Metrics are read one step late, and JAX reports a failed allocation only then.
-                with workload.explain_oom(lambda: f"in step {loop.current} or the one before"):
-                    run_steps(loop, start, config.training.steps, config.evaluation.every)
-        finally:
-            workload.keep(loop.release_state(), records.checkpoints.identity)
-
-
-def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
-    """Run the steps after `start`, up to `steps`.
-
-    Raises:
-        Preempted: a process was told to stop; the state of the step is saved.
-    """
-    step = start
-    while step < steps:
-        step += 1
-        loop.step(step)
-        if (ahead := loop.meet_groups(step)) is not None:
-            step = ahead
-            if step < steps:
-                continue
-            loop.save(due=False, exits=True, last=True)
-            return
-        last = step == steps
-        stop, checkpoint_due = loop.poll(step)
-        evaluates = last or step % evaluate_every == 0
-        exits = last or stop
-        if evaluates or checkpoint_due or exits:
-            loop.record(evaluates)
-        if (back := loop.roll_back()) is not None:
-            step = back
-            continue
-        if evaluates or checkpoint_due or exits:
-            loop.save(checkpoint_due, exits, last)
-        if stop and not last:
-            raise Preempted(step)
-        if not last:
-            loop.replicate(step)
-
-
 def to_json_number(value: jax.Array) -> Any:
     """Return a scalar as a number, or a vector as a list of numbers, with None for values that are not finite."""
     if value.ndim:

@@ -38,12 +38,14 @@ class Pieces:
 
     Attributes:
         layout: of the vector.
-        table: path, dtype, index and shape of each piece, in JSON's types. It is equal for two runs on equal meshes.
+        table: path, dtype, index, shape and block size of each piece, as JSON. It is equal for runs on equal meshes.
+        exact: paths of matrices without whole blocks, which no format rounds.
     """
 
     def __init__(self, specs: Params, masters: Params) -> None:
         self._leaves: list[_Leaf] = []
         self.table: list[Any] = []
+        self.exact: list[str] = []
         segments, end = [], 0
         for (path, array), spec in zip(tree.leaves_with_path(masters), jax.tree.leaves(specs), strict=True):
             own = sorted((each for each in array.addressable_shards if not each.replica_id), key=_position)
@@ -51,6 +53,8 @@ class Pieces:
             for shard in own:
                 begin, end = end, end + math.prod(shard.data.shape)
                 values = find_block_size(shard.data.shape[-1]) if moves_as_blocks(spec) else 0
+                if moves_as_blocks(spec) and not values and path not in self.exact:
+                    self.exact.append(path)
                 devices[shard.device] = (begin, end)
                 segments.append((end - begin, values))
                 self.table.append([path, str(array.dtype), list(_position(shard)), list(shard.data.shape), values])

@@ -45,8 +45,7 @@ class Running:
             with listener, OuterServer(listener, self.directory, self.groups, self.wait, TOKEN) as running:
                 self.server = running
                 ready.set()
-                while not self._stopped:
-                    running.serve(0.05)
+                running.serve(lambda: self._stopped)
 
         self._thread = threading.Thread(target=run)
         self._thread.start()

@@ -114,8 +114,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
     def run() -> None:
         with listener, OuterServer(listener, tmp_path, GROUPS, 60.0, b"") as running:
-            while not ended.is_set():
-                running.serve(0.05)
+            running.serve(ended.is_set)
 
     thread = threading.Thread(target=run)
     thread.start()
