@@ -55,11 +55,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Member:
-    """What a process says when it joins.
+    """A process of a group, as it joins.
 
     Attributes:
         index, groups: of its group.
-        facts: see `make_facts`.
+        facts: what the server needs to know of it, and values that must be equal in all groups, by name.
     """
 
     index: int

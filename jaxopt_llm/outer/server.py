@@ -34,7 +34,7 @@ _MOST_PROCESSES = 2**16
 
 @dataclass
 class Lane:
-    """What the server has for one process of the groups. facts: those of the groups that are connected."""
+    """One process of the groups, as the server sees it. facts: those of the groups that are connected."""
 
     process: int
     layout: Layout

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import toy
 
@@ -31,9 +32,12 @@ from jaxopt_llm.outer.server import OuterServer, open_listener
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import program as training_program
+from jaxopt_llm.training.guard import judge_step
 from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.local_steps import sharding_within
 from jaxopt_llm.training.program import Program
+from jaxopt_llm.training.schedule_position import advance_position
+from jaxopt_llm.training.setup import resolve_length
 from jaxopt_llm.training.state import TrainState, initialize_state
 
 MODEL = replace(toy.UNIFORM, width=64, heads=2, kv_heads=2, head_dim=32, mlp_width=128)
@@ -246,3 +250,30 @@ def test_a_group_whose_server_is_gone_trains_by_itself(monkeypatch: pytest.Monke
 def test_what_groups_do_not_support_is_refused(settings: dict[str, Any], says: str) -> None:
     (problem,) = make_config("host:1", MeshConfig(), **settings).problems()
     assert says in problem
+
+
+def test_data_gradients_are_the_format_between_groups_only() -> None:
+    config = make_config("host:1", MeshConfig(data=2), **{"sharding.data_gradients": "int4"})
+    assert sharding_within(config).data_gradients == "exact"
+    assert sharding_within(replace_fields(config, {"groups.server": ()})).data_gradients == "int4"
+
+
+def test_an_epoch_is_one_of_all_groups_together() -> None:
+    config = make_config("host:1", MeshConfig(), **{"training.steps": 0, "training.epochs": 3.0})
+    assert resolve_length(config, rows=80).training.steps == 3 * 80 // (GROUPS * ROWS)
+    assert resolve_length(replace_fields(config, {"groups.server": ()}), rows=80).training.steps == 3 * 80 // ROWS
+
+
+def test_no_step_after_a_jump_is_an_outlier_of_an_empty_history() -> None:
+    config = make_config("-:1", MeshConfig())
+    program, placement = place(config)
+    state = advance_position(initialize_state(program.specs, program.optimizers, 0, placement), 500)
+    assert (int(state.step), int(state.guard["updates"])) == (500, 500)
+    positions = [leaf.count for leaf in jax.tree.leaves(state.moments, is_leaf=is_position) if is_position(leaf)]
+    assert positions and all((np.asarray(each) == 500).all() for each in positions)
+    good, guard = judge_step(state.guard, np.float32(5), np.float32(3), np.bool_(False), outliers=10, spikes=1.5)
+    assert good and int(guard["updates"]) == 501
+
+
+def is_position(leaf: Any) -> bool:
+    return isinstance(leaf, optax.ScaleByScheduleState)
