@@ -13,8 +13,8 @@ from jaxopt_llm.distributed import handshake
 from jaxopt_llm.distributed.handshake import Hello, printable
 from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.outer.codes import Layout
-from jaxopt_llm.outer.masters import subtract
-from jaxopt_llm.outer.wire import SILENCE_SECONDS, Wire
+from jaxopt_llm.outer.masters import make_name, subtract
+from jaxopt_llm.outer.wire import NO_PAYLOAD, SILENCE_SECONDS, Wire
 
 CONNECT_SECONDS = 10.0  # for which a server that does not answer is tried again
 ANSWER_SECONDS = 600.0  # in which a server closes a round, after the time for which it waits for the groups
@@ -31,10 +31,11 @@ class _BusyError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """Outer masters that a group has. vector: float32."""
+    """Outer masters that a group has. name: see OuterMasters. vector: float32."""
 
     round: int
     step: int
+    name: str
     vector: np.ndarray
 
 
@@ -129,38 +130,37 @@ class OuterClient:
     def _exchange(self, base: Base | None, step: int, own: np.ndarray) -> Answer:
         wire = self._wire or self._connect()
         if self._is_empty:
-            offered = base or Base(0, step, own)
-            self._send(wire, "offer", offered.round, offered.step, _to_bytes(offered.vector))
+            offered = base or Base(0, step, make_name(), own)
+            self._send(wire, "offer", offered.round, offered.step, offered.name, _to_bytes(offered.vector))
             message, data = self._receive(wire)
             self._is_empty = False
             if message["kind"] == "masters":  # another group was faster
                 theirs = self._whole(message, data)
-                if base is None or theirs.base.round != base.round or np.any(theirs.base.vector != base.vector):
+                if base is None or theirs.base.name != base.name:
                     return theirs
             elif base is None:
                 return Answer(offered, whole=False)
         if base is None:
-            self._send(wire, "fetch", 0, step)
+            self._send(wire, "fetch", 0, step, "")
             return self._whole(*self._receive(wire))
         form, layout = self._member.form, self._member.layout
-        self._send(wire, "change", base.round, step, layout.encode(base.vector - own, form))
+        self._send(wire, "change", base.round, step, base.name, layout.encode(base.vector - own, form))
         message, data = self._receive(wire)
         if message["kind"] == "update":
             vector = subtract(layout, base.vector, data, form)
-            return Answer(Base(message["round"], message["step"], vector), whole=False)
+            return Answer(_read_base(message, vector), whole=False)
         return self._whole(message, data)
 
     @staticmethod
     def _whole(message: dict[str, Any], data: np.ndarray) -> Answer:
         if message["kind"] != "masters":
             raise ValueError("not an answer")
-        vector = data.view("<f4").astype(np.float32)
-        return Answer(Base(message["round"], message["step"], vector), whole=True, counted=bool(message["counted"]))
+        base = _read_base(message, data.view("<f4").astype(np.float32))
+        return Answer(base, whole=True, counted=message.get("counted") is True)
 
     @staticmethod
-    def _send(wire: Wire, kind: str, number: int, step: int, payload: np.ndarray | None = None) -> None:
-        message = {"kind": kind, "round": number, "step": step}
-        wire.send(message, *([] if payload is None else [payload]))
+    def _send(wire: Wire, kind: str, number: int, step: int, base: str, payload: np.ndarray = NO_PAYLOAD) -> None:
+        wire.send({"kind": kind, "round": number, "step": step, "base": base}, payload)
 
     def _receive(self, wire: Wire) -> tuple[dict[str, Any], np.ndarray]:
         """Return the answer of the server. Before it, the server says that it is alive."""
@@ -169,10 +169,6 @@ class OuterClient:
 
         def expected(message: dict[str, Any]) -> int:
             if message.get("kind") not in sizes:
-                raise ValueError("not an answer")
-            if message["kind"] in ("update", "masters") and any(
-                type(message.get(name)) is not int for name in ("round", "step")
-            ):
                 raise ValueError("not an answer")
             return sizes[message["kind"]]
 
@@ -243,6 +239,13 @@ class OuterClient:
             raise ValueError("it is no outer server")
         self._wait, self._is_empty = float(answer["wait"]), answer.get("empty") is True
         return Wire(connection, self._token, nonce, answer["nonce"])
+
+
+def _read_base(message: dict[str, Any], vector: np.ndarray) -> Base:
+    number, step, name = (message.get(each) for each in ("round", "step", "name"))
+    if type(number) is not int or type(step) is not int or not isinstance(name, str):
+        raise ValueError("not an answer")
+    return Base(number, step, name, vector)
 
 
 def _to_bytes(vector: np.ndarray) -> np.ndarray:

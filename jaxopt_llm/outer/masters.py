@@ -3,6 +3,7 @@
 The formulas are those of training/local_steps.py.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,8 @@ class OuterMasters:
     Attributes:
         round: number of outer steps so far.
         step: largest step of a group whose change they contain.
+        name, previous: names of these masters and of those before the round. Masters of one name are equal to the bit,
+            also if a server was started again from older ones.
         masters, momentum: float32 vectors, which are never changed in place.
         contributors: groups whose change of this round they contain.
     """
@@ -52,13 +55,15 @@ class OuterMasters:
     layout: Layout
     round: int
     step: int
+    name: str
+    previous: str
     masters: np.ndarray
     momentum: np.ndarray
     contributors: tuple[int, ...] = ()
 
     @classmethod
-    def begin(cls, layout: Layout, number: int, step: int, masters: np.ndarray) -> "OuterMasters":
-        return cls(layout, number, step, masters, np.zeros_like(masters))
+    def begin(cls, layout: Layout, number: int, step: int, name: str, masters: np.ndarray) -> "OuterMasters":
+        return cls(layout, number, step, name, "", masters, np.zeros_like(masters))
 
     def advance(
         self, outer: OuterStep, changes: list[np.ndarray], step: int, contributors: tuple[int, ...]
@@ -79,11 +84,17 @@ class OuterMasters:
             self,
             round=self.round + 1,
             step=max(self.step, step),
+            name=make_name(),
+            previous=self.name,
             masters=masters,
             momentum=momentum,
             contributors=contributors,
         )
         return advanced, update
+
+
+def make_name() -> str:
+    return secrets.token_hex(8)
 
 
 def subtract(layout: Layout, masters: np.ndarray, update: np.ndarray, form: str) -> np.ndarray:

@@ -25,10 +25,9 @@ Record = dict[str, Any]  # a line of rounds.jsonl
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Answer to a group whose change is in the round. data: the encoded update."""
+    """Answer to a group whose change is in the round. data: the encoded update that led to the state."""
 
-    round: int
-    step: int
+    state: OuterMasters
     data: np.ndarray
 
 
@@ -83,6 +82,12 @@ class Rounds:
         with self._changed:
             return sorted(self._connected)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no round is open or closing."""
+        with self._changed:
+            return not self._fresh and not self._closing
+
     def join(self, group: int, connection: object) -> None:
         """Note that a group is there. connection: what it speaks through."""
         with self._changed:
@@ -110,26 +115,33 @@ class Rounds:
             self._state = state
             return True
 
-    def contribute(self, group: int, number: int, change: Contribution) -> None:
+    def contribute(self, group: int, base: str, change: Contribution, seconds: float) -> bool:
         """Take the change of a group. It has an answer when the round is closed, or at once if it is too late.
 
-        number: round of the outer masters that the change begins from.
+        Args:
+            base: name of the outer masters that the change begins from.
+            seconds: longest wait for the end of a round that is closing.
+
+        Returns:
+            Whether the change was taken: no round is closing.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._closing)
+            if not self._changed.wait_for(lambda: not self._closing, seconds):
+                return False
             state = self._state
             assert state is not None
-            if number == state.round:
+            if base == state.name:
                 self._began = self._began if self._fresh else time.monotonic()
                 self._fresh[group] = change
                 self._await(group)
             else:
-                counted = number == state.round - 1 and group not in state.contributors
+                counted = base == state.previous and group not in state.contributors
                 change.answer = Whole(state, counted)
                 if counted:
                     self._late[group] = change
             self._bytes += change.data.size
         self._wake()
+        return True
 
     def wait_for(self, change: Contribution, seconds: float) -> Update | Whole | None:
         """Return the answer to a change; None if there is none within some seconds."""
@@ -173,7 +185,7 @@ class Rounds:
         with self._changed:
             self._state = new
             for group, change in fresh.items():
-                change.answer = Whole(new, counted=False) if group in wrong else Update(new.round, new.step, data)
+                change.answer = Whole(new, counted=False) if group in wrong else Update(new, data)
             self._closing = False
             self._changed.notify_all()
 

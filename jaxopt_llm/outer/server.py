@@ -28,8 +28,9 @@ from jaxopt_llm.outer.rounds import Contribution, Record, Rounds, Update, Whole
 from jaxopt_llm.outer.wire import ALIVE_SECONDS, Wire
 
 LOOK_SECONDS = 0.2  # between two looks at the clocks of the rounds
+JOIN_SECONDS = 5.0  # longest wait for the end of a connection
 RECORDS = "rounds.jsonl"
-_MOST_PROCESSES = 2**16
+_MOST_PROCESSES, _LONGEST_NAME = 2**16, 100
 
 
 @dataclass
@@ -59,6 +60,7 @@ class OuterServer:
         self._lanes: dict[int, Lane] = {}
         self._lock = threading.Lock()
         self._wires: set[Wire] = set()
+        self._threads: list[threading.Thread] = []
         self._due, self._closed = threading.Event(), False
         self._refused = 0
         self._saved = store.load_all(directory)  # a damaged file is found at the start
@@ -76,6 +78,8 @@ class OuterServer:
         with self._lock:
             for wire in self._wires:
                 wire.close()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
 
     def serve(self, stopping: Callable[[], bool]) -> None:
         """Close rounds when they are due, until `stopping()` returns True.
@@ -116,7 +120,9 @@ class OuterServer:
         while not self._closed:
             arrival = self._acceptor.wait(time.monotonic() + LOOK_SECONDS)
             if arrival is not None:
-                threading.Thread(target=self._meet, args=(arrival,), daemon=True).start()
+                thread = threading.Thread(target=self._meet, args=(arrival,), daemon=True)
+                thread.start()
+                self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _meet(self, arrival: Arrival) -> None:
         """Answer a process of a group, and serve it until it goes."""
@@ -180,6 +186,8 @@ class OuterServer:
             if lane is None or lane.facts != facts:
                 if lane is not None and (others := lane.rounds.connected):
                     raise InputError(_describe_differences(facts, lane.facts, others[0]))
+                if lane is not None and not lane.rounds.is_idle:
+                    raise ConnectionError("the round of the groups that were there is not closed yet")
                 self._saved.pop(process, None)
                 rounds = Rounds(self._groups, self._wait, state, self._due.set)
                 lane = self._lanes[process] = Lane(process, layout, outer, facts, rounds)
@@ -193,15 +201,16 @@ class OuterServer:
         def expected(message: dict[str, Any]) -> int:
             sizes = {"offer": 4 * lane.layout.size, "change": lane.layout.count_bytes(lane.outer.form), "fetch": 0}
             numbers = [message.get(name) for name in ("round", "step")]
-            if message.get("kind") not in sizes or any(type(each) is not int or each < 0 for each in numbers):
+            is_named = isinstance(message.get("base"), str) and len(message["base"]) <= _LONGEST_NAME
+            if message.get("kind") not in sizes or not is_named or any(type(n) is not int or n < 0 for n in numbers):
                 raise ValueError("not a message")
             return sizes[message["kind"]]
 
         wire.wait(None)
         message, payload = wire.receive(expected)
-        state, numbers = lane.rounds.state, (message["round"], message["step"])
+        state, described = lane.rounds.state, (message["round"], message["step"], message["base"])
         if message["kind"] == "offer":
-            state = OuterMasters.begin(lane.layout, *numbers, payload.view("<f4").astype(np.float32))
+            state = OuterMasters.begin(lane.layout, *described, payload.view("<f4").astype(np.float32))
             if np.isfinite(state.masters).all() and lane.rounds.begin(state, self._saver(lane)):
                 wire.send({"kind": "taken"})
                 return
@@ -216,19 +225,23 @@ class OuterServer:
 
 def _answer_change(wire: Wire, lane: Lane, group: int, message: dict[str, Any], payload: np.ndarray) -> None:
     change = Contribution(message["step"], payload)
-    lane.rounds.contribute(group, message["round"], change)
+    while not lane.rounds.contribute(group, message["base"], change, ALIVE_SECONDS):
+        wire.send({"kind": "alive"})
     while (answer := lane.rounds.wait_for(change, ALIVE_SECONDS)) is None:
         wire.send({"kind": "alive"})
     if isinstance(answer, Update):
-        wire.send({"kind": "update", "round": answer.round, "step": answer.step}, answer.data)
+        wire.send({"kind": "update", **_describe(answer.state)}, answer.data)
     else:
         _send_whole(wire, answer)
 
 
 def _send_whole(wire: Wire, answer: Whole) -> None:
-    state = answer.state
-    described = {"kind": "masters", "round": state.round, "step": state.step, "counted": answer.counted}
-    wire.send(described, np.ascontiguousarray(state.masters, "<f4").view(np.uint8))
+    described = {"kind": "masters", "counted": answer.counted, **_describe(answer.state)}
+    wire.send(described, np.ascontiguousarray(answer.state.masters, "<f4").view(np.uint8))
+
+
+def _describe(state: OuterMasters) -> dict[str, Any]:
+    return {"round": state.round, "step": state.step, "name": state.name}
 
 
 def _describe_differences(theirs: dict[str, Any], ours: dict[str, Any], other: int) -> str:

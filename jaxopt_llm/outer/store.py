@@ -27,6 +27,8 @@ def save(directory: Path, process: int, state: OuterMasters) -> None:
     described = {
         "round": state.round,
         "step": state.step,
+        "name": state.name,
+        "previous": state.previous,
         "contributors": state.contributors,
         "segments": state.layout.segments,
         "sha256": _digest(vectors),
@@ -74,7 +76,8 @@ def load(directory: Path, process: int) -> OuterMasters | None:
             raise ValueError("another hash")
         masters, momentum = (each.astype(np.float32, copy=False) for each in vectors)
         numbers = int(described["round"]), int(described["step"])
-        return OuterMasters(layout, *numbers, masters, momentum, tuple(map(int, described["contributors"])))
+        names = str(described["name"]), str(described["previous"])
+        return OuterMasters(layout, *numbers, *names, masters, momentum, tuple(map(int, described["contributors"])))
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: it is damaged ({error}); restore it, or delete it: the groups then go on from the masters of the "

@@ -18,8 +18,8 @@ from jaxopt_llm.core import json_files
 from jaxopt_llm.distributed import handshake
 
 # A connection that takes or brings no byte for this time is lost. The server says something every ALIVE_SECONDS while
-# it has no answer yet.
-SILENCE_SECONDS = 30.0
+# it has no answer yet; the hash of an answer of 100 GB takes a minute.
+SILENCE_SECONDS = 120.0
 ALIVE_SECONDS = 5.0
 _MAX_LINE_BYTES = 2**16
 _CHUNK_BYTES = 2**20

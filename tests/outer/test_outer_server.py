@@ -408,12 +408,9 @@ def test_a_wrong_message_of_a_member_ends_only_its_connection(attack: str, run: 
     other.exchange()
     joined = join_by_hand(running, 1)
     payload = LAYOUT.encode(draw(5), "exact")
-    message = {"kind": "change", "round": 0, "step": 3}
-    if attack == "size":  # a terabyte, of which nothing is allocated
-        described = message | {"bytes": 2**40, "sha256": ""}
-        joined._connection.sendall(
-            json.dumps(handshake.sign(TOKEN, f"{joined.their_nonce}/0", described)).encode() + b"\n"
-        )
+    message = {"kind": "change", "round": 0, "step": 3, "base": ""}
+    if attack == "size":
+        joined.send(message, np.append(payload, payload[:4]))
     elif attack == "content":
         sent, real = [], joined._connection
         joined._connection = type("Recorder", (), {"sendall": lambda self, data: sent.append(bytes(data))})()  # type: ignore[assignment]
@@ -425,9 +422,9 @@ def test_a_wrong_message_of_a_member_ends_only_its_connection(attack: str, run: 
     elif attack == "unsigned":
         joined._connection.sendall(json.dumps(message | {"bytes": 0, "sha256": ""}).encode() + b"\n")
     elif attack == "replayed":
-        joined.send({"kind": "fetch", "round": 0, "step": 0})
+        joined.send({"kind": "fetch", "round": 0, "step": 0, "base": ""})
         joined._sent = 0
-        joined.send({"kind": "fetch", "round": 0, "step": 0})
+        joined.send({"kind": "fetch", "round": 0, "step": 0, "base": ""})
     else:
         wrong = {"kind": {"kind": "other"}, "number": {"round": -1}}[attack]
         joined.send(message | wrong, payload)
@@ -445,3 +442,26 @@ def test_a_server_that_is_no_outer_server_is_lost(monkeypatch: pytest.MonkeyPatc
         other._address = silent.getsockname()
         with pytest.raises(ServerLost):
             other.exchange(None, 0, draw(1))
+
+
+def test_a_server_that_goes_on_from_older_masters_takes_no_change_of_newer_ones(run: Callable[..., Running]) -> None:
+    running = run(2)
+    groups = begin(running)
+    older = store.path_of(running.directory, 0).read_bytes()
+    groups[0].train()
+    groups[1].train()
+    together(groups)
+    running.stop()
+    store.path_of(running.directory, 0).write_bytes(older)
+    running.start()
+    groups[1].client.stop()
+    again = Group(running, 1)
+    again.exchange()
+    again.train()
+    with ThreadPoolExecutor() as pool:  # the round 1 of the older masters, with another group
+        closed = pool.submit(again.exchange)
+        answer = groups[0].exchange()
+        assert answer.whole and not answer.counted and answer.base.round in (0, 1)
+        groups[0].exchange()
+        assert not closed.result().whole
+    np.testing.assert_array_equal(groups[0].own, again.own)
