@@ -1,122 +1,19 @@
 """The outer server and its clients in one process, against DiLoCo in NumPy."""
 
-import contextlib
-import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from outer_groups import LAYOUT, MOMENTUM, PATIENCE, RATE, TOKEN, Group, Running, begin, draw, together
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed import acceptor, handshake
-from jaxopt_llm.distributed.handshake import Hello
-from jaxopt_llm.distributed.peer import Peer
-from jaxopt_llm.outer import client, server, store, wire
-from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerLost
-from jaxopt_llm.outer.codes import Layout
+from jaxopt_llm.outer import store
+from jaxopt_llm.outer.client import ServerLost
 from jaxopt_llm.outer.server import OuterServer
-
-LAYOUT = Layout(((7, 0), (256, 128)))
-RATE, MOMENTUM = 0.7, 0.9
-TOKEN = b"secret"
-PATIENCE = 30.0  # seconds; what the tests wait for takes milliseconds
-
-
-class Running:
-    """A server in this process, at the same port after each start."""
-
-    def __init__(self, directory: Path, groups: int, wait: float) -> None:
-        self.directory, self.groups, self.wait, self.port = directory, groups, wait, 0
-        self.start()
-
-    def start(self) -> None:
-        listener = server.open_listener(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
-        self._stopped = False
-        ready = threading.Event()
-
-        def run() -> None:
-            with listener, OuterServer(listener, self.directory, self.groups, self.wait, TOKEN) as running:
-                self.server = running
-                ready.set()
-                running.serve(lambda: self._stopped)
-
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
-        assert ready.wait(PATIENCE)
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._thread.join()
-
-    def client(self, index: int, form: str = "exact", token: bytes = TOKEN, **facts: Any) -> OuterClient:
-        known = {"process": 0, "segments": LAYOUT.segments, "rate": RATE, "momentum": MOMENTUM, "form": form}
-        groups = facts.pop("groups", self.groups)
-        member = Member(index, groups, LAYOUT, form, {**known, "settings": {}, **facts})
-        return OuterClient(("127.0.0.1", self.port), member, token)
-
-    def rounds(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "rounds.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(client, "CONNECT_SECONDS", 1.0)
-    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.02)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    with contextlib.ExitStack() as scope:
-
-        def start(groups: int, wait: float = PATIENCE) -> Running:
-            running = Running(tmp_path, groups, wait)
-            scope.callback(running.stop)
-            return running
-
-        yield start
-
-
-def draw(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(LAYOUT.size).astype(np.float32)
-
-
-class Group:
-    """A group that changes its masters at random."""
-
-    def __init__(self, running: Running, index: int, **options: Any) -> None:
-        self.index, self.client = index, running.client(index, **options)
-        self.base: Base | None = None
-        self.own = draw(1000)
-        self.step = 0
-
-    def exchange(self) -> Answer:
-        answer = self.client.exchange(self.base, self.step, self.own)
-        self.base, self.own = answer.base, answer.base.vector
-        return answer
-
-    def train(self, steps: int = 3) -> None:
-        self.step += steps
-        self.own = self.own - 0.1 * draw(100 * self.step + self.index)
-
-
-def together(groups: list[Group]) -> list[Answer]:
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(lambda group: group.exchange(), groups))
-
-
-def begin(running: Running, **options: Any) -> list[Group]:
-    groups = [Group(running, index, **options) for index in range(running.groups)]
-    for group in groups:
-        group.exchange()
-    return groups
 
 
 def step_by_hand(masters: np.ndarray, momentum: np.ndarray, owns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -355,93 +252,6 @@ def test_two_groups_with_one_index_are_told(run: Callable[..., Running]) -> None
     with pytest.raises(ServerLost, match="group 1 is there already: give each group its own --groups.index"):
         Group(running, 1).exchange()
     groups[1].client.stop()
-
-
-def knock(running: Running) -> tuple[socket.socket, Peer, str]:
-    connection = socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE)
-    peer = Peer(connection)
-    greeting = peer.receive_one(time.monotonic() + PATIENCE)
-    assert greeting is not None
-    return connection, peer, greeting["nonce"]
-
-
-def is_closed(connection: socket.socket) -> bool:
-    connection.settimeout(PATIENCE)
-    try:
-        while connection.recv(65536):
-            pass
-    except ConnectionResetError:
-        return True
-    return True
-
-
-def join_by_hand(running: Running, index: int) -> wire.Wire:
-    connection, peer, nonce = knock(running)
-    member = running.client(index)._member
-    hello = Hello(index, 2, "host", member.facts, "mine")
-    peer.send(handshake.sign(TOKEN, nonce, hello.__dict__))
-    signed = peer.receive_one(time.monotonic() + PATIENCE)
-    return wire.Wire(connection, TOKEN, "mine", handshake.open_signed(TOKEN, "mine", signed)["nonce"])
-
-
-def test_strangers_do_no_harm(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "HELLO_SECONDS", 0.5)
-    running = run(2)
-    groups = begin(running)
-    silent = knock(running)[0]
-    garbage = knock(running)[0]
-    garbage.sendall(b"\x00\xff" * 1000 + b"\n")
-    deep = knock(running)[0]
-    deep.sendall(b"[" * 10_000 + b"\n")
-    unknown, peer, nonce = knock(running)
-    peer.send(handshake.sign(b"guess", nonce, Hello(0, 2, "host", {}, "mine").__dict__))
-    assert all(map(is_closed, (silent, garbage, deep, unknown)))
-    for group in groups:
-        group.train()
-    assert not any(answer.whole for answer in together(groups))
-
-
-@pytest.mark.parametrize("attack", ["size", "content", "kind", "number", "unsigned", "replayed"])
-def test_a_wrong_message_of_a_member_ends_only_its_connection(attack: str, run: Callable[..., Running]) -> None:
-    running = run(2)
-    other = Group(running, 0)
-    other.exchange()
-    joined = join_by_hand(running, 1)
-    payload = LAYOUT.encode(draw(5), "exact")
-    message = {"kind": "change", "round": 0, "step": 3, "base": ""}
-    if attack == "size":
-        joined.send(message, np.append(payload, payload[:4]))
-    elif attack == "content":
-        sent, real = [], joined._connection
-        joined._connection = type("Recorder", (), {"sendall": lambda self, data: sent.append(bytes(data))})()  # type: ignore[assignment]
-        joined.send(message, payload)
-        joined._connection = real
-        whole = bytearray(b"".join(sent))
-        whole[-1] ^= 1
-        real.sendall(whole)
-    elif attack == "unsigned":
-        joined._connection.sendall(json.dumps(message | {"bytes": 0, "sha256": ""}).encode() + b"\n")
-    elif attack == "replayed":
-        joined.send({"kind": "fetch", "round": 0, "step": 0, "base": ""})
-        joined._sent = 0
-        joined.send({"kind": "fetch", "round": 0, "step": 0, "base": ""})
-    else:
-        wrong = {"kind": {"kind": "other"}, "number": {"round": -1}}[attack]
-        joined.send(message | wrong, payload)
-    assert is_closed(joined._connection)
-    other.train()
-    answer = other.exchange()
-    assert not answer.whole and running.rounds()[-1]["contributed"] == [0]
-
-
-def test_a_server_that_is_no_outer_server_is_lost(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Running]) -> None:
-    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.3)
-    running = run(1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        other = running.client(0)
-        other._address = silent.getsockname()
-        with pytest.raises(ServerLost):
-            other.exchange(None, 0, draw(1))
 
 
 def test_a_server_that_goes_on_from_older_masters_takes_no_change_of_newer_ones(run: Callable[..., Running]) -> None:
