@@ -66,16 +66,12 @@ class OuterMasters:
         return cls(layout, number, step, name, "", masters, np.zeros_like(masters))
 
     def advance(
-        self, outer: OuterStep, changes: list[np.ndarray], step: int, contributors: tuple[int, ...]
+        self, outer: OuterStep, change: np.ndarray, step: int, contributors: tuple[int, ...]
     ) -> tuple["OuterMasters", np.ndarray]:
         """Return the masters after an outer step, and its update, encoded. Everyone applies it as `subtract` does.
 
-        changes: of each group, outer masters - its own masters, in the order of the groups.
+        change: mean over the groups of (outer masters - the group's masters).
         """
-        change = changes[0].copy()
-        for other in changes[1:]:
-            change += other
-        change /= np.float32(len(changes))
         decay, rate = np.float32(outer.momentum), np.float32(outer.rate)
         momentum = decay * self.momentum + change
         update = self.layout.encode(rate * (change + decay * momentum), outer.form)

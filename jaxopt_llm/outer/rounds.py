@@ -169,16 +169,16 @@ class Rounds:
             connected = set(self._connected)
             self._count_missed(self._awaited - fresh.keys())
         assert state is not None
-        changes, wrong = _decode(state, outer, fresh, late)
+        mean, counted, wrong = _average(state, outer, fresh, late)
         new, data = state, np.empty(0, np.uint8)
-        if changes:
-            contributors = tuple(sorted(changes.keys() & fresh.keys()))
-            step = max(fresh[group].step for group in contributors) if contributors else state.step
-            new, data = state.advance(outer, [changes[group] for group in sorted(changes)], step, contributors)
+        if counted:
+            contributors = tuple(sorted(counted & fresh.keys()))
+            step = max((fresh[group].step for group in contributors), default=state.step)
+            new, data = state.advance(outer, mean, step, contributors)
             save(new)
             others = set(range(self._groups)) - fresh.keys()
             record: Record = {"round": new.round, "step": new.step, "contributed": list(contributors)}
-            record |= {"counted_late": sorted(changes.keys() & late.keys()), "not_finite": sorted(wrong)}
+            record |= {"counted_late": sorted(counted & late.keys()), "not_finite": sorted(wrong)}
             record |= {"late": sorted(others & connected), "absent": sorted(others - connected)}
             record |= {"bytes": carried + len(fresh) * data.size}
             write(record | {"seconds": round(time.monotonic() - self._began, 3)})
@@ -197,18 +197,23 @@ class Rounds:
                 self._awaited.discard(group)
 
 
-def _decode(
+def _average(
     state: OuterMasters, outer: OuterStep, fresh: dict[int, Contribution], late: dict[int, Contribution]
-) -> tuple[dict[int, np.ndarray], set[int]]:
-    """Return the change of each group, and the groups with a value that is not finite, which are left out."""
-    changes: dict[int, np.ndarray] = {}
-    wrong = set()
+) -> tuple[np.ndarray, set[int], set[int]]:
+    """Return the mean change, the groups in it, and those that are left out: they have a value that is not finite.
+
+    The changes are added in the order of the groups, one at a time: a server may have no room for all as float32.
+    """
+    total = np.zeros(state.layout.size, np.float32)
+    counted, wrong = set(), set()
     for group in sorted(fresh.keys() | late.keys()):
-        parts = [each[group] for each in (fresh, late) if group in each]
-        vectors = [state.layout.decode(part.data, outer.form) for part in parts]
-        change = vectors[0] if len(vectors) == 1 else vectors[0] + vectors[1]
+        change, *more = (state.layout.decode(each[group].data, outer.form) for each in (fresh, late) if group in each)
+        for other in more:
+            change += other
         if np.isfinite(change).all():
-            changes[group] = change
+            total += change
+            counted.add(group)
         else:
             wrong.add(group)
-    return changes, wrong
+    total /= np.float32(max(len(counted), 1))
+    return total, counted, wrong

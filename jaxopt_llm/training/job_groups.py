@@ -115,6 +115,8 @@ class JobGroup:
         if isinstance(exchange.error, InputError):
             raise exchange.error
         state, ahead = self._settle(state, exchange, start)
+        if ahead == self._config.training.steps:
+            self._say(f"the other groups have finished: {self._setup.directory} keeps the checkpoints that it has")
         return state, start if ahead is None else ahead
 
     def after_step(self, state: TrainState, step: int) -> tuple[TrainState, int | None]:
