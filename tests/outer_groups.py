@@ -1,14 +1,17 @@
 """An outer server in this process, and groups that change their masters at random."""
 
+import contextlib
 import json
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from jaxopt_llm.outer import server
+from jaxopt_llm.outer import client, server
 from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient
 from jaxopt_llm.outer.codes import Layout
 from jaxopt_llm.outer.server import OuterServer
@@ -54,6 +57,22 @@ class Running:
 
     def rounds(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / "rounds.jsonl").read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def serve_quickly(directory: Path) -> Iterator[Callable[..., Running]]:
+    """Yield a function that starts a server for some groups. Servers and clients then look often and wait little."""
+    with contextlib.ExitStack() as scope, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "LOOK_SECONDS", 0.01)
+        patch.setattr(client, "CONNECT_SECONDS", 1.0)
+        patch.setattr(client, "PAUSE_SECONDS", 0.02)
+
+        def start(groups: int, wait: float = PATIENCE) -> Running:
+            running = Running(directory, groups, wait)
+            scope.callback(running.stop)
+            return running
+
+        yield start
 
 
 def draw(seed: int) -> np.ndarray:

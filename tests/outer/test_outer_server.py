@@ -2,18 +2,25 @@
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from outer_groups import LAYOUT, MOMENTUM, PATIENCE, RATE, TOKEN, Group, Running, begin, draw, together
+from outer_groups import LAYOUT, MOMENTUM, PATIENCE, RATE, TOKEN, Group, Running, begin, draw, serve_quickly, together
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.outer import store
 from jaxopt_llm.outer.client import ServerLost
 from jaxopt_llm.outer.server import OuterServer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    with serve_quickly(tmp_path) as start:
+        yield start
 
 
 def step_by_hand(masters: np.ndarray, momentum: np.ndarray, owns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,17 +3,24 @@
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from outer_groups import LAYOUT, PATIENCE, TOKEN, Group, Running, begin, draw, together
+from outer_groups import LAYOUT, PATIENCE, TOKEN, Group, Running, begin, draw, serve_quickly, together
 
 from jaxopt_llm.distributed import acceptor, handshake
 from jaxopt_llm.distributed.handshake import Hello
 from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.outer import client, wire
 from jaxopt_llm.outer.client import ServerLost
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    with serve_quickly(tmp_path) as start:
+        yield start
 
 
 def knock(running: Running) -> tuple[socket.socket, Peer, str]:
