@@ -84,7 +84,7 @@ class Rounds:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no round is open or closing."""
+        """True if no round is open or closing."""
         with self._changed:
             return not self._fresh and not self._closing
 
