@@ -10,11 +10,13 @@ from marks import slow
 from test_bytes import Compiled, compiled, layer_parameters, per_layer
 
 from jaxopt_llm.compiler import hlo, topology
-from jaxopt_llm.config import Config, MeshConfig, ModelConfig, RematConfig, ShardingConfig, TrainingConfig
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, RematConfig, ShardingConfig, TrainingConfig, cli
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.training.program import Program, make_program
 
 HOSTS = MeshConfig(data=8, fsdp=8)
@@ -65,6 +67,27 @@ def test_a_dense_step_sends_about_a_quarter_between_hosts(accumulation: int) -> 
     )
     assert int8 <= 0.28 * exact
     assert int4 <= 0.21 * exact
+
+
+@pytest.mark.slow
+def test_a_step_of_10b_sends_a_quarter_between_hosts() -> None:
+    """The whole model of `10b.py` with a row on each of 8 × 8 H100s: all 36 layers, both tables and the norms."""
+    recipe = replace_fields(cli.load_recipe("10b.py"), {"mesh.data": 8, "training.batch_size": 64})
+
+    def measure_step(**sharding: Any) -> tuple[float, int]:
+        config = replace_fields(recipe, {f"sharding.{name}": value for name, value in sharding.items()})
+        plan = make_plan(config, "h100", hosts=8, gpus_per_host=8)
+        assert all(each.link == ("network" if "data" in each.axes else "nvlink") for each in plan.collectives)
+        return sum(each.bytes for each in plan.collectives if each.link == "network"), plan.parameters
+
+    exact, parameters = measure_step()
+    assert parameters == 10_237_096_960
+    of_host = SHARE * parameters / HOSTS.fsdp
+    assert exact == pytest.approx(8 * of_host, rel=0.001)
+    for bits, most in (("int8", 0.28), ("int4", 0.2)):
+        sent, _ = measure_step(optimizer_over_data=True, int8_gathers=("data",), data_gradients=bits)
+        assert sent == pytest.approx((CODED[bits] + CODED["int8"]) * of_host, rel=0.02)
+        assert sent <= most * exact
 
 
 @pytest.mark.slow
