@@ -48,7 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--network", type=float, nargs="+", default=[], metavar="GBPS",
         help="network of each host, in Gb/s, which its GPUs share (default: the usual one of a server with such GPUs); "
-        "with several, show the time of the step for each; settings are chosen for the first",
+        "with several, show the time of the step for each, with settings for the first; with --search, the fastest "
+        "settings for each",
     )  # fmt: skip
     add("--nvlink", type=float, metavar="GB/S", help="NVLink of each GPU in one direction (default: the GPU's)")
     add("--pcie", type=float, metavar="GB/S", help="PCIe of each GPU in one direction (default: the GPU's)")
@@ -83,13 +84,13 @@ from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
 from jaxopt_llm.planning.memory import format_kinds, format_largest
-from jaxopt_llm.planning.search import decision_tree, ranking, report
+from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
-from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan
+from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan, make_plans
 from jaxopt_llm.planning.units import GIB, choose_unit
 from jaxopt_llm.training.local_steps import sharding_within
 from jaxopt_llm.training.validation import validate
@@ -262,8 +263,8 @@ def _read_rates(options: argparse.Namespace) -> LinkRates:
         raise InputError("--nvlink has no effect on one GPU: give --gpus-per-host")
     if options.network and options.hosts == 1:
         raise InputError("--network has no effect on one host: give --hosts")
-    if options.search and len(options.network) > 1:
-        raise InputError("--network: --search takes one network; search for each of them")
+    if options.write and len(options.network) > 1:
+        raise InputError("--write saves the settings for one network: give one --network, or leave out --write")
     return LinkRates(**given)
 
 
@@ -308,28 +309,28 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     gpu, hosts, gpus_per_host = options.gpu, options.hosts, options.gpus_per_host
     topology.gpu_topology(gpu, hosts, gpus_per_host)  # raises an error now, before the search
     rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
-    cluster = Cluster(gpu, hosts, gpus_per_host, rates)
-    limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
-    config = _with_policy(config, cluster, limit)
+    links = [dataclasses.replace(rates, network=each) for each in options.network] or [rates]
+    clusters = [Cluster(gpu, hosts, gpus_per_host, each) for each in links]
+    limit = int(clusters[0].chip.memory_bytes * float(MEMORY_FRACTION))
+    config = _with_policy(config, clusters[0], limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
-    place = {"gpu": gpu, "hosts": hosts, "gpus_per_host": gpus_per_host, "rates": rates}
-    plan_config = functools.partial(make_plan, **place, networks=options.network)
-    spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED)
+    plan_config = functools.partial(make_plans, clusters=clusters)
+    spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED * len(clusters))
     with ProcessPoolExecutor(compiles, spawn, prepare_jax) as processes, line:
         if compiles > 1:
             for _ in range(compiles):
                 processes.submit(prepare_jax)  # the processes start and import JAX while this one estimates
 
-        def compile_all(candidates: Sequence[Config]) -> Iterator[Plan]:
+        def compile_all(candidates: Sequence[Config]) -> Iterator[tuple[Plan, ...]]:
             line.announce([report.describe_setting(candidate, config) for candidate in candidates])
-            for plan in (processes.map if compiles > 1 else map)(plan_config, candidates):
+            for plans in (processes.map if compiles > 1 else map)(plan_config, candidates):
                 line.advance()
-                yield plan
+                yield plans
 
-        found = ranking.search_settings(config, cluster, limit, allowed, compile_all, compiles)
-    seconds = time.perf_counter() - clock
+        results = networks.search_networks(config, clusters, limit, allowed, compile_all, compiles)
+    seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
     steps = [] if found.winner else find_remedies(found, allowed, float(MEMORY_FRACTION))
-    _print_search(found, seconds, steps, options)
+    _print_search(results, seconds, steps, options)
     if found.winner is None:
         lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB
         problem = f"nothing fits: the smallest of the compiled settings lacks {lacking:.1f} GiB of each GPU"
@@ -346,15 +347,23 @@ def _with_policy(config: Config, cluster: Cluster, limit: int) -> Config:
     return dataclasses.replace(config, remat=likely.remat)
 
 
-def _print_search(found: ranking.SearchResult, seconds: float, steps: list[str], options: argparse.Namespace) -> None:
+def _print_search(
+    results: Sequence[ranking.SearchResult], seconds: float, steps: list[str], options: argparse.Namespace
+) -> None:
+    trees = [decision_tree.format_tree(each) if options.explain else "" for each in results]
+    several = len(results) > 1
     if options.json:
-        values = report.to_json(found, seconds, lambda plan: json_files.parse(to_json(plan))) | {"next_steps": steps}
-        if options.explain:
-            values |= {"tree": decision_tree.format_tree(found).splitlines()}
-        print(json.dumps(values, indent=2))
-    else:
-        tree = ["", decision_tree.format_tree(found)] if options.explain else []
-        print(report.format_table(found, seconds), *tree, sep="\n")
+        told = []
+        for result, tree in zip(results, trees, strict=True):
+            values = report.to_json(result, seconds, lambda plan: json_files.parse(to_json(plan)))
+            told.append(values | ({"tree": tree.splitlines()} if tree else {}))
+        found = {"networks": told} if several else told[0]
+        print(json.dumps(found | {"next_steps": steps}, indent=2))
+        return
+    print(report.format_networks(results, seconds) if several else report.format_table(results[0], seconds))
+    for result, tree in zip(results, trees, strict=True):
+        if tree:
+            print("", *([f"with {result.cluster.links.network:,.6g} Gb/s:"] if several else []), tree, sep="\n")
 
 
 def _check_new_recipe(file: Path) -> None:

@@ -110,17 +110,67 @@ def make_plan(
     Raises:
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
-    devices = _describe_gpus(config, gpu, hosts, gpus_per_host)
-    mesh, cluster = make_mesh(config.mesh, devices), Cluster(gpu, hosts, gpus_per_host, rates)
-    chip = cluster.chip
+    cluster = Cluster(gpu, hosts, gpus_per_host, rates)
+    return _describe_step(_compile_step(config, cluster), cluster, networks)
+
+
+def make_plans(config: Config, clusters: Sequence[Cluster]) -> tuple[Plan, ...]:
+    """Compile the training step once, and return its plan for each of these clusters.
+
+    Args:
+        clusters: the same GPUs with different links. The plan of each has the time with its network, if that is given.
+    """
+    step = _compile_step(config, clusters[0])
+    return tuple(
+        _describe_step(step, each, () if each.links.network is None else (each.links.network,)) for each in clusters
+    )
+
+
+@dataclass(frozen=True)
+class _CompiledStep:
+    """Compiled training step.
+
+    Attributes:
+        config: the configuration without `auto`. chosen: the values that replace it.
+        text: the program as text.
+        collectives: those of the step, and those of the outer step.
+    """
+
+    config: Config
+    chosen: dict[str, Any]
+    program: Program
+    mesh: jax.sharding.Mesh
+    placement: Placement
+    peak: Peak
+    text: str
+    collectives: tuple[Sequence[hlo.Collective], Sequence[hlo.Collective]]
+    compile_seconds: float
+
+
+def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
+    mesh = make_mesh(config.mesh, _describe_gpus(config, cluster.gpu, cluster.hosts, cluster.gpus_per_host))
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    limit, clock = int(chip.memory_bytes * float(MEMORY_FRACTION)), time.perf_counter()
-    choice = _choose_and_compile(config, cluster, limit, placement)
+    clock = time.perf_counter()
+    choice = _choose_and_compile(config, cluster, _find_limit(cluster), placement)
     compile_seconds = time.perf_counter() - clock
-    chosen, config, (program, peak) = list_choices(config, choice.config), choice.config, choice.compiled
-    text, memory = str(peak.compiled.as_text()), peak.memory
-    found = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
-    collectives = _sum_traffic(*found, config, mesh, cluster)
+    program, peak = choice.compiled
+    text = str(peak.compiled.as_text())
+    collectives = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
+    chosen = list_choices(config, choice.config)
+    return _CompiledStep(choice.config, chosen, program, mesh, placement, peak, text, collectives, compile_seconds)
+
+
+def _find_limit(cluster: Cluster) -> int:
+    """Return the bytes of a GPU that XLA may use."""
+    return int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
+
+
+def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[float]) -> Plan:
+    """Return the plan of a compiled step on GPUs with these links. `make_plan` describes the networks."""
+    config, program, placement, chip = step.config, step.program, step.placement, cluster.chip
+    mesh, text, memory, temporaries = step.mesh, step.text, step.peak.memory, step.peak.temporaries
+    limit = _find_limit(cluster)
+    collectives = _sum_traffic(*step.collectives, config, mesh, cluster)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
@@ -128,22 +178,22 @@ def make_plan(
         _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
     )
     known = KnownShapes.from_program(program, config, placement)
-    by_kind = sum_by_kind(program.state, known, memory, peak.temporaries)
+    by_kind = sum_by_kind(program.state, known, memory, temporaries)
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
         gpu=chip.name,
-        hosts=hosts,
-        gpus_per_host=gpus_per_host,
+        hosts=cluster.hosts,
+        gpus_per_host=cluster.gpus_per_host,
         jax=jax.__version__,
         parameters=leaves.count_parameters(program.model.specs),
         active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
-        chosen=chosen,
+        chosen=step.chosen,
         exchange=exchange.describe_exchange(config.model.moe, placement),
-        compile_seconds=compile_seconds,
+        compile_seconds=step.compile_seconds,
         memory=by_kind,
-        largest=find_largest(program.state, known, peak.temporaries),
+        largest=find_largest(program.state, known, temporaries),
         advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
         less_remat=advise_less_remat(resolved, cluster, int((1 - FREE) * limit) - by_kind.peak),
         host_bytes=memory.host,
@@ -154,10 +204,10 @@ def make_plan(
         collectives=collectives,
         flops=sum(computed.values()),
         flops_seconds=seconds_at_peak(chip, computed),
-        model_flops=_count_model_flops(config, program) / len(devices),
+        model_flops=_count_model_flops(config, program) / mesh.size,
         repeated_flops=work.repeated_flops,
         speed=speed,
-        networks=tuple(_time_network(text, found, config, mesh, cluster, network) for network in networks),
+        networks=tuple(_time_network(text, step.collectives, config, mesh, cluster, each) for each in networks),
         checkpoints=plan_checkpoints(config, program.specs, speed.step_seconds),
         idle=work.idle,
     )

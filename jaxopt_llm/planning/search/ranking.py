@@ -66,7 +66,8 @@ CompileAll = Callable[[Sequence[Config]], Iterable[CompiledPlan]]
 class Candidate:
     """Setting with its estimated memory, work and time.
 
-    Work and time are computed when they are first read: a search needs them only of settings that may fit.
+    Work and time are computed when they are read: a search needs them only of settings that may fit. Only the time is
+    kept, because the work of all settings would take a gigabyte.
 
     resolved: the setting with the attention of these GPUs.
     """
@@ -77,7 +78,7 @@ class Candidate:
     state: StateSizes
     footprint: Footprint
 
-    @functools.cached_property
+    @property
     def work(self) -> Work:
         return estimate_work(self.resolved, self.state, self.cluster)
 
@@ -199,6 +200,18 @@ def search_settings(
     Raises:
         InputError: no setting is legal.
     """
+    illegal, candidates = estimate_legal(config, cluster, allowed)
+    return rank_settings(config, cluster, limit, illegal, candidates, compile_all, at_once)
+
+
+def estimate_legal(
+    config: Config, cluster: Cluster, allowed: tuple[str, ...]
+) -> tuple[dict[MeshConfig, list[str]], tuple[Candidate, ...]]:
+    """Return the meshes without a legal setting, with the reasons, and the estimates of all legal settings.
+
+    Raises:
+        InputError: no setting is legal.
+    """
     illegal = {mesh: found for mesh in enumerate_meshes(config, cluster) if (found := list_mesh_problems(config, mesh))}
     candidates = estimate_all(config, cluster, allowed)
     if not candidates:
@@ -207,13 +220,30 @@ def search_settings(
             f"no mesh of {cluster.hosts} × {cluster.gpus_per_host} GPUs is legal for this recipe, for example "
             f"{next(iter(illegal.values()))[0]}" + (f"; --hosts {hosts} works" if hosts else "")
         )
+    return illegal, candidates
+
+
+def rank_settings(
+    config: Config,
+    cluster: Cluster,
+    limit: int,
+    illegal: dict[MeshConfig, list[str]],
+    candidates: Sequence[Candidate],
+    compile_all: CompileAll,
+    at_once: int = 1,
+) -> SearchResult:
+    """Compile the best of the estimated settings, and rank them. `search_settings` describes the arguments."""
     roomy = int((1 - FREE) * limit)
     if any(candidate.footprint.peak <= roomy for candidate in candidates):
         limit = min(limit, roomy)
     candidates = order_candidates(candidates, (1 + MEMORY_SLACK) * limit)
-    compiled = _compile_best(config, candidates, cluster, limit, compile_all, at_once)
-    ranked = sorted(compiled, key=lambda candidate: (not candidate.fits, candidate.time.total))
-    return SearchResult(config, cluster, limit, illegal, candidates, tuple(ranked))
+    compiled = _compile_best(config, candidates, limit, compile_all, at_once)
+    return SearchResult(config, cluster, limit, illegal, candidates, order_compiled(compiled))
+
+
+def order_compiled(compiled: Iterable[CompiledCandidate]) -> tuple[CompiledCandidate, ...]:
+    """Return the compiled settings that fit, fastest first, then the others, fastest first."""
+    return tuple(sorted(compiled, key=lambda candidate: (not candidate.fits, candidate.time.total)))
 
 
 def _find_legal_hosts(config: Config, cluster: Cluster) -> int | None:
@@ -227,7 +257,7 @@ def _find_legal_hosts(config: Config, cluster: Cluster) -> int | None:
 
 
 def _compile_best(
-    recipe: Config, candidates: Sequence[Candidate], cluster: Cluster, limit: int, compile_all: CompileAll, at_once: int
+    recipe: Config, candidates: Sequence[Candidate], limit: int, compile_all: CompileAll, at_once: int
 ) -> list[CompiledCandidate]:
     compiled: list[CompiledCandidate] = []
 
@@ -259,7 +289,7 @@ def _compile_best(
 
     def compile_some(some: Sequence[Candidate]) -> None:
         plans = compile_all([candidate.config for candidate in some])
-        compiled.extend(_measure(candidate, cluster, plan) for candidate, plan in zip(some, plans, strict=True))
+        compiled.extend(measure(candidate, plan) for candidate, plan in zip(some, plans, strict=True))
 
     promising = list_promising()
     while some := [*itertools.islice(promising, min(at_once, MAX_COMPILED - len(compiled)))]:
@@ -281,7 +311,8 @@ def is_valid(config: Config) -> bool:
     return True
 
 
-def _measure(candidate: Candidate, cluster: Cluster, plan: CompiledPlan) -> CompiledCandidate:
+def measure(candidate: Candidate, plan: CompiledPlan) -> CompiledCandidate:
+    """Return a candidate with the time by the figures of its compiled program."""
     work = use_compiled_figures(candidate.work, plan.flops, plan.collectives, plan.pcie_bytes)
-    time = compute_step_time(work, cluster.chip, candidate.config.precision.compute_dtype)
+    time = compute_step_time(work, candidate.cluster.chip, candidate.config.precision.compute_dtype)
     return CompiledCandidate(candidate, plan, time)

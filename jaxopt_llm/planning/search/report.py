@@ -1,7 +1,7 @@
 """Report of a search: settings in words, the table of the compiled settings, and the same as JSON."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxopt_llm.config import AXES, Config, MeshConfig, PipelineConfig, RematConfig, fields
@@ -77,10 +77,8 @@ def format_table(result: SearchResult, seconds: float) -> str:
         seconds: duration of the search.
     """
     recipe, cluster = result.recipe, result.cluster
-    may_fit = sum(map(result.may_fit, result.candidates))
     lines = [
-        f"{len(result.candidates):,} settings on {cluster.hosts} × {cluster.gpus_per_host} {cluster.chip.name}: "
-        f"{may_fit:,} fit by arithmetic, {len(result.compiled)} compiled, in {seconds:.0f} s",
+        _make_heading(result, seconds),
         "",
         f"{'':5}s/step  tokens/s     days  MFU  {'bottleneck':16}  "
         f"{' '.join(f'{name:>6}' for name in COLUMNS)}  (GiB of each GPU)",
@@ -103,6 +101,40 @@ def format_table(result: SearchResult, seconds: float) -> str:
         flags = format_flags(result.winner.config, recipe) or "the recipe without changes"
         lines += ["", f"fastest that fits: {flags}"]
     return "\n".join(lines)
+
+
+def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
+    """Return the table of the fastest settings on each network.
+
+    Args:
+        results: one for each network, all of which have a setting that fits or none of which has.
+        seconds: duration of the search.
+    """
+    first = results[0]
+    lines = [
+        _make_heading(first, seconds, f" for {len(results)} networks"),
+        "",
+        f"{'network of a host, Gb/s':>23} {'s/step':>10} {'tokens/s':>12} {'waits for it':>12}  fastest that fits",
+    ]
+    flags = ["", "the flags for each network:"]
+    for result in results:
+        winner, gigabits = result.winner, f"{result.cluster.links.network:,.6g}"
+        if winner is None:
+            return "\n".join([lines[0], "no setting fits"])
+        lines.append(
+            f"{gigabits:>23} {winner.time.total:10,.4g} {compute_tokens_per_second(winner):12,.0f} "
+            f"{winner.network_share:12.1%}  {describe_setting(winner.config, result.recipe)}"
+        )
+        flags.append(f"{gigabits:>7} Gb/s: {format_flags(winner.config, result.recipe) or 'the recipe'}")
+    return "\n".join(lines + flags)
+
+
+def _make_heading(result: SearchResult, seconds: float, purpose: str = "") -> str:
+    cluster, may_fit = result.cluster, sum(map(result.may_fit, result.candidates))
+    return (
+        f"{len(result.candidates):,} settings on {cluster.hosts} × {cluster.gpus_per_host} {cluster.chip.name}: "
+        f"{may_fit:,} fit by arithmetic, {len(result.compiled)} compiled{purpose}, in {seconds:.0f} s"
+    )
 
 
 def compute_mfu(candidate: CompiledCandidate, result: SearchResult) -> float:
@@ -134,6 +166,7 @@ def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any
         "gpu": result.cluster.chip.name,
         "hosts": result.cluster.hosts,
         "gpus_per_host": result.cluster.gpus_per_host,
+        "network": result.cluster.links.network,
         "settings": len(result.candidates),
         "fit_by_arithmetic": sum(map(result.may_fit, result.candidates)),
         "seconds": seconds,

@@ -19,7 +19,7 @@ from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import Memory
-from jaxopt_llm.planning.search import decision_tree, ranking, report
+from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
     MEMORY_SLACK,
@@ -30,7 +30,7 @@ from jaxopt_llm.planning.search.ranking import (
     search_settings,
 )
 from jaxopt_llm.planning.search.remedies import find_remedies
-from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.roofline import Cluster, StepTime
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.stopping import MIN_GAIN, PRIOR_ERROR
 from jaxopt_llm.planning.speed import compute_speed
@@ -304,7 +304,7 @@ def plan_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             return dataclasses.replace(as_estimated(config, limit=limit), collectives=())
 
         monkeypatch.setattr(planning, "make_plan", make_plan)
-        monkeypatch.setattr(ranking, "search_settings", lambda *_: run(make_plan, limit=limit)[0])
+        monkeypatch.setattr(networks, "search_networks", lambda *_: [run(make_plan, limit=limit)[0]])
         given = ("--config", "10b.py", "--mesh.fsdp", "4", "--gpus-per-host", "4", *arguments)
         monkeypatch.setattr(sys, "argv", ["plan", *given])
         return planning.main()
@@ -385,6 +385,34 @@ def test_a_search_that_finds_nothing_has_the_same_exit_code(
     monkeypatch.setattr(planning, "find_remedies", lambda *_: ["--hosts 2"])
     with pytest.raises(DoesNotFit, match=r"nothing fits: .* GiB of each GPU. Cheapest next step: --hosts 2"):
         plan_command(GIB, "--search")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("transfers", "share"),
+    [
+        ((), 0.0),
+        ((("nvlink", 0.8, 0.0),), 0.0),
+        ((("network", 0.8, 0.0),), 1.0 / 5.0),  # at 80% of the rate of the link
+        ((("network", 0.8, 0.25),), 0.75 / 5.0),  # kernels hide a quarter
+        ((("network", 0.8, 1.0), ("nvlink", 0.4, 0.5)), 0.0),
+        ((("network", 0.8, 0.25), ("nvlink", 0.4, 0.0), ("network", 2.4, 0.5)), (0.75 + 1.5) / 5.0),
+    ],
+)
+def test_the_share_of_the_network_is_what_no_kernel_hides(
+    transfers: tuple[tuple[str, float, float], ...], share: float
+) -> None:
+    traffic = tuple(
+        Traffic(("data",), link, "all-reduce", ("f32",), 1, 1, seconds, overlapped)
+        for link, seconds, overlapped in transfers
+    )
+    plan = dataclasses.replace(as_estimated(RECIPE), collectives=traffic)
+    time = StepTime(compute=1.0, memory=0.5, links=3.0, pcie=0.2, idle=0.3)
+    found = ranking.CompiledCandidate(estimate(RECIPE, CLUSTER, state_of(RECIPE)), plan, time)
+    assert found.network_share == pytest.approx(share)
+    result = SearchResult(RECIPE, Cluster("h200", 2, 4), LIMIT, {}, (), (found,))
+    assert f"; {share:.1%} of the step waits for the network" in report.format_table(result, 1.0)
+    assert report.to_json(result, 1.0, str)["ranked"][0]["network_share"] == found.network_share
 
 
 def test_json_contains_the_json_of_plans() -> None:
