@@ -30,7 +30,7 @@ from jaxopt_llm.config import (
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import breakdown, checkpoint_interval, step_plan
-from jaxopt_llm.planning.search import ranking, roofline
+from jaxopt_llm.planning.search import networks, ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -486,8 +486,8 @@ def test_the_search_is_at_least_as_good_as_the_recipe() -> None:
     recipe = replace_fields(cli.load_recipe("10b.py"), {"remat.policy": "full"})
     cluster = Cluster("h100", 1, 8)
     limit = int(0.92 * CHIPS["h100"].memory_bytes)
-    found = ranking.search_settings(
-        recipe, cluster, limit, (), lambda some: [make_plan(each, "h100", 1, 8) for each in some]
+    (found,) = networks.search_networks(
+        recipe, (cluster,), limit, (), lambda some: [(make_plan(each, "h100", 1, 8),) for each in some]
     )
     assert found.winner is not None
     of_recipe = next(choice for choice in found.compiled if choice.config == recipe)

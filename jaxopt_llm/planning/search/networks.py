@@ -27,6 +27,8 @@ def search_networks(
 
     Args:
         clusters: the same GPUs with different links.
+        limit: bytes of each GPU that XLA may use.
+        allowed: fields that may also change (`fields.SEARCHED`).
         compile_all: compiles up to `at_once` settings in parallel, and returns the plans of each for all clusters.
 
     Raises:

@@ -187,23 +187,6 @@ def _has_kernel(config: Config, cluster: Cluster) -> bool:
     return not unsupported[config.training.attention]
 
 
-def search_settings(
-    config: Config, cluster: Cluster, limit: int, allowed: tuple[str, ...], compile_all: CompileAll, at_once: int = 1
-) -> SearchResult:
-    """Find the fastest settings of a recipe's model, data and global batch that fit these GPUs.
-
-    Args:
-        limit: bytes of each GPU that XLA may use.
-        allowed: fields that may also change (`fields.SEARCHED`).
-        compile_all: compiles up to `at_once` settings in parallel.
-
-    Raises:
-        InputError: no setting is legal.
-    """
-    illegal, candidates = estimate_legal(config, cluster, allowed)
-    return rank_settings(config, cluster, limit, illegal, candidates, compile_all, at_once)
-
-
 def estimate_legal(
     config: Config, cluster: Cluster, allowed: tuple[str, ...]
 ) -> tuple[dict[MeshConfig, list[str]], tuple[Candidate, ...]]:
@@ -232,7 +215,13 @@ def rank_settings(
     compile_all: CompileAll,
     at_once: int = 1,
 ) -> SearchResult:
-    """Compile the best of the estimated settings, and rank them. `search_settings` describes the arguments."""
+    """Compile the best of the estimated settings, and rank them.
+
+    Args:
+        limit: bytes of each GPU that XLA may use.
+        illegal, candidates: of `estimate_legal`.
+        compile_all: compiles up to `at_once` settings in parallel.
+    """
     roomy = int((1 - FREE) * limit)
     if any(candidate.footprint.peak <= roomy for candidate in candidates):
         limit = min(limit, roomy)

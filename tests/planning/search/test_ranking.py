@@ -20,6 +20,7 @@ from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import Memory
 from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
+from jaxopt_llm.planning.search.networks import search_networks
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
     MEMORY_SLACK,
@@ -27,7 +28,6 @@ from jaxopt_llm.planning.search.ranking import (
     estimate,
     estimate_all,
     order_candidates,
-    search_settings,
 )
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
@@ -99,11 +99,12 @@ def run(
 ) -> tuple[SearchResult, list[Config]]:
     compiled: list[Config] = []
 
-    def remember(configs: Sequence[Config]) -> list[Plan]:
+    def remember(configs: Sequence[Config]) -> list[tuple[Plan]]:
         compiled.extend(configs)
-        return [compile_for(config) for config in configs]
+        return [(compile_for(config),) for config in configs]
 
-    return search_settings(recipe, CLUSTER, limit, (), remember), compiled
+    (found,) = search_networks(recipe, (CLUSTER,), limit, (), remember)
+    return found, compiled
 
 
 def test_the_fastest_that_fits_wins_and_the_recipe_is_compiled() -> None:
@@ -214,7 +215,7 @@ def test_no_legal_mesh_is_an_error() -> None:
     training = dataclasses.replace(RECIPE.training, batch_size=3)
     odd = dataclasses.replace(RECIPE, model=model, training=training, mesh=MeshConfig())
     with pytest.raises(InputError, match=r"no mesh of 1 × 4 GPUs is legal .* mesh.pipeline=4"):
-        search_settings(odd, CLUSTER, LIMIT, (), lambda configs: [])
+        ranking.estimate_legal(odd, CLUSTER, ())
 
 
 def test_moments_with_blocks_that_straddle_devices_are_left_out() -> None:
@@ -283,7 +284,7 @@ def test_the_table_has_tokens_and_days() -> None:
 def test_an_illegal_number_of_hosts_names_one_that_works() -> None:
     one_row = dataclasses.replace(RECIPE, training=dataclasses.replace(RECIPE.training, batch_size=8, accumulation=1))
     with pytest.raises(InputError, match="no mesh of 97 × 1 GPUs is legal for this recipe, .*; --hosts 96 works"):
-        search_settings(one_row, Cluster("h200", 97, 1), LIMIT, (), lambda some: [])
+        ranking.estimate_legal(one_row, Cluster("h200", 97, 1), ())
 
 
 def test_flags_reproduce_the_setting() -> None:
