@@ -204,7 +204,7 @@ def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config
             f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the end of the run, step "
             f"{config.training.steps}: the learning rate only rises"
         )
-        warnings.warn(text, EngineWarning, stacklevel=3)
+        warnings.warn(text, EngineWarning, stacklevel=4)  # the caller of `fit`
     return config
 
 
