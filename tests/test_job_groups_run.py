@@ -15,6 +15,8 @@ from commands import checkpoint, metrics, some_text, start, start_training, trai
 from gates import DEADLINE, Gate, after_step, finish, line_with, start_gated, wait_until
 from ports import free_address
 
+from jaxopt_llm.checkpoint.native.step_directories import read_record
+
 SETTINGS = (
     *("--training.local-steps", 3, "--optimizer.outer-learning-rate", 0.7, "--optimizer.outer-momentum", 0.9),
     *("--optimizer.learning-rate", 1e-2, "--optimizer.epsilon", 1e-3, "--schedule.decay-steps", 9),
@@ -125,7 +127,29 @@ def test_a_group_that_is_late_at_the_end_saves_the_masters_of_the_others(job: Jo
     gate.open()
     assert "step      3  takes the outer masters of step 6" in "".join(finish(late))
     assert_equal(job.masters(0, 6), job.masters(1, 6))
+    prompt, last = metrics(job.directory(0))[-1], metrics(job.directory(1))[-1]
+    assert last["step"] == 6 and {name: last[name] for name in ("tokens", "eval_loss")} == {
+        name: prompt[name] for name in ("tokens", "eval_loss")
+    }
+    assert read_record(job.directory(1) / "checkpoints" / "6")["tokens"] == last["tokens"]
     assert [(line["contributed"], line["late"]) for line in job.rounds()] == [([0], [1])] * 2
+
+
+def test_a_late_group_saves_and_measures_what_was_due_where_it_jumps(job: Job, tmp_path: Path) -> None:
+    job.serve(wait=1)
+    gate, held = after_step(tmp_path / "gate", 2), after_step(tmp_path / "held", 7)
+    late = job.start(1, 8, (gate,), "--evaluation.every", 5)
+    wait_until(gate.reached, late)
+    prompt = job.start(0, 8, (held,), "--evaluation.every", 5)
+    wait_until(held.reached, prompt)
+    gate.open()
+    assert "step      3  takes the outer masters of step 6" in "".join(finish(late))
+    held.open()
+    finish(prompt)
+    assert_equal(job.masters(0, 6), job.masters(1, 6))
+    records = metrics(job.directory(1))
+    assert [record["step"] for record in records] == [1, 2, 6, 7, 8]
+    assert [record["step"] for record in records if "eval_loss" in record] == [6, 8]
 
 
 def test_groups_go_on_without_a_server_that_was_killed(job: Job, tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ After every `training.local_steps` steps the group brings what it has changed to
 update is applied `groups.delay` steps later, always after the same step: the masters become the outer masters, and what
 the group has changed since.
 
-A process exchanges the pieces of the masters that it owns. The processes agree on what an exchange leads to: if all
-have an update, it is applied. Otherwise each takes the outer masters that it has, and the group goes on from there.
+A process exchanges the pieces of the masters that it owns. The processes agree on what an exchange leads to: an update
+is applied by those that have one. If some have to take the outer masters in full, all do, or none if one of them has no
+answer: else pieces of one model would be beside pieces of another one.
 """
 
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,11 +56,13 @@ class _Outcome:
 
     Attributes:
         lost: why there is no answer; "" if there is one.
+        refused: why the server refuses the group; "" if it does not. It is then lost, too.
         whole, counted: see Answer.
         step: of the outer masters.
     """
 
     lost: str = ""
+    refused: str = ""
     whole: bool = False
     counted: bool = False
     step: int = 0
@@ -69,14 +73,14 @@ class JobGroup:
 
     Args:
         say: receives a line if something is not as usual.
-        stopping: returns whether a stop was requested. An exchange is then not waited for.
+        stopping: returns whether a stop of this process was requested. No process then waits for an exchange.
     """
 
     def __init__(self, setup: Setup, say: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         self._setup, self._say, self._stopping = setup, say, stopping
         self._config: Config = setup.config
         self._processes = setup.processes
-        self._channel = setup.processes.channel("outer step")
+        self._channel, self._stop = setup.processes.channel("outer step"), setup.processes.flag("stop of outer step")
         servers = self._config.groups.server
         self._address = servers[setup.processes.index % len(servers)]
         self._client: OuterClient | None = None
@@ -110,11 +114,7 @@ class JobGroup:
             )
         member = Member(groups.index, groups.count, layout, form, self._make_facts())
         self._client = OuterClient(parse_address(self._address), member, read_token(groups.token_file))
-        exchange = self._start(state, start)
-        self._wait(exchange)
-        if isinstance(exchange.error, InputError):
-            raise exchange.error
-        state, ahead = self._settle(state, exchange, start)
+        state, ahead = self._finish(self._start(state, start), state, start)
         if ahead == self._config.training.steps:
             self._say(f"the other groups have finished: {self._setup.directory} keeps the checkpoints that it has")
         return state, start if ahead is None else ahead
@@ -124,6 +124,9 @@ class JobGroup:
 
         Returns:
             The state, and the step at which the group goes on if the other groups are ahead; otherwise None.
+
+        Raises:
+            InputError: the server, which has started again, refuses this group.
         """
         training, groups = self._config.training, self._config.groups
         if step % training.local_steps == 0:
@@ -132,8 +135,7 @@ class JobGroup:
         if running is None or step < min(running.step + groups.delay, training.steps):
             return state, None
         self._running = None
-        self._wait(running)
-        return self._settle(state, running, step)
+        return self._finish(running, state, step)
 
     def _make_facts(self) -> dict[str, Any]:
         """Return what the server needs to know, and what must be equal in all groups."""
@@ -169,6 +171,37 @@ class JobGroup:
         exchange.thread.start()
         return exchange
 
+    def _finish(self, exchange: _Exchange, state: TrainState, step: int) -> tuple[TrainState, int | None]:
+        """Wait for an exchange of all processes, and apply what they have got; see `after_step`."""
+        with self._heed_stops():
+            self._wait(exchange)
+            outcomes = self._tell(exchange)
+        return self._settle(state, exchange, outcomes, step)
+
+    @contextlib.contextmanager
+    def _heed_stops(self) -> Iterator[None]:
+        """End the exchange in all processes as soon as a stop of any of them is requested.
+
+        A thread does so: this process also has to hear of a stop, and to tell it, while it waits for the other ones.
+        """
+        ended = threading.Event()
+
+        def look() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost: the watch ends this process
+                while not ended.wait(LOOK_SECONDS):
+                    if self._stopping():
+                        self._stop.lift()
+                    if self._stop.is_up() and self._client is not None:
+                        self._client.stop()
+
+        looking = threading.Thread(target=look, name="stops", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            looking.join()
+
     def _wait(self, exchange: _Exchange) -> None:
         """Wait for the end of an exchange, whose time the client bounds. Its progress is that of the main thread."""
         assert exchange.thread is not None and self._client is not None
@@ -176,31 +209,48 @@ class JobGroup:
         with self._processes.main.wait():
             while exchange.thread.is_alive():
                 exchange.thread.join(LOOK_SECONDS)
-                if self._stopping():
-                    self._client.stop()
                 if self._client.carried != carried:
                     carried = self._client.carried
                     self._processes.main.beat()
         if exchange.error is not None and not isinstance(exchange.error, (ServerLost, InputError)):
             raise exchange.error
 
-    def _settle(self, state: TrainState, exchange: _Exchange, step: int) -> tuple[TrainState, int | None]:
-        """Apply what the processes have got; see `after_step`."""
-        answer = exchange.answer
-        if answer is None:
-            own = _Outcome(lost=f"groups.server {self._address} ({exchange.error})")
+    def _tell(self, exchange: _Exchange) -> list[_Outcome]:
+        """Return the outcomes of all processes.
+
+        Raises:
+            InputError: the server of any process refuses this group.
+        """
+        if exchange.answer is None:
+            refused = str(exchange.error) if isinstance(exchange.error, InputError) else ""
+            own = _Outcome(f"groups.server {self._address} ({exchange.error})", refused)
         else:
-            self._base = answer.base
-            own = _Outcome("", answer.whole, answer.counted, answer.base.step)
+            own = _Outcome("", "", exchange.answer.whole, exchange.answer.counted, exchange.answer.base.step)
         told = self._channel.exchange(json.dumps(asdict(own)))
         outcomes = [_Outcome(**json_files.parse(each)) for each in told]
+        if refused := next((each.refused for each in outcomes if each.refused), ""):
+            raise InputError(refused)
+        return outcomes
+
+    def _settle(
+        self, state: TrainState, exchange: _Exchange, outcomes: Sequence[_Outcome], step: int
+    ) -> tuple[TrainState, int | None]:
+        """Apply what the processes have got; see `after_step`."""
+        is_any_lost, is_any_whole = (any(getattr(each, name) for each in outcomes) for name in ("lost", "whole"))
         ahead = max((each.step for each in outcomes if each.whole), default=0)
         ahead = min(ahead, self._config.training.steps)
         self._report(outcomes, step, ahead)
+        if is_any_lost and is_any_whole:
+            self._base = None  # the next exchange asks for the masters of all processes
+            return state, None
+        answer = exchange.answer
+        if answer is not None:
+            self._base = answer.base
         if all(each.lost for each in outcomes):
             return state, None
+        # A process without an answer keeps its masters, with what it has changed since.
         vector = exchange.own if answer is None else answer.base.vector
-        if step > exchange.step and not any(each.lost or each.whole for each in outcomes):
+        if step > exchange.step and not is_any_whole:
             state = self._store(state, vector - exchange.own, adds=True)
         else:
             state = self._store(state, vector, adds=False)
@@ -210,11 +260,13 @@ class JobGroup:
         """Say what is not as usual."""
         lost, whole = [each for each in outcomes if each.lost], [each for each in outcomes if each.whole]
         where = f"step {step:>6}  "
-        if lost and not self._is_alone and not self._stopping():
+        if lost and not self._is_alone and not self._stopping() and not self._stop.is_up():
             self._say(f"{where}no answer of {lost[0].lost}: the group trains by itself, and asks again every round")
         if self._is_alone and not lost:
             self._say(f"{where}the outer server answers again")
         self._is_alone = bool(lost)
+        if lost:
+            return
         if whole and all(each.counted for each in whole):
             self._say(f"{where}late: what the group has changed counts in the next outer step; goes on at step {ahead}")
         elif whole:

@@ -159,12 +159,16 @@ class Loop:
         self._recorders = [self._log.write, dashboards.write, self._progress.show]
 
     def _begin_after(self, step: int) -> None:
+        """Go on after `step`, and measure the speed from there."""
+        self._read_after(step)
+        self._meter.restart(step)
+
+    def _read_after(self, step: int) -> None:
         """Read the batches of the steps after `step`."""
         if self._batches is not None:
             self._batches.close()
         first = self._left_out.batch_after(step)
         self._batches = self._workload.read_batches(first, self._preemption.requested)
-        self._meter.restart(step)
         self.current = step
 
     def step(self, step: int) -> None:
@@ -193,7 +197,7 @@ class Loop:
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:
             self._record_step(self._finished)
-        self._finished = FinishedStep(step, metrics)
+        self._finished = FinishedStep(step - 1, step, metrics)
 
     def _run_round_end(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run the last step of a round of local steps, and the outer step."""
@@ -203,7 +207,8 @@ class Loop:
     def meet_groups(self, step: int) -> int | None:
         """Exchange masters with the outer server, if that is due. Return the step at which the run goes on, or None.
 
-        The batches of the steps in between are those that other groups have read.
+        The batches of the steps in between are those that other groups have read. From then on, the step that ran last
+        has the number of the step at which the run goes on, in records and checkpoints.
         """
         if self._group is None:
             return None
@@ -211,22 +216,24 @@ class Loop:
         if ahead is None:
             return None
         assert self._finished is not None
-        if self._finished.summary is None:
-            self._record_step(self._finished)
         self._finished = dataclasses.replace(self._finished, step=ahead)
         self._progress.advance(ahead)
-        self._begin_after(ahead)
+        self._meter.skip(ahead - step)
+        self._read_after(ahead)
         return ahead
 
-    def poll(self, step: int) -> tuple[bool, bool]:
-        """Return whether any process received a request to stop, and whether a checkpoint is due.
+    def poll(self, before: int, step: int) -> tuple[bool, bool]:
+        """Return whether any process received a request to stop, and whether a checkpoint is due after a step.
+
+        Args:
+            before: the step that ended before it.
 
         Raises:
             InputError: the data has changed on the disk.
         """
         self._workload.check_data(wait=False)
         stop, failed = self._vote.cast(self._preemption.requested(), self._checkpoints.last_save_failed)
-        return stop, self._checkpoints.is_due(step, failed) or self._postponed
+        return stop, self._checkpoints.is_due(before, step, failed) or self._postponed
 
     def record(self, evaluates: bool) -> None:
         """Read and record the metrics of the step that ran last.
@@ -275,7 +282,7 @@ class Loop:
     def replicate(self, step: int) -> None:
         """Copy the state after the step into the memory of the hosts, if that is due. A skipped step has no copy."""
         assert self._finished is not None
-        if self._memory is None or step % self._config.checkpoint.replicate_every:
+        if self._memory is None or not self._finished.passes(self._config.checkpoint.replicate_every):
             return
         if self._finished.summary is None:
             self._record_step(self._finished)
@@ -358,7 +365,7 @@ class Loop:
             if self._spike is None and config.training.on_spike == "rollback" and is_spike(metrics):
                 self._spike = step
         window = finished.window = self._window.add(float(metrics["loss"]), made_update(metrics))
-        due = measured is not None or step % config.logging.every == 0
+        due = measured is not None or finished.passes(config.logging.every)
         self._window = LossWindow() if due else window
         units = {self._workload.unit: step * self._workload.units_per_step}
         finished.summary = units | {"window": dataclasses.asdict(self._window)} | self._left_out.to_record()

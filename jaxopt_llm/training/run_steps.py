@@ -44,17 +44,13 @@ def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
     """
     step = start
     while step < steps:
-        step += 1
+        before, step = step, step + 1
         loop.step(step)
         if (ahead := loop.meet_groups(step)) is not None:
-            step = ahead
-            if step < steps:
-                continue
-            loop.save(due=False, exits=True, last=True)
-            return
+            step = ahead  # what is due after a step that was jumped over is due now
         last = step == steps
-        stop, checkpoint_due = loop.poll(step)
-        evaluates = last or step % evaluate_every == 0
+        stop, checkpoint_due = loop.poll(before, step)
+        evaluates = last or step // evaluate_every > before // evaluate_every
         exits = last or stop
         if evaluates or checkpoint_due or exits:
             loop.record(evaluates)
