@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ from jaxopt_llm.distributed.handshake import Hello, printable
 from jaxopt_llm.distributed.peer import Peer
 from jaxopt_llm.outer.codes import Layout
 from jaxopt_llm.outer.masters import make_name, subtract
-from jaxopt_llm.outer.wire import NO_PAYLOAD, SILENCE_SECONDS, Wire
+from jaxopt_llm.outer.wire import NO_PAYLOAD, Wire, shut
 
 CONNECT_SECONDS = 10.0  # for which a server that does not answer is tried again
+GREETING_SECONDS = 10.0  # in which a server that has accepted a connection says who it is, and whether it admits us
 ANSWER_SECONDS = 600.0  # in which a server closes a round, after the time for which it waits for the groups
+_SLOW_DISK = 50e6  # bytes per second, at which it has time to save masters and momentum
 PAUSE_SECONDS = 0.2
 
 
@@ -80,10 +83,11 @@ class OuterClient:
     def __init__(self, address: tuple[str, int], member: Member, token: bytes) -> None:
         self._address, self._member, self._token = address, member, token
         self._wire: Wire | None = None
+        self._connection: socket.socket | None = None  # of the wire, also before the server has admitted us
         self._wait = 0.0
         self._is_empty = False
         self._before = 0
-        self._stopped = False
+        self._stopped = threading.Event()
 
     @property
     def carried(self) -> int:
@@ -92,15 +96,15 @@ class OuterClient:
 
     def stop(self) -> None:
         """End the connection and an exchange that is under way. Another thread may call it."""
-        self._stopped = True
-        if (wire := self._wire) is not None:
-            wire.close()
+        self._stopped.set()
+        if (connection := self._connection) is not None:
+            shut(connection)
 
     def _close(self) -> None:
         if self._wire is not None:
             self._before += self._wire.carried + 1
             self._wire.close()
-            self._wire = None
+            self._wire = self._connection = None
 
     def exchange(self, base: Base | None, step: int, own: np.ndarray) -> Answer:
         """Bring the own masters after a step to the server, and return its answer.
@@ -118,7 +122,7 @@ class OuterClient:
         except (OSError, ValueError, EOFError) as error:
             self._close()
             reason: Exception = error
-        if was_connected and not self._stopped:
+        if was_connected and not self._stopped.is_set():
             # The server may have started again since the last exchange. It knows which changes it has counted.
             try:
                 return self._exchange(base, step, own)
@@ -155,7 +159,7 @@ class OuterClient:
     def _whole(message: dict[str, Any], data: np.ndarray) -> Answer:
         if message["kind"] != "masters":
             raise ValueError("not an answer")
-        base = _read_base(message, data.view("<f4").astype(np.float32))
+        base = _read_base(message, data.view("<f4").astype(np.float32, copy=False))
         return Answer(base, whole=True, counted=message.get("counted") is True)
 
     @staticmethod
@@ -168,21 +172,23 @@ class OuterClient:
         sizes = {"update": layout.count_bytes(form), "masters": 4 * layout.size, "taken": 0, "alive": 0}
 
         def expected(message: dict[str, Any]) -> int:
-            if message.get("kind") not in sizes:
+            kind = message.get("kind")
+            if not isinstance(kind, str) or kind not in sizes:
                 raise ValueError("not an answer")
-            return sizes[message["kind"]]
+            return sizes[kind]
 
-        deadline = time.monotonic() + self._wait + ANSWER_SECONDS
+        seconds = self._wait + ANSWER_SECONDS + 8 * layout.size / _SLOW_DISK
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             message, data = wire.receive(expected)
             if message["kind"] != "alive":
                 return message, data
-        raise TimeoutError(f"no answer in {self._wait + ANSWER_SECONDS:.0f} s")
+        raise TimeoutError(f"no answer in {seconds:.0f} s")
 
     def _connect(self) -> Wire:
         """Connect and join, within CONNECT_SECONDS."""
         deadline, reason = time.monotonic() + CONNECT_SECONDS, "nothing listens there"
-        while (left := deadline - time.monotonic()) > 0 and not self._stopped:
+        while (left := deadline - time.monotonic()) > 0 and not self._stopped.is_set():
             try:
                 connection = socket.create_connection(self._address, timeout=left)
             except OSError as error:
@@ -191,6 +197,9 @@ class OuterClient:
                 continue
             with contextlib.ExitStack() as unless_joined:
                 unless_joined.enter_context(connection)
+                self._connection = connection
+                if self._stopped.is_set():
+                    break
                 if connection.getsockname() == connection.getpeername():  # TCP has connected it to itself
                     time.sleep(PAUSE_SECONDS)
                     continue
@@ -213,7 +222,7 @@ class OuterClient:
             _BusyError: the server has another connection of this process, which may have ended.
         """
         peer, nonce, member = Peer(connection), handshake.make_nonce(), self._member
-        deadline = time.monotonic() + SILENCE_SECONDS
+        deadline = time.monotonic() + GREETING_SECONDS
         greeting = peer.receive_one(deadline)
         if greeting is None or not isinstance(greeting.get("nonce"), str):
             raise ValueError("it is no outer server")

@@ -16,6 +16,11 @@ BITS: dict[str, Bits | None] = {"exact": None, "int8": 8, "int4": 4}
 _CHUNK = 2**22  # values that are encoded at a time, for the memory of what is computed in between
 
 
+def is_finite(vector: np.ndarray) -> bool:
+    """Return whether all values of a vector are finite."""
+    return all(np.isfinite(vector[start : start + _CHUNK]).all() for start in range(0, vector.size, _CHUNK))
+
+
 def find_block_size(last: int) -> int:
     """Return the largest block size that divides the last dimension of an array; 0 if there is none."""
     return next((values for values in BLOCK_SIZES if last % values == 0), 0)

@@ -34,9 +34,11 @@ class OuterStep:
             ValueError: they are none.
         """
         rate, momentum, form = (facts.get(name) for name in ("rate", "momentum", "form"))
-        if type(rate) is not float or type(momentum) is not float or form not in BITS:
+        if type(rate) is not float or type(momentum) is not float:
             raise ValueError("no settings of an outer step")
-        return cls(rate, momentum, str(form))
+        if not isinstance(form, str) or form not in BITS:
+            raise ValueError("no settings of an outer step")
+        return cls(rate, momentum, form)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxopt_llm.outer.codes import is_finite
 from jaxopt_llm.outer.masters import OuterMasters, OuterStep
 
 PATIENCE = 2  # rounds: after one, a group that was late by accident can be in time again
@@ -72,6 +73,7 @@ class Rounds:
         self._began = 0.0  # time of the first contribution
         self._bytes = 0
         self._closing = False
+        self._offered: OuterMasters | None = None  # masters that are not saved yet
 
     @property
     def state(self) -> OuterMasters | None:
@@ -86,7 +88,7 @@ class Rounds:
     def is_idle(self) -> bool:
         """True if no round is open or closing."""
         with self._changed:
-            return not self._fresh and not self._closing
+            return not self._fresh and not self._closing and self._offered is None
 
     def join(self, group: int, connection: object) -> None:
         """Note that a group is there. connection: what it speaks through."""
@@ -106,14 +108,30 @@ class Rounds:
         self._awaited.add(group)
         self._missed.pop(group, None)
 
-    def begin(self, state: OuterMasters, save: Callable[[OuterMasters], None]) -> bool:
-        """Take the masters from which the groups begin. Return False if there are masters already."""
+    def offer(self, state: OuterMasters) -> bool:
+        """Take the masters from which the groups begin. Return False if there are masters, or an offer, already."""
         with self._changed:
-            if self._state is not None:
+            if self._state is not None or self._offered is not None:
                 return False
-            save(state)
-            self._state = state
-            return True
+            self._offered = state
+        self._wake()
+        return True
+
+    def wait_for_masters(self, seconds: float) -> OuterMasters | None:
+        """Return the outer masters; None if there are none within some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not None, seconds)
+            return self._state
+
+    def begin_if_offered(self, save: Callable[[OuterMasters], None]) -> None:
+        """Begin with the masters that were offered, if there are some. save: keeps them durably, which takes long."""
+        with self._changed:
+            offered = self._offered
+        if offered is not None:
+            save(offered)
+            with self._changed:
+                self._state, self._offered = offered, None
+                self._changed.notify_all()
 
     def contribute(self, group: int, base: str, change: Contribution, seconds: float) -> bool:
         """Take the change of a group. It has an answer when the round is closed, or at once if it is too late.
@@ -210,7 +228,7 @@ def _average(
         change, *more = (state.layout.decode(each[group].data, outer.form) for each in (fresh, late) if group in each)
         for other in more:
             change += other
-        if np.isfinite(change).all():
+        if is_finite(change):
             total += change
             counted.add(group)
         else:

@@ -22,7 +22,7 @@ from jaxopt_llm.distributed import handshake
 from jaxopt_llm.distributed.acceptor import Acceptor, Arrival
 from jaxopt_llm.distributed.handshake import Hello, printable
 from jaxopt_llm.outer import store
-from jaxopt_llm.outer.codes import Layout
+from jaxopt_llm.outer.codes import Layout, is_finite
 from jaxopt_llm.outer.masters import OuterMasters, OuterStep
 from jaxopt_llm.outer.rounds import Contribution, Record, Rounds, Update, Whole
 from jaxopt_llm.outer.wire import ALIVE_SECONDS, Wire
@@ -91,14 +91,12 @@ class OuterServer:
             self._due.wait(LOOK_SECONDS)
             self._due.clear()
             for lane in list(self._lanes.values()):
-                write = functools.partial(self._write, lane)
-                lane.rounds.close_if_due(lane.outer, self._saver(lane), write)
+                save = functools.partial(store.save, self._directory, lane.process)
+                lane.rounds.begin_if_offered(save)
+                lane.rounds.close_if_due(lane.outer, save, functools.partial(self._write, lane))
             if self._acceptor.rejected > self._refused:
                 self._refused = self._acceptor.rejected
                 self._say(f"refused {self._refused} connection(s) so far with another token")
-
-    def _saver(self, lane: Lane) -> Callable[[OuterMasters], None]:
-        return functools.partial(store.save, self._directory, lane.process)
 
     def _write(self, lane: Lane, record: Record) -> None:
         """Append the record of a round, and say who was not in it."""
@@ -114,7 +112,8 @@ class OuterServer:
 
     @staticmethod
     def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads our standard error: the groups go on
+            print(line, file=sys.stderr, flush=True)
 
     def _welcome(self) -> None:
         while not self._closed:
@@ -126,20 +125,22 @@ class OuterServer:
 
     def _meet(self, arrival: Arrival) -> None:
         """Answer a process of a group, and serve it until it goes."""
-        hello = arrival.hello
-        wire = Wire(arrival.peer.connection, self._token, handshake.make_nonce(), hello.nonce)
+        hello, lane = arrival.hello, None
         try:
+            wire = Wire(arrival.peer.connection, self._token, handshake.make_nonce(), hello.nonce)
             lane = self._join(wire, hello)
         except (InputError, ValueError, ConnectionError) as error:
             problem = f"not a process of a group ({error})" if isinstance(error, ValueError) else str(error)
             self._say(f"refuses group {hello.index} ({printable(hello.host)}): {printable(problem)}")
             kind = "busy" if isinstance(error, ConnectionError) else "refused"
             arrival.answer(self._token, {kind: problem})
-            wire.close()
             return
-        self._say(f"group {hello.index} ({printable(hello.host)}) is here with process {lane.process}")
+        finally:
+            if lane is None:
+                arrival.peer.connection.close()
         reason = "has left"
         try:
+            self._say(f"group {hello.index} ({printable(hello.host)}) is here with process {lane.process}")
             answer = {"nonce": wire.nonce, "empty": lane.rounds.state is None, "wait": self._wait}
             arrival.answer(self._token, answer)
             while True:
@@ -202,19 +203,24 @@ class OuterServer:
             sizes = {"offer": 4 * lane.layout.size, "change": lane.layout.count_bytes(lane.outer.form), "fetch": 0}
             numbers = [message.get(name) for name in ("round", "step")]
             is_named = isinstance(message.get("base"), str) and len(message["base"]) <= _LONGEST_NAME
-            if message.get("kind") not in sizes or not is_named or any(type(n) is not int or n < 0 for n in numbers):
+            is_numbered = all(type(number) is int and number >= 0 for number in numbers)
+            kind = message.get("kind")
+            if not isinstance(kind, str) or kind not in sizes or not is_named or not is_numbered:
                 raise ValueError("not a message")
-            return sizes[message["kind"]]
+            return sizes[kind]
 
         wire.wait(None)
         message, payload = wire.receive(expected)
         state, described = lane.rounds.state, (message["round"], message["step"], message["base"])
         if message["kind"] == "offer":
-            state = OuterMasters.begin(lane.layout, *described, payload.view("<f4").astype(np.float32))
-            if np.isfinite(state.masters).all() and lane.rounds.begin(state, self._saver(lane)):
-                wire.send({"kind": "taken"})
-                return
-            state = lane.rounds.state
+            offered = OuterMasters.begin(lane.layout, *described, payload.view("<f4").astype(np.float32, copy=False))
+            if is_finite(offered.masters):
+                is_taken = lane.rounds.offer(offered)
+                while (state := lane.rounds.wait_for_masters(ALIVE_SECONDS)) is None:
+                    wire.send({"kind": "alive"})
+                if is_taken:
+                    wire.send({"kind": "taken"})
+                    return
         if state is None:
             raise ValueError("a message before the masters")
         if message["kind"] == "change":

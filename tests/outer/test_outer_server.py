@@ -241,6 +241,7 @@ def test_a_damaged_file_is_told(damage: str, run: Callable[..., Running]) -> Non
         ({"form": "int8"}, "form is int8 there and exact in group 0"),
         ({"token": b"other"}, "another token; give both the same file, with groups.token_file and --token-file"),
         ({"process": -1}, "a process out of range"),
+        ({"form": []}, "no settings of an outer step"),
     ],
 )
 def test_a_group_that_does_not_fit_is_refused(options: dict[str, Any], says: str, run: Callable[..., Running]) -> None:
