@@ -25,7 +25,7 @@ PROGRAM = errors.program_name("outer_server")
 def main() -> int:
     options = make_parser().parse_args()
     if not is_address(options.listen):
-        raise errors.InputError(f"--listen {options.listen}: must be host:port")
+        raise errors.InputError(f"--listen {options.listen}: must be host:port, with the name or IP address of a host")
     from jaxopt_llm.checkpoint.native.lock import lock_directory
     from jaxopt_llm.outer.server import OuterServer, open_listener
     from jaxopt_llm.outer.token import read_token

@@ -1,6 +1,5 @@
 """Groups that are jobs of their own, as commands: with an outer server, lost groups, and a lost server."""
 
-import contextlib
 import json
 import subprocess
 import time
@@ -25,16 +24,17 @@ SETTINGS = (
 
 
 class Job:
-    """Two groups and their server, in a folder."""
+    """Two groups and their servers, in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.address = folder, free_address()
+        self.folder, self.addresses = folder, [free_address()]
         (folder / "token").write_text("a secret of this test")
         self.data = some_text(folder / "a.jsonl")
         self.processes: list[subprocess.Popen[str]] = []
 
-    def serve(self, wait: float = DEADLINE) -> subprocess.Popen[str]:
-        arguments = ("--listen", self.address, "--directory", self.folder / "server", "--groups", 2, "--wait", wait)
+    def serve(self, wait: float = DEADLINE, number: int = 0) -> subprocess.Popen[str]:
+        directory = self.folder / f"server{number}"
+        arguments = ("--listen", self.addresses[number], "--directory", directory, "--groups", 2, "--wait", wait)
         server = start("outer_server", *arguments, "--token-file", self.folder / "token")
         self.processes.append(server)
         line_with("listens at", server, "stderr")
@@ -43,7 +43,7 @@ class Job:
     def arguments(self, index: int, steps: int) -> tuple[object, ...]:
         return (
             *("--training.steps", steps, "--training.batch-size", 6, *SETTINGS, *self.data),
-            *("--groups.server", self.address, "--groups.count", 2, "--groups.index", index),
+            *("--groups.server", *self.addresses, "--groups.count", 2, "--groups.index", index),
             *("--groups.token-file", self.folder / "token"),
         )
 
@@ -59,8 +59,13 @@ class Job:
         self.processes.append(process)
         return process
 
-    def rounds(self) -> list[dict[str, Any]]:
-        path = self.folder / "server" / "rounds.jsonl"
+    def start_pair(self, index: int, steps: int) -> list[subprocess.Popen[str]]:
+        """Start a group of two processes, which share the masters."""
+        job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--distributed.process-id")
+        return [self.start(index, steps, (), "--mesh.fsdp", 2, *job, process) for process in range(2)]
+
+    def rounds(self, number: int = 0) -> list[dict[str, Any]]:
+        path = self.folder / f"server{number}" / "rounds.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def masters(self, index: int, step: int) -> Any:
@@ -178,6 +183,30 @@ def test_groups_go_on_without_a_server_that_was_killed(job: Job, tmp_path: Path)
     assert_equal(job.masters(0, 9), job.masters(1, 9))
 
 
+def test_a_server_that_refuses_a_group_in_the_middle_of_a_run_ends_it(job: Job, tmp_path: Path) -> None:
+    server = job.serve(wait=0)
+    gate = after_step(tmp_path / "gate", 4)
+    group = job.start(0, 9, (gate,), "--checkpoint.every", 9)
+    other = job.start(1, 9)
+    wait_until(gate.reached, group)
+    server.kill()
+    other.kill()
+    server.communicate()
+    arguments = ("--listen", job.addresses[0], "--directory", job.folder / "server0", "--groups", 3)
+    job.processes.append(start("outer_server", *arguments, "--token-file", job.folder / "token"))
+    line_with("listens at", job.processes[-1], "stderr")
+    gate.open()
+    _, stderr = finish(group, 2)
+    assert "groups.count is 2 there, and the outer server has --groups 3: make them equal" in stderr
+    job.masters(0, 6)
+
+
+def test_a_wrong_token_file_is_found_before_the_run_directory_exists(job: Job) -> None:
+    process = job.start(0, 6, (), "--groups.token-file", job.folder / "missing")
+    _, stderr = finish(process, 2)
+    assert "groups.token_file=" in stderr and "it cannot be read" in stderr and not job.directory(0).exists()
+
+
 def test_a_stop_does_not_wait_for_the_other_groups(job: Job) -> None:
     job.serve()
     alone = job.start(0, 6)
@@ -192,32 +221,36 @@ def test_a_stop_does_not_wait_for_the_other_groups(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_each_process_of_a_group_exchanges_what_it_owns(tmp_path: Path) -> None:
-    """A single group learns what it would learn without a server. Its second process owns no piece of the masters."""
-    data, addresses = some_text(tmp_path / "a.jsonl"), [free_address() for _ in range(3)]
-    settings = (*("--training.steps", 6, "--training.batch-size", 6, *SETTINGS, *data, "--mesh.data", 2),)
-    outer = ("--optimizer.outer-learning-rate", 1.0, "--optimizer.outer-momentum", 0.0)
-    with contextlib.ExitStack() as scope:
-
-        def begin(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-            scope.callback(process.communicate)
-            scope.callback(process.kill)
-            return process
-
-        for number, address in enumerate(addresses[:2]):
-            directory = ("--directory", tmp_path / f"server{number}", "--groups", 1)
-            line_with("listens", begin(start("outer_server", "--listen", address, *directory)), "stderr")
-        job = ("--distributed.coordinator", addresses[2], "--distributed.processes", 2, "--distributed.process-id")
-        groups = (*outer, "--groups.server", *addresses[:2])
-        run = tmp_path / "run"
-        processes = [begin(start_training(run, *settings, *groups, *job, index)) for index in range(2)]
-        for process in processes:
-            finish(process)
-    plain = tmp_path / "plain"
-    done = train(plain, *settings, "--training.local-steps", 1)
+def test_two_groups_of_two_processes_learn_what_one_program_learns(job: Job) -> None:
+    """Each process has half of the masters, and a server of its own."""
+    job.addresses.append(free_address())
+    for number in range(2):
+        job.serve(number=number)
+    outputs = [finish(process) for pair in [job.start_pair(index, 6) for index in range(2)] for process in pair]
+    assert all("trains by itself" not in "".join(output) for output in outputs)
+    one = job.folder / "one"
+    done = train(one, "--training.steps", 6, "--training.batch-size", 12, "--mesh.data", 2, *SETTINGS, *job.data)
     assert done.returncode == 0, done.stderr
-    losses = [[record["loss"] for record in metrics(directory)] for directory in (run, plain)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    rounds = [(tmp_path / f"server{number}" / "rounds.jsonl").read_text().splitlines() for number in range(2)]
-    sent = [[json.loads(line)["bytes"] for line in each] for each in rounds]
-    assert len(sent[0]) == 2 and min(sent[0]) > 0 and sent[1] == [0, 0]
+    losses = [[record["loss"] for record in metrics(job.directory(index))] for index in range(2)]
+    np.testing.assert_allclose(np.mean(losses, axis=0), [record["loss"] for record in metrics(one)], rtol=1e-4)
+    assert_equal(job.masters(0, 6), job.masters(1, 6))
+    expected = checkpoint(one, 6, ("masters",))["masters"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), job.masters(0, 6), expected)
+    for number in range(2):
+        assert [(line["step"], line["contributed"]) for line in job.rounds(number)] == [(3, [0, 1]), (6, [0, 1])]
+        assert all(line["process"] == number and line["bytes"] for line in job.rounds(number))
+
+
+@pytest.mark.slow
+def test_a_stop_of_one_process_ends_the_wait_of_its_group(job: Job) -> None:
+    job.serve()
+    first, second = job.start_pair(0, 6)
+    line_with("step      2", first)
+    wait_until(lambda: (job.directory(0) / "metrics.jsonl").exists(), first)
+    time.sleep(2)  # both wait for group 1 now, which does not come
+    clock = time.monotonic()
+    second.terminate()
+    for process in (first, second):
+        _, stderr = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 75, stderr
+    assert time.monotonic() - clock < DEADLINE / 2

@@ -4,9 +4,18 @@ import re
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is an address of the form host:port."""
+    """Return whether a text is an address of the form host:port.
+
+    A host with an empty label, or one of more than 63 characters, is none: look-ups of it raise UnicodeError.
+    """
     port = re.fullmatch(r".+:([0-9]{1,5})", text)
-    return port is not None and 0 < int(port[1]) < 2**16
+    if port is None or not 0 < int(port[1]) < 2**16:
+        return False
+    try:
+        parse_address(text)[0].encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -30,7 +30,11 @@ class GroupsConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("groups", self)
-        found += [f"groups.server: {each}: must be host:port" for each in self.server if not is_address(each)]
+        found += [
+            f"groups.server: {each}: must be host:port, with the name or IP address of a host"
+            for each in self.server
+            if not is_address(each)
+        ]
         if self.index >= self.count:
             found.append(
                 f"groups.index={self.index} must be below groups.count={self.count}: groups are numbered from 0"

@@ -146,5 +146,7 @@ class DistributedConfig:
     def problems(self) -> list[str]:
         found = find_out_of_range("distributed", self)
         if self.coordinator and not is_address(self.coordinator):
-            found.append(f"distributed.coordinator={self.coordinator}: must be host:port")
+            found.append(
+                f"distributed.coordinator={self.coordinator}: must be host:port, with the name or IP address of a host"
+            )
         return found

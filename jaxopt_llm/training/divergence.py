@@ -1,8 +1,11 @@
 """Steps that change nothing: which were skipped, and when a run has diverged."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import TrainingDiverged
@@ -10,6 +13,7 @@ from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.training.step import Metrics
 
 REMEDY = "keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
+_NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
 
 
 @dataclass
@@ -32,6 +36,10 @@ class FinishedStep:
     def passes(self, every: int) -> bool:
         """Return whether the step is a multiple of a number, or has jumped over one."""
         return self.step // every > self.before // every
+
+    def read_scalars(self) -> dict[str, Any]:
+        """Return the metrics for a record, without those of which a record has a count or nothing."""
+        return {name: _to_json_number(value) for name, value in self.metrics.items() if name not in _NOT_RECORDED}
 
 
 def made_update(metrics: Metrics) -> bool:
@@ -76,3 +84,10 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
         skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
         raise TrainingDiverged(f"step {step}: {numbers}; {skipped}{remedy}")
     return numbers
+
+
+def _to_json_number(value: jax.Array) -> Any:
+    """Return a scalar as a number, or a vector as a list of numbers, with None for values that are not finite."""
+    if value.ndim:
+        return [_to_json_number(element) for element in jax.device_get(value)]
+    return float(value) if math.isfinite(value) else None

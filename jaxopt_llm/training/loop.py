@@ -31,8 +31,6 @@ from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
 from jaxopt_llm.training.workload import Workload
 
-NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
-
 
 class Loop:
     """Loop over the steps of a run. As a context manager it closes files and threads.
@@ -207,15 +205,21 @@ class Loop:
     def meet_groups(self, step: int) -> int | None:
         """Exchange masters with the outer server, if that is due. Return the step at which the run goes on, or None.
 
-        The batches of the steps in between are those that other groups have read. From then on, the step that ran last
-        has the number of the step at which the run goes on, in records and checkpoints.
+        The step that ran last then has the number of that one. The batches in between were read by other groups.
+
+        Raises:
+            InputError: the server refuses this group. The checkpoint of the step has been written.
         """
         if self._group is None:
             return None
-        self._state, ahead = self._group.after_step(self._state, step)
+        assert self._finished is not None
+        try:
+            self._state, ahead = self._group.after_step(self._state, step)
+        except InputError:  # in all processes
+            self._save_stopped()
+            raise
         if ahead is None:
             return None
-        assert self._finished is not None
         self._finished = dataclasses.replace(self._finished, step=ahead)
         self._progress.advance(ahead)
         self._meter.skip(ahead - step)
@@ -341,9 +345,12 @@ class Loop:
         return self._state
 
     def _save_before_exit(self) -> None:
-        if self._finished is None or self._workload.processes.count > 1:  # other processes already run the next step
-            return
-        if self._finished.summary is None:
+        if self._finished is not None and self._workload.processes.count == 1:  # others already run the next step
+            self._save_stopped()
+
+    def _save_stopped(self) -> None:
+        """Write the checkpoint of the step that ran last, after which the run stops."""
+        if self._finished is not None and self._finished.summary is None:
             self.record(evaluates=False)
         self.save(due=False, exits=True, last=False)
 
@@ -371,9 +378,8 @@ class Loop:
         finished.summary = units | {"window": dataclasses.asdict(self._window)} | self._left_out.to_record()
         if not due:
             return
-        values = {name: to_json_number(value) for name, value in metrics.items() if name not in NOT_RECORDED}
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
-        entry = self._meter.make_record(step, values | counts) | self._watchdog.take_seconds()
+        entry = self._meter.make_record(step, finished.read_scalars() | counts) | self._watchdog.take_seconds()
         if measured is not None:
             self._main.enter("evaluate")
             losses = self._workload.evaluate(measured)
@@ -391,10 +397,3 @@ class Loop:
         for sample in self._workload.sample(state):
             if self._samples is not None:
                 self._samples.write({"step": step, **sample})
-
-
-def to_json_number(value: jax.Array) -> Any:
-    """Return a scalar as a number, or a vector as a list of numbers, with None for values that are not finite."""
-    if value.ndim:
-        return [to_json_number(element) for element in jax.device_get(value)]
-    return float(value) if math.isfinite(value) else None

@@ -24,6 +24,7 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe import dashboards
+from jaxopt_llm.outer.token import read_token as read_groups_token
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
@@ -103,7 +104,7 @@ _WRITTEN_FIRST = re.compile(
 
 
 def check_inputs(config: Config, first: bool) -> None:
-    """Raise InputError if data or a package of the configuration is missing, before the run directory exists.
+    """Raise InputError if data, a token or a package is missing, before the run directory exists.
 
     first: whether this is the first process, which writes the dashboards.
     """
@@ -115,6 +116,8 @@ def check_inputs(config: Config, first: bool) -> None:
         )
     if config.training.attention == "triton" and (found := attention_triton.installation_problems()):
         raise InputError(f"training.attention=triton: {'; '.join(found)}")
+    if config.groups.server:
+        read_groups_token(config.groups.token_file)
     if first:
         dashboards.import_packages(config.logging)
     remote.check_backends(config.data.paths, "data.paths")

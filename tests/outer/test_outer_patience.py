@@ -74,11 +74,11 @@ def test_a_stop_does_not_wait_for_a_server_that_is_frozen() -> None:
         client = OuterClient(frozen.getsockname(), Member(0, 2, LAYOUT, "exact", {}), b"")
         clock = time.monotonic()
         exchanged = pool.submit(client.exchange, None, 0, draw(1))
-        frozen.accept()
-        time.sleep(0.2)
-        client.stop()
-        with pytest.raises(ServerLost):
-            exchanged.result()
+        with frozen.accept()[0]:
+            time.sleep(0.2)
+            client.stop()
+            with pytest.raises(ServerLost):
+                exchanged.result()
         assert time.monotonic() - clock < 5
 
 

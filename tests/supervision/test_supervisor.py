@@ -163,6 +163,9 @@ def test_it_does_not_need_jax() -> None:
     assert (done.stdout, done.returncode) == ("set()\n", 0)
 
 
+PAIR = ("train", "--run.directory=r", *("--distributed.coordinator", "a:1", "--distributed.processes", "2"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,6 +175,10 @@ def test_it_does_not_need_jax() -> None:
         (["--restarts", "-1", "--", "train"], "--restarts: -1: must be 0 or a larger whole number"),
         (["--backoff", "nan", "--", "train"], "--backoff: nan: must be a number of seconds"),
         (["--restart", "1", "--", "train"], "did you mean --restarts?"),
+        (
+            ["--elastic", "60", "--hosts", "2", "--", *PAIR, "--groups.server", "a:1"],
+            "leave out --elastic, or give --min-hosts 2",
+        ),
         (["--", "train", "--run.directory=r", "--distributed.processes", "two"], "--distributed.* is not a number"),
     ],
 )
