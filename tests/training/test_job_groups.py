@@ -241,7 +241,7 @@ def test_a_group_whose_server_is_gone_trains_by_itself(monkeypatch: pytest.Monke
         ({"groups.delay": LOCAL}, "groups.delay=3 must be below training.local_steps=3: set a smaller --groups.delay"),
         ({"groups.index": 2}, "groups.index=2 must be below groups.count=2: groups are numbered from 0"),
         ({"groups.server": ("here",)}, "groups.server: here: must be host:port"),
-        ({"groups.server": ("a" * 64 + ":7000",)}, f"groups.server: {'a' * 64}:7000: must be host:port"),
+        pytest.param({"groups.server": ("a" * 64 + ":7000",)}, ":7000: must be host:port", id="long host"),
         ({"training.ema_decay": 0.9}, "groups.server does not support training.ema_decay=0.9: set --training.ema-dec"),
         ({"offload.optimizer": True}, "groups.server does not support offload.optimizer=True: set --offload.optimizer"),
         ({"training.on_spike": "rollback"}, "groups.server does not support training.on_spike=rollback: set --train"),
