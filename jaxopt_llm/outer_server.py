@@ -1,6 +1,7 @@
 """Command `outer_server`: the server at which groups that are jobs of their own average what they have learnt.
 
 python -m jaxopt_llm.outer_server --listen HOST:PORT --directory DIR --groups N [--wait SECONDS] [--token-file FILE]
+    [--new-settings]
 """
 
 from jaxopt_llm.core import stop_signals
@@ -30,11 +31,13 @@ def main() -> int:
     from jaxopt_llm.outer.server import OuterServer, open_listener
     from jaxopt_llm.outer.token import read_token
 
-    token = read_token(options.token_file, "--token-file")
+    token, new_settings = read_token(options.token_file, "--token-file"), options.new_settings
     with (
         lock_directory(options.directory, "--directory"),
         open_listener(parse_address(options.listen)) as listener,
-        OuterServer(listener, options.directory, options.groups, options.wait, token) as server,
+        OuterServer(
+            listener, options.directory, options.groups, options.wait, token, new_settings=new_settings
+        ) as server,
     ):
         print(f"listens at {options.listen} for {options.groups} groups", file=sys.stderr, flush=True)
         server.serve(_listen_to_signals())
@@ -71,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="time that a round waits for the other groups after the first has contributed (default: 300)",
     )
     add("--token-file", default="", metavar="FILE", help="file with a secret: groups.token_file of the groups")
+    add(
+        "--new-settings",
+        action="store_true",
+        help="change settings of all groups: those of the first group that joins count, in place of those that are "
+        "kept beside the masters",
+    )
     return parser
 
 

@@ -26,6 +26,7 @@ class Running:
     """A server in this process, at the same port after each start."""
 
     def __init__(self, directory: Path, groups: int, wait: float) -> None:
+        self.new_settings = False
         self.directory, self.groups, self.wait, self.port = directory, groups, wait, 0
         self.start()
 
@@ -36,7 +37,8 @@ class Running:
         ready = threading.Event()
 
         def run() -> None:
-            with listener, OuterServer(listener, self.directory, self.groups, self.wait, TOKEN) as running:
+            arguments = (listener, self.directory, self.groups, self.wait, TOKEN)
+            with listener, OuterServer(*arguments, new_settings=self.new_settings) as running:
                 self.server = running
                 ready.set()
                 running.serve(lambda: self._stopped)

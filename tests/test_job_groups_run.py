@@ -197,7 +197,7 @@ def test_a_server_that_refuses_a_group_in_the_middle_of_a_run_ends_it(job: Job, 
     line_with("listens at", job.processes[-1], "stderr")
     gate.open()
     _, stderr = finish(group, 2)
-    assert "groups.count is 2 there, and the outer server has --groups 3: make them equal" in stderr
+    assert "groups.count is 2 here, and the outer server has --groups 3: make them equal" in stderr
     job.masters(0, 6)
 
 

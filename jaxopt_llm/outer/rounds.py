@@ -84,12 +84,6 @@ class Rounds:
         with self._changed:
             return sorted(self._connected)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no round is open or closing."""
-        with self._changed:
-            return not self._fresh and not self._closing and self._offered is None
-
     def join(self, group: int, connection: object) -> None:
         """Note that a group is there. connection: what it speaks through."""
         with self._changed:

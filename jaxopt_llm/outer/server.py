@@ -35,7 +35,7 @@ _MOST_PROCESSES, _LONGEST_NAME = 2**16, 100
 
 @dataclass
 class Lane:
-    """One process of the groups, as the server sees it. facts: those of the groups that are connected."""
+    """One process of the groups, as the server sees it. facts: see Saved; those of a group must be equal to them."""
 
     process: int
     layout: Layout
@@ -52,10 +52,21 @@ class OuterServer:
         directory: of the masters and of rounds.jsonl.
         groups: number of groups.
         wait: seconds that a round waits after its first contribution.
+        new_settings: take the facts of the first group that joins in place of those that are kept beside the masters.
     """
 
-    def __init__(self, listener: socket.socket, directory: Path, groups: int, wait: float, token: bytes) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        directory: Path,
+        groups: int,
+        wait: float,
+        token: bytes,
+        *,
+        new_settings: bool = False,
+    ) -> None:
         self._directory, self._groups, self._wait, self._token = directory, groups, wait, token
+        self._new_settings = new_settings
         self._acceptor = Acceptor(listener, token)
         self._lanes: dict[int, Lane] = {}
         self._lock = threading.Lock()
@@ -91,7 +102,7 @@ class OuterServer:
             self._due.wait(LOOK_SECONDS)
             self._due.clear()
             for lane in list(self._lanes.values()):
-                save = functools.partial(store.save, self._directory, lane.process)
+                save = functools.partial(store.save, self._directory, lane.process, lane.facts)
                 lane.rounds.begin_if_offered(save)
                 lane.rounds.close_if_due(lane.outer, save, functools.partial(self._write, lane))
             if self._acceptor.rejected > self._refused:
@@ -131,7 +142,7 @@ class OuterServer:
             lane = self._join(wire, hello)
         except (InputError, ValueError, ConnectionError) as error:
             problem = f"not a process of a group ({error})" if isinstance(error, ValueError) else str(error)
-            self._say(f"refuses group {hello.index} ({printable(hello.host)}): {printable(problem)}")
+            self._say(f"refuses group {hello.index} ({printable(hello.host)}) and tells it: {printable(problem)}")
             kind = "busy" if isinstance(error, ConnectionError) else "refused"
             arrival.answer(self._token, {kind: problem})
             return
@@ -168,31 +179,32 @@ class OuterServer:
             raise ValueError("a process out of range")
         if hello.processes != self._groups:
             raise InputError(
-                f"groups.count is {hello.processes} there, and the outer server has --groups {self._groups}: make them "
+                f"groups.count is {hello.processes} here, and the outer server has --groups {self._groups}: make them "
                 "equal"
             )
+        facts = {name: value for name, value in facts.items() if name != "segments"}
         with self._lock:
-            lane = self._lanes.get(process)
-            state = self._saved.get(process) if lane is None else lane.rounds.state
-            if state is not None and state.layout != layout:
+            lane, saved = self._lanes.get(process), self._saved.get(process)
+            if lane is None:
+                kept = saved.facts if saved is not None and not self._new_settings else facts
+                state = saved.state if saved is not None else None
+                rounds = Rounds(self._groups, self._wait, state, self._due.set)
+                lane = Lane(process, state.layout if state is not None else layout, outer, kept, rounds)
+            if lane.facts != facts:
+                raise InputError(_describe_differences(facts, lane.facts))
+            if lane.layout != layout:
                 raise InputError(
                     f"the masters of the outer server in {self._directory} have other pieces: use the model, the mesh "
                     "and the processes of the other groups, or another --directory"
                 )
-            if lane is not None and hello.index in lane.rounds.connected:
+            if hello.index in lane.rounds.connected:
                 raise ConnectionError(
                     f"group {hello.index} is there already: give each group its own --groups.index, or wait until the "
                     "connection of the one that was lost has ended"
                 )
-            if lane is None or lane.facts != facts:
-                if lane is not None and (others := lane.rounds.connected):
-                    raise InputError(_describe_differences(facts, lane.facts, others[0]))
-                if lane is not None and not lane.rounds.is_idle:
-                    raise ConnectionError("the round of the groups that were there is not closed yet")
-                self._saved.pop(process, None)
-                rounds = Rounds(self._groups, self._wait, state, self._due.set)
-                lane = self._lanes[process] = Lane(process, layout, outer, facts, rounds)
             lane.rounds.join(hello.index, wire)
+            self._lanes[process] = lane
+            self._saved.pop(process, None)
             self._wires.add(wire)
         return lane
 
@@ -250,20 +262,20 @@ def _describe(state: OuterMasters) -> dict[str, Any]:
     return {"round": state.round, "step": state.step, "name": state.name}
 
 
-def _describe_differences(theirs: dict[str, Any], ours: dict[str, Any], other: int) -> str:
-    """Return how the facts of a group differ from those of another one."""
+def _describe_differences(theirs: dict[str, Any], kept: dict[str, Any]) -> str:
+    """Return how the facts of a group differ from those of the other groups. It reads this: it is the one "here"."""
 
-    def flatten(facts: dict[str, Any]) -> dict[str, Any]:
-        settings = facts.get("settings")
-        return {**facts, **(settings if isinstance(settings, dict) else {}), "settings": None}
+    def compare(one: Any, other: Any) -> list[str]:
+        one, other = (each if isinstance(each, dict) else {} for each in (one, other))
+        names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+        return [f"{name} is {one.get(name)} here and {other.get(name)} in the other groups" for name in names]
 
-    theirs, ours = flatten(theirs), flatten(ours)
-    found = [
-        f"{name} is {theirs.get(name)} there and {ours.get(name)} in group {other}"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    ]
-    return f"all groups must have the same settings, mesh and data: {'; '.join(found)}"
+    # Hashes of what a setting leads to differ with it, and say less.
+    found = compare(theirs.get("settings"), kept.get("settings")) or compare(theirs, kept)
+    return (
+        f"all groups must have the same settings, mesh and data: {'; '.join(found)}; to change the settings of all "
+        "groups, start the outer server with --new-settings"
+    )
 
 
 def open_listener(address: tuple[str, int]) -> socket.socket:

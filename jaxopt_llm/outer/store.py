@@ -1,11 +1,14 @@
 """File with the outer masters of one process of the groups, from which a server continues.
 
-A line of JSON describes the file; masters and momentum follow as float32. It is written beside the old one and renamed.
+A line of JSON describes the file, with the facts of the groups; masters and momentum follow as float32. It is written
+beside the old one and renamed.
 """
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +20,19 @@ from jaxopt_llm.outer.masters import OuterMasters
 _MAX_LINE_BYTES = 2**24
 
 
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """Outer masters, and the facts of the groups that made them: values that must be equal in all groups, by name."""
+
+    state: OuterMasters
+    facts: dict[str, Any]
+
+
 def path_of(directory: Path, process: int) -> Path:
     return directory / f"process-{process}.masters"
 
 
-def save(directory: Path, process: int, state: OuterMasters) -> None:
+def save(directory: Path, process: int, facts: dict[str, Any], state: OuterMasters) -> None:
     """Write the file durably."""
     vectors = [np.ascontiguousarray(each, "<f4").view(np.uint8) for each in (state.masters, state.momentum)]
     described = {
@@ -31,6 +42,7 @@ def save(directory: Path, process: int, state: OuterMasters) -> None:
         "previous": state.previous,
         "contributors": state.contributors,
         "segments": state.layout.segments,
+        "facts": facts,
         "sha256": _digest(vectors),
     }
     path = path_of(directory, process)
@@ -44,7 +56,7 @@ def save(directory: Path, process: int, state: OuterMasters) -> None:
     files.sync_directory(directory)
 
 
-def load_all(directory: Path) -> dict[int, OuterMasters]:
+def load_all(directory: Path) -> dict[int, Saved]:
     """Return what `save` wrote, by process.
 
     Raises:
@@ -52,10 +64,10 @@ def load_all(directory: Path) -> dict[int, OuterMasters]:
     """
     names = (path.stem.removeprefix("process-") for path in directory.glob("process-*.masters"))
     loaded = {int(name): load(directory, int(name)) for name in names if name.isdecimal()}
-    return {process: state for process, state in loaded.items() if state is not None}
+    return {process: saved for process, saved in loaded.items() if saved is not None}
 
 
-def load(directory: Path, process: int) -> OuterMasters | None:
+def load(directory: Path, process: int) -> Saved | None:
     """Return what `save` wrote; None if there is no file.
 
     Raises:
@@ -68,7 +80,7 @@ def load(directory: Path, process: int) -> OuterMasters | None:
         files.check_is_regular(path)
         with path.open("rb") as file:
             described = json_files.parse(file.readline(_MAX_LINE_BYTES))
-            layout = Layout.parse(described["segments"])
+            layout, facts = Layout.parse(described["segments"]), dict(described["facts"])
             if path.stat().st_size != file.tell() + 8 * layout.size:
                 raise ValueError("another size")
             vectors = [np.fromfile(file, "<f4", layout.size) for _ in range(2)]
@@ -77,7 +89,8 @@ def load(directory: Path, process: int) -> OuterMasters | None:
         masters, momentum = (each.astype(np.float32, copy=False) for each in vectors)
         numbers = int(described["round"]), int(described["step"])
         names = str(described["name"]), str(described["previous"])
-        return OuterMasters(layout, *numbers, *names, masters, momentum, tuple(map(int, described["contributors"])))
+        contributors = tuple(map(int, described["contributors"]))
+        return Saved(OuterMasters(layout, *numbers, *names, masters, momentum, contributors), facts)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: it is damaged ({error}); restore it, or delete it: the groups then go on from the masters of the "

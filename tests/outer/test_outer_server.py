@@ -50,8 +50,8 @@ def test_rounds_are_those_of_diloco_and_all_groups_have_the_same_bits(
         if form != "exact":
             assert np.abs(groups[0].own - masters).max() > 1e-6
     saved = store.load(running.directory, 0)
-    assert saved is not None and (saved.round, saved.step) == (3, 9)
-    np.testing.assert_array_equal(saved.masters, groups[0].own)
+    assert saved is not None and (saved.state.round, saved.state.step) == (3, 9)
+    np.testing.assert_array_equal(saved.state.masters, groups[0].own)
     sent = LAYOUT.count_bytes(form) * 6
     for number, line in enumerate(running.rounds(), 1):
         assert (line["round"], line["step"], line["bytes"]) == (number, 3 * number, sent)
@@ -235,10 +235,11 @@ def test_a_damaged_file_is_told(damage: str, run: Callable[..., Running]) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"groups": 3}, "groups.count is 3 there, and the outer server has --groups 2: make them equal"),
-        ({"settings": {"run.seed": 1}}, "the same settings, mesh and data: run.seed is 1 there and None in group 0"),
+        ({"groups": 3}, "groups.count is 3 here, and the outer server has --groups 2: make them equal"),
+        ({"settings": {"run.seed": 1}}, "the same settings, mesh and data: run.seed is 1 here and None in the other"),
+        ({"settings": {"run.seed": 1}, "segments": [[7, 0]], "hash": 3}, "data: run.seed is 1 here and None in the"),
         ({"segments": [[7, 0]]}, "have other pieces: use the model, the mesh"),
-        ({"form": "int8"}, "form is int8 there and exact in group 0"),
+        ({"form": "int8"}, "form is int8 here and exact in the other groups; to change"),
         ({"token": b"other"}, "another token; give both the same file, with groups.token_file and --token-file"),
         ({"process": -1}, "a process out of range"),
         ({"form": []}, "no settings of an outer step"),
@@ -252,6 +253,54 @@ def test_a_group_that_does_not_fit_is_refused(options: dict[str, Any], says: str
         running.client(1, **options).exchange(None, 0, draw(1000))
     assert says in str(refused.value) and "\n" not in str(refused.value)
     Group(running, 1).exchange()
+
+
+@pytest.mark.parametrize("starts_again", [True, False])
+def test_settings_are_those_of_the_masters_while_no_group_is_there(
+    starts_again: bool, run: Callable[..., Running]
+) -> None:
+    """A group with a wrong setting that comes first does not take the masters from the right ones."""
+    running = run(2)
+    right = [Group(running, index, settings={"model.layers": 6}) for index in range(2)]
+    for group in right:
+        group.exchange()
+        group.train()
+    together(right)
+    for group in right:
+        group.client.stop()
+    if starts_again:
+        running.stop()
+        running.start()
+    wrong = running.client(0, settings={"model.layers": 4})
+    while running.server._lanes and running.server._lanes[0].rounds.connected:
+        time.sleep(0.01)
+    with pytest.raises(InputError) as refused:
+        wrong.exchange(None, 0, draw(1))
+    assert "model.layers is 4 here and 6 in the other groups; to change the settings" in str(refused.value)
+    assert str(refused.value).endswith("of all groups, start the outer server with --new-settings")
+    again = Group(running, 0, settings={"model.layers": 6})
+    assert again.exchange().base.round == 1
+
+
+def test_new_settings_are_those_of_the_first_group_and_are_kept(run: Callable[..., Running]) -> None:
+    running = run(1)
+    old, new = {"run.seed": 1}, {"run.seed": 2}
+    (group,) = begin(running, settings=old)
+    group.client.stop()
+    running.stop()
+    running.new_settings = True
+    running.start()
+    group = Group(running, 0, settings=new)
+    assert group.exchange().whole
+    group.train()
+    group.exchange()
+    group.client.stop()
+    running.stop()
+    running.new_settings = False
+    running.start()
+    with pytest.raises(InputError, match="run.seed is 1 here and 2 in the other groups"):
+        running.client(0, settings=old).exchange(None, 0, draw(1))
+    assert Group(running, 0, settings=new).exchange().base.round == 1
 
 
 def test_two_groups_with_one_index_are_told(run: Callable[..., Running]) -> None:
