@@ -67,6 +67,7 @@ def serve_quickly(directory: Path) -> Iterator[Callable[..., Running]]:
     with contextlib.ExitStack() as scope, pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "LOOK_SECONDS", 0.01)
         patch.setattr(client, "CONNECT_SECONDS", 1.0)
+        patch.setattr(client, "BUSY_SECONDS", 2.0)
         patch.setattr(client, "PAUSE_SECONDS", 0.02)
 
         def start(groups: int, wait: float = PATIENCE) -> Running:

@@ -18,6 +18,8 @@ from jaxopt_llm.outer.masters import make_name, subtract
 from jaxopt_llm.outer.wire import NO_PAYLOAD, Wire, shut
 
 CONNECT_SECONDS = 10.0  # for which a server that does not answer is tried again
+# In which a lost process of the same group must be gone when this one starts: longer than TCP_USER_TIMEOUT (wire.py).
+BUSY_SECONDS = 45.0
 GREETING_SECONDS = 10.0  # in which a server that has accepted a connection says who it is, and whether it admits us
 ANSWER_SECONDS = 600.0  # in which a server closes a round, after the time for which it waits for the groups
 _SLOW_DISK = 50e6  # bytes per second, at which it has time to save masters and momentum
@@ -28,8 +30,8 @@ class ServerLost(Exception):
     """The outer server does not answer. The message says why."""
 
 
-class _BusyError(Exception):
-    """The server has another connection of this process."""
+class ServerBusy(ServerLost):
+    """The outer server has another connection with the index of this group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,7 @@ class OuterClient:
         self._wait = 0.0
         self._is_empty = False
         self._before = 0
+        self._starts = True  # no exchange has ended yet
         self._stopped = threading.Event()
 
     @property
@@ -113,9 +116,16 @@ class OuterClient:
             base: outer masters that the own ones began from; None: the group has to begin from those of the server.
 
         Raises:
-            ServerLost: the server does not answer.
-            InputError: the server refuses this group.
+            ServerLost: the server does not answer, or has another connection with the index of this group.
+            InputError: the server refuses this group. At the first exchange, also if such a connection stays.
         """
+        try:
+            return self._exchange_again(base, step, own)
+        finally:
+            self._starts = False
+
+    def _exchange_again(self, base: Base | None, step: int, own: np.ndarray) -> Answer:
+        """Do an exchange, twice if the connection has ended since the last one."""
         was_connected = self._wire is not None
         try:
             return self._exchange(base, step, own)
@@ -186,13 +196,17 @@ class OuterClient:
         raise TimeoutError(f"no answer in {seconds:.0f} s")
 
     def _connect(self) -> Wire:
-        """Connect and join, within CONNECT_SECONDS."""
-        deadline, reason = time.monotonic() + CONNECT_SECONDS, "nothing listens there"
-        while (left := deadline - time.monotonic()) > 0 and not self._stopped.is_set():
+        """Connect and join, within CONNECT_SECONDS, or BUSY_SECONDS if this process has just started."""
+        began, problem = time.monotonic(), Exception("nothing listens there")
+        while not self._stopped.is_set():
+            waits = self._starts and isinstance(problem, ServerBusy)
+            left = began + (BUSY_SECONDS if waits else CONNECT_SECONDS) - time.monotonic()
+            if left <= 0:
+                break
             try:
-                connection = socket.create_connection(self._address, timeout=left)
+                connection = socket.create_connection(self._address, timeout=min(left, CONNECT_SECONDS))
             except OSError as error:
-                reason = str(error)
+                problem = error
                 time.sleep(PAUSE_SECONDS)
                 continue
             with contextlib.ExitStack() as unless_joined:
@@ -205,21 +219,28 @@ class OuterClient:
                     continue
                 try:
                     wire = self._join(connection)
-                except _BusyError as error:
-                    reason = str(error)
+                except ServerBusy as error:
+                    problem = error
                     time.sleep(PAUSE_SECONDS)
                     continue
                 unless_joined.pop_all()
                 self._wire = wire
                 return wire
-        raise ConnectionError(reason)
+        if not isinstance(problem, ServerBusy):
+            raise ConnectionError(str(problem))
+        if self._starts and not self._stopped.is_set():
+            raise InputError(
+                f"groups.server {self._address[0]}:{self._address[1]}: another process uses --groups.index "
+                f"{self._member.index}: give each group its own, or end that process"
+            )
+        raise problem
 
     def _join(self, connection: socket.socket) -> Wire:
         """Say who this process is.
 
         Raises:
             InputError: the server refuses it.
-            _BusyError: the server has another connection of this process, which may have ended.
+            ServerBusy: the server has another connection of this process, which may have ended.
         """
         peer, nonce, member = Peer(connection), handshake.make_nonce(), self._member
         deadline = time.monotonic() + GREETING_SECONDS
@@ -243,7 +264,7 @@ class OuterClient:
         if "refused" in answer:
             raise InputError(f"{where} refuses group {member.index}: {printable(answer['refused'])}")
         if "busy" in answer:
-            raise _BusyError(printable(answer["busy"]))
+            raise ServerBusy(printable(answer["busy"]))
         if not isinstance(answer.get("nonce"), str) or type(answer.get("wait")) not in (int, float):
             raise ValueError("it is no outer server")
         self._wait, self._is_empty = float(answer["wait"]), answer.get("empty") is True

@@ -26,7 +26,7 @@ from jaxopt_llm.config.fields import METADATA, get_field
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerLost
+from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerBusy, ServerLost
 from jaxopt_llm.outer.token import read_token
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.training.pieces import Pieces
@@ -223,7 +223,8 @@ class JobGroup:
         """
         if exchange.answer is None:
             refused = str(exchange.error) if isinstance(exchange.error, InputError) else ""
-            own = _Outcome(f"groups.server {self._address} ({exchange.error})", refused)
+            what = "is refused:" if isinstance(exchange.error, ServerBusy) else "no answer of"
+            own = _Outcome(f"{what} groups.server {self._address} ({exchange.error})", refused)
         else:
             own = _Outcome("", "", exchange.answer.whole, exchange.answer.counted, exchange.answer.base.step)
         told = self._channel.exchange(json.dumps(asdict(own)))
@@ -261,7 +262,7 @@ class JobGroup:
         lost, whole = [each for each in outcomes if each.lost], [each for each in outcomes if each.whole]
         where = f"step {step:>6}  "
         if lost and not self._is_alone and not self._stopping() and not self._stop.is_up():
-            self._say(f"{where}no answer of {lost[0].lost}: the group trains by itself, and asks again every round")
+            self._say(f"{where}{lost[0].lost}: the group trains by itself, and asks again every round")
         if self._is_alone and not lost:
             self._say(f"{where}the outer server answers again")
         self._is_alone = bool(lost)

@@ -12,8 +12,8 @@ import pytest
 from outer_groups import LAYOUT, MOMENTUM, PATIENCE, RATE, TOKEN, Group, Running, begin, draw, serve_quickly, together
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.outer import store
-from jaxopt_llm.outer.client import ServerLost
+from jaxopt_llm.outer import client, store
+from jaxopt_llm.outer.client import ServerBusy, ServerLost
 from jaxopt_llm.outer.server import OuterServer
 
 
@@ -306,9 +306,29 @@ def test_new_settings_are_those_of_the_first_group_and_are_kept(run: Callable[..
 def test_two_groups_with_one_index_are_told(run: Callable[..., Running]) -> None:
     running = run(2)
     groups = begin(running)
-    with pytest.raises(ServerLost, match="group 1 is there already: give each group its own --groups.index"):
+    says = "another process uses --groups.index 1: give each group its own, or end that process"
+    with pytest.raises(InputError, match=says):
         Group(running, 1).exchange()
     groups[1].client.stop()
+
+
+def test_a_group_that_starts_waits_until_the_connection_of_the_lost_one_has_ended(run: Callable[..., Running]) -> None:
+    """Later it does not: it trains meanwhile."""
+    running = run(2)
+    lost = begin(running)[1]
+    again = Group(running, 1)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(again.exchange)
+        time.sleep(1.3 * client.CONNECT_SECONDS)
+        lost.client.stop()
+        assert answer.result().whole
+    again.client._close()
+    lost = Group(running, 1)
+    lost.exchange()
+    clock = time.monotonic()
+    with pytest.raises(ServerBusy, match="group 1 is there already: give each group its own --groups.index"):
+        again.exchange()
+    assert time.monotonic() - clock < client.BUSY_SECONDS
 
 
 def test_a_server_that_goes_on_from_older_masters_takes_no_change_of_newer_ones(run: Callable[..., Running]) -> None:

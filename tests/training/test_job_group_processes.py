@@ -18,7 +18,7 @@ from jaxopt_llm.config import Config, GroupsConfig, TrainingConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.process_group import Flag
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.outer.client import Answer, Base, ServerLost
+from jaxopt_llm.outer.client import Answer, Base, ServerBusy, ServerLost
 from jaxopt_llm.training import job_groups
 from jaxopt_llm.training.job_groups import JobGroup
 
@@ -120,6 +120,15 @@ def test_processes_agree_after_every_pair_of_outcomes(
         else:
             since = trained - OWN if later and "whole" not in outcomes else 0
             np.testing.assert_array_equal(after.masters, OUTER + since)
+
+
+def test_a_server_that_has_another_process_of_this_index_refuses_it_and_is_not_silent() -> None:
+    process, exchange = Process(0, Talk(1)), end_exchange("lost")
+    exchange.error = ServerBusy("group 0 is there already")
+    process._finish(exchange, SimpleNamespace(masters=OWN), BEGUN)  # type: ignore[arg-type]
+    (line,) = process.said
+    assert "is refused: groups.server " in line and "(group 0 is there already): the group trains by itself" in line
+    assert "no answer" not in line
 
 
 @pytest.mark.parametrize("finishes_first", [False, True])
