@@ -35,6 +35,7 @@ from jaxopt_llm.training.setup import Setup
 from jaxopt_llm.training.state import TrainState, state_shardings
 
 LOOK_SECONDS = 0.5  # between two looks at the progress of an exchange
+REMIND_ROUNDS = 10  # without an answer, after which the warning is repeated
 # Settings that decide what is learnt, and in which groups may differ: where their files are, and which group each is.
 _OWN = ("evaluation.paths", "groups.index")
 
@@ -86,13 +87,16 @@ class JobGroup:
         self._client: OuterClient | None = None
         self._base: Base | None = None
         self._running: _Exchange | None = None
-        self._is_alone = False
+        self._lost_rounds = 0  # in a row
+        self._has_answered, self._lost = False, ""  # why there has been no answer in this run
         self._cast: Any = None
 
     def __enter__(self) -> "JobGroup":
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is None and self._lost:
+            self._say(f"{self._setup.directory}: the run ends without an outer step: {self._lost}")
         if self._client is not None:
             self._client.stop()
 
@@ -261,13 +265,17 @@ class JobGroup:
         """Say what is not as usual."""
         lost, whole = [each for each in outcomes if each.lost], [each for each in outcomes if each.whole]
         where = f"step {step:>6}  "
-        if lost and not self._is_alone and not self._stopping() and not self._stop.is_up():
+        reminds = self._lost_rounds % REMIND_ROUNDS == 0
+        if lost and reminds and not self._stopping() and not self._stop.is_up():
             self._say(f"{where}{lost[0].lost}: the group trains by itself, and asks again every round")
-        if self._is_alone and not lost:
+        if self._lost_rounds and not lost:
             self._say(f"{where}the outer server answers again")
-        self._is_alone = bool(lost)
         if lost:
+            self._lost_rounds += 1
+            if not self._has_answered:
+                self._lost = lost[0].lost
             return
+        self._lost_rounds, self._has_answered, self._lost = 0, True, ""
         if whole and all(each.counted for each in whole):
             self._say(f"{where}late: what the group has changed counts in the next outer step; goes on at step {ahead}")
         elif whole:

@@ -31,6 +31,7 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.outer.server import OuterServer, open_listener
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training import job_groups
 from jaxopt_llm.training import program as training_program
 from jaxopt_llm.training.guard import judge_step
 from jaxopt_llm.training.job_groups import JobGroup
@@ -92,6 +93,7 @@ class Group:
             program=self.program,
             placement=placement,
             data=SimpleNamespace(corpus=SimpleNamespace(sha256="corpus")),
+            directory="runs/group",
         )
         self.said: list[str] = []
         self.state: TrainState = initialize_state(self.program.specs, self.program.optimizers, 0, placement)
@@ -227,11 +229,30 @@ def test_a_group_that_comes_back_goes_on_where_the_others_are(server: str) -> No
 
 def test_a_group_whose_server_is_gone_trains_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxopt_llm.outer.client.CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(job_groups, "REMIND_ROUNDS", 2)
     group = Group(make_config("127.0.0.1:9", MeshConfig()), 0)
-    group.join()
-    assert len(group.train(2 * LOCAL)) == 2 * LOCAL
-    (line,) = group.said  # once
-    assert "no answer of groups.server 127.0.0.1:9 (" in line and "trains by itself" in line
+    with group.group:
+        group.join()
+        assert len(group.train(2 * LOCAL)) == 2 * LOCAL
+    *lines, last = group.said
+    assert [line.split()[:2] for line in lines] == [["step", "0"], ["step", str(2 * LOCAL)]]
+    assert all("no answer of groups.server 127.0.0.1:9 (" in line and "trains by itself" in line for line in lines)
+    assert last.startswith("runs/group: the run ends without an outer step: no answer of groups.server 127.0.0.1:9 (")
+
+
+def test_a_group_that_has_had_an_answer_does_not_end_without_an_outer_step(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxopt_llm.outer.client.CONNECT_SECONDS", 0.1)
+    groups = [Group(make_config(server, MeshConfig()), index) for index in range(GROUPS)]
+    together([group.join for group in groups])
+    together([functools.partial(group.train, LOCAL) for group in groups])
+    with groups[0].group as group:
+        groups[0].group._client._address = ("127.0.0.1", 9)  # type: ignore[union-attr]
+        group._client._close()  # type: ignore[union-attr]
+        groups[0].train(LOCAL)
+    assert "no answer of groups.server" in groups[0].said[-1]
+    assert not any("without an outer step" in line for line in groups[0].said)
 
 
 @pytest.mark.parametrize(
