@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxopt_llm.config.addresses import is_address, parse_address
+from jaxopt_llm.config.addresses import find_problem, parse_address
 from jaxopt_llm.core import errors
 
 PROGRAM = errors.program_name("outer_server")
@@ -25,8 +25,9 @@ PROGRAM = errors.program_name("outer_server")
 
 def main() -> int:
     options = make_parser().parse_args()
-    if not is_address(options.listen):
-        raise errors.InputError(f"--listen {options.listen}: must be host:port, with the name or IP address of a host")
+    if why := find_problem(options.listen):
+        raise errors.InputError(f"--listen {options.listen}: {why}")
+    _check_directory(options.directory)
     from jaxopt_llm.checkpoint.native.lock import lock_directory
     from jaxopt_llm.outer.server import OuterServer, open_listener
     from jaxopt_llm.outer.token import read_token
@@ -39,10 +40,23 @@ def main() -> int:
             listener, options.directory, options.groups, options.wait, token, new_settings=new_settings
         ) as server,
     ):
-        print(f"listens at {options.listen} for {options.groups} groups", file=sys.stderr, flush=True)
+        groups = "1 group" if options.groups == 1 else f"{options.groups} groups"
+        print(f"listens at {options.listen} for {groups}", file=sys.stderr, flush=True)
         server.serve(_listen_to_signals())
     print("stopped; the same command goes on from the last round", file=sys.stderr, flush=True)
     return stop_signals.EXIT_CODE
+
+
+def _check_directory(directory: Path) -> None:
+    """Check that a directory can be that of a server.
+
+    Raises:
+        InputError: it is a file, or that of a run.
+    """
+    if directory.is_file():
+        raise errors.InputError(f"--directory {directory} is a file; give a directory, which may be new")
+    if (directory / "config.json").exists() and (directory / "checkpoints").exists():
+        raise errors.InputError(f"--directory {directory} holds a run; give the outer server a directory of its own")
 
 
 def _listen_to_signals() -> Callable[[], bool]:

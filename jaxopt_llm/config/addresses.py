@@ -2,20 +2,29 @@
 
 import re
 
+_FORM = "must be host:port, with the name or IP address of a host"
+
 
 def is_address(text: str) -> bool:
-    """Return whether a text is an address of the form host:port.
+    """Return whether a text is an address of the form host:port."""
+    return not find_problem(text)
+
+
+def find_problem(text: str) -> str:
+    """Return why a text is no address of the form host:port; "" if it is one.
 
     A host with an empty label, or one of more than 63 characters, is none: look-ups of it raise UnicodeError.
     """
-    port = re.fullmatch(r".+:([0-9]{1,5})", text)
-    if port is None or not 0 < int(port[1]) < 2**16:
-        return False
+    port = re.fullmatch(r".+:([0-9]{1,9})", text)
+    if port is None:
+        return _FORM
+    if not 0 < int(port[1]) < 2**16:
+        return "the port must be 1 to 65535"
     try:
         parse_address(text)[0].encode("idna")
     except UnicodeError:
-        return False
-    return True
+        return _FORM
+    return ""
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxopt_llm.config.addresses import is_address
+from jaxopt_llm.config.addresses import find_problem
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_range, setting
 
 
@@ -30,11 +30,7 @@ class GroupsConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("groups", self)
-        found += [
-            f"groups.server: {each}: must be host:port, with the name or IP address of a host"
-            for each in self.server
-            if not is_address(each)
-        ]
+        found += [f"groups.server: {each}: {why}" for each in self.server if (why := find_problem(each))]
         if self.index >= self.count:
             found.append(
                 f"groups.index={self.index} must be below groups.count={self.count}: groups are numbered from 0"

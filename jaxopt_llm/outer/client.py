@@ -256,8 +256,9 @@ class OuterClient:
         try:
             answer = handshake.open_signed(self._token, nonce, signed)
         except handshake.NotTrustedError as error:
+            problem = "it has another token" if self._token else "this group has no token"
             raise InputError(
-                f"{where}: it has another token; give both the same file, with groups.token_file and --token-file"
+                f"{where}: {problem}; give both the same file, with groups.token_file and --token-file"
             ) from error
         if not isinstance(answer, dict):
             raise ValueError("it is no outer server")

@@ -77,6 +77,9 @@ class OuterServer:
         self._saved = store.load_all(directory)  # a damaged file is found at the start
 
     def __enter__(self) -> "OuterServer":
+        if self._saved:
+            newest = max((saved.state for saved in self._saved.values()), key=lambda state: state.round)
+            self._say(f"continues from round {newest.round}, step {newest.step}")
         self._acceptor.__enter__()
         self._thread = threading.Thread(target=self._welcome, name="arrivals", daemon=True)
         self._thread.start()

@@ -241,6 +241,7 @@ def test_a_damaged_file_is_told(damage: str, run: Callable[..., Running]) -> Non
         ({"segments": [[7, 0]]}, "have other pieces: use the model, the mesh"),
         ({"form": "int8"}, "form is int8 here and exact in the other groups; to change"),
         ({"token": b"other"}, "another token; give both the same file, with groups.token_file and --token-file"),
+        ({"token": b""}, "this group has no token; give both the same file, with groups.token_file and --token-file"),
         ({"process": -1}, "a process out of range"),
         ({"form": []}, "no settings of an outer step"),
     ],
@@ -282,7 +283,9 @@ def test_settings_are_those_of_the_masters_while_no_group_is_there(
     assert again.exchange().base.round == 1
 
 
-def test_new_settings_are_those_of_the_first_group_and_are_kept(run: Callable[..., Running]) -> None:
+def test_new_settings_are_those_of_the_first_group_and_are_kept(
+    run: Callable[..., Running], capfd: pytest.CaptureFixture[str]
+) -> None:
     running = run(1)
     old, new = {"run.seed": 1}, {"run.seed": 2}
     (group,) = begin(running, settings=old)
@@ -297,7 +300,9 @@ def test_new_settings_are_those_of_the_first_group_and_are_kept(run: Callable[..
     group.client.stop()
     running.stop()
     running.new_settings = False
+    capfd.readouterr()
     running.start()
+    assert "continues from round 1, step 3\n" in capfd.readouterr().err
     with pytest.raises(InputError, match="run.seed is 1 here and 2 in the other groups"):
         running.client(0, settings=old).exchange(None, 0, draw(1))
     assert Group(running, 0, settings=new).exchange().base.round == 1

@@ -263,6 +263,7 @@ def test_a_group_that_has_had_an_answer_does_not_end_without_an_outer_step(
         ({"groups.index": 2}, "groups.index=2 must be below groups.count=2: groups are numbered from 0"),
         ({"groups.server": ("here",)}, "groups.server: here: must be host:port"),
         pytest.param({"groups.server": ("a" * 64 + ":7000",)}, ":7000: must be host:port", id="long host"),
+        ({"groups.server": ("here:70000",)}, "groups.server: here:70000: the port must be 1 to 65535"),
         ({"training.ema_decay": 0.9}, "groups.server does not support training.ema_decay=0.9: set --training.ema-dec"),
         ({"offload.optimizer": True}, "groups.server does not support offload.optimizer=True: set --offload.optimizer"),
         ({"training.on_spike": "rollback"}, "groups.server does not support training.on_spike=rollback: set --train"),
