@@ -114,7 +114,7 @@ def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
     lines = [
         _make_heading(first, seconds, f" for {len(results)} networks"),
         "",
-        f"{'network of a host, Gb/s':>23} {'s/step':>10} {'tokens/s':>12} {'waits for it':>12}  fastest that fits",
+        f"{'network of a host, Gb/s':>23} {'s/step':>10} {'tokens/s':>12} {'waits for the network':>21}  fastest that fits",
     ]
     flags = ["", "the flags for each network:"]
     for result in results:
@@ -123,7 +123,7 @@ def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
             return "\n".join([lines[0], "no setting fits"])
         lines.append(
             f"{gigabits:>23} {winner.time.total:10,.4g} {compute_tokens_per_second(winner):12,.0f} "
-            f"{winner.network_share:12.1%}  {describe_setting(winner.config, result.recipe)}"
+            f"{winner.network_share:21.1%}  {describe_setting(winner.config, result.recipe)}"
         )
         flags.append(f"{gigabits:>7} Gb/s: {format_flags(winner.config, result.recipe) or 'the recipe'}")
     return "\n".join(lines + flags)
