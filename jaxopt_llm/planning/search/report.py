@@ -114,7 +114,8 @@ def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
     lines = [
         _make_heading(first, seconds, f" for {len(results)} networks"),
         "",
-        f"{'network of a host, Gb/s':>23} {'s/step':>10} {'tokens/s':>12} {'waits for the network':>21}  fastest that fits",
+        f"{'network of a host, Gb/s':>23} {'s/step':>10} {'tokens/s':>12} {'waits for the network':>21}  "
+        "fastest that fits",
     ]
     flags = ["", "the flags for each network:"]
     for result in results:
