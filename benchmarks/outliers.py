@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import numpy as safetensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.data.source import read_standard_library
 
 COLUMNS, FACTOR = 6, 60.0
@@ -69,7 +69,7 @@ def write_corpus(file: Path) -> None:
 def plant_outliers(folder: Path, seed: int) -> None:
     """Plant outlier columns in a folder with one file of weights in place."""
     file = folder / "model.safetensors"
-    arrays = {name: np.array(array) for name, array in safetensors.load_file(file).items()}
+    arrays = {name: stored.array.copy() for name, stored in safetensors.open_file(file).items()}
     random = np.random.default_rng(seed)
     for name in [*arrays]:
         block, _, norm = name.removesuffix(".weight").rpartition(".")
@@ -78,7 +78,8 @@ def plant_outliers(folder: Path, seed: int) -> None:
             arrays[name][columns] *= FACTOR
             for matrix in READ_BY[norm]:
                 arrays[f"{block}.{matrix}.weight"][:, columns] /= FACTOR
-    safetensors.save_file(arrays, file, metadata={"format": "pt"})
+    specs = {name: safetensors.TensorSpec(array.dtype, array.shape) for name, array in arrays.items()}
+    safetensors.write_file(file, specs, arrays.__getitem__)
 
 
 def run(command: str, *arguments: object) -> str:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jaxopt_llm.core.errors import InputError
 
@@ -63,6 +64,14 @@ class Child:
             sys.stderr.buffer.flush()
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         return bool(data)
+
+    def is_frozen(self) -> bool:
+        """Return whether the program is stopped by a signal such as SIGSTOP. Only Linux says so."""
+        try:
+            status = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] == "T"
 
     def poll(self) -> int | None:
         """Return the exit code as a shell counts it, 128 + N after signal N, or None while the program runs."""

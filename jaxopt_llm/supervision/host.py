@@ -2,8 +2,10 @@
 
 import os
 import selectors
+import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,10 @@ from typing import Any
 from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.supervision.child import Child
 from jaxopt_llm.supervision.signals import STOPS, Signals
+
+# A frozen program is ended after so many looks at it, LOOK_SECONDS apart or more. If one program is frozen, the others
+# notice it first; if all are, nobody else does. Looks are counted, because the supervisor may be frozen meanwhile, too.
+FROZEN_LOOKS, LOOK_SECONDS = 180, 0.5
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Host:
         self._child: Child | None = None
         self._read_to_end = False
         self._stopped_by = set[int]()  # signals by which the leader has stopped the program
+        self._frozen_looks, self._looked_at = 0, 0.0
 
     @property
     def stopped(self) -> bool:
@@ -67,13 +74,27 @@ class Host:
         A program that dies of a signal by which the leader has stopped it counts as stopped: it was so early in its
         start that it did not handle signals yet.
         """
-        if self._child is None or (code := self._child.poll()) is None:
+        if self._child is None:
+            return None
+        if (code := self._child.poll()) is None:
+            self._end_frozen(self._child)
             return None
         code = Preempted.exit_code if code - 128 in self._stopped_by else code
         if not self._read_to_end:
             self._selector.unregister(self._child.stderr)
         what, self._child = self._child.close(), None
         return End(self.index, self.name, code, what)
+
+    def _end_frozen(self, child: Child) -> None:
+        """Kill the program if it has been frozen for long."""
+        now = time.monotonic()
+        if now < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at = now
+        self._frozen_looks = self._frozen_looks + 1 if child.is_frozen() else 0
+        if self._frozen_looks == FROZEN_LOOKS:
+            self.say("the program is frozen, as by SIGSTOP: it is killed")
+            child.send(signal.SIGKILL)
 
     def listen(self, connection: socket.socket, name: Any) -> None:
         """Let `wait` also wait for a connection."""

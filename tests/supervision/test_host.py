@@ -37,3 +37,27 @@ def test_a_program_that_the_leader_stops_at_its_start_counts_as_stopped(
     command = [sys.executable, "-c", STOP, sender, str(sent.value)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == (str(code), "")
+
+
+FROZEN = """
+import signal, time
+from jaxopt_llm.supervision import host as module
+
+module.FROZEN_LOOKS, module.LOOK_SECONDS = 4, 0.05
+host = module.Host(0)
+host.start(["sleep", "60"], {})
+time.sleep(1)
+host.send(signal.SIGSTOP)
+end = None
+for _ in range(100):
+    host.wait(0.05)
+    end = end or host.poll()
+print(end and end.code)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says that a process is stopped")
+def test_a_program_that_stays_frozen_is_killed() -> None:
+    """If the programs of all hosts are frozen, no other program notices it."""
+    done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(128 + signal.SIGKILL), done.stderr
