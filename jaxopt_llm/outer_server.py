@@ -10,7 +10,6 @@ if __name__ == "__main__":
     stop_signals.end_at_signals()  # before the imports, which a signal does not wait for
 
 import argparse
-import math
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from jaxopt_llm.config.addresses import find_problem, parse_address
 from jaxopt_llm.core import errors
+from jaxopt_llm.core.flag_types import positive, seconds
 
 PROGRAM = errors.program_name("outer_server")
 
@@ -79,10 +79,10 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="address at which the groups reach it")
     add("--directory", type=Path, required=True, metavar="DIR", help="directory of the masters and of rounds.jsonl")
-    add("--groups", type=_positive, required=True, metavar="N", help="number of groups: their groups.count")
+    add("--groups", type=positive, required=True, metavar="N", help="number of groups: their groups.count")
     add(
         "--wait",
-        type=_seconds,
+        type=seconds,
         default=300.0,
         metavar="SECONDS",
         help="time that a round waits for the other groups after the first has contributed (default: 300)",
@@ -95,22 +95,6 @@ def make_parser() -> argparse.ArgumentParser:
         "kept beside the masters",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or a larger whole number")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds, 0 or larger")
-    return seconds
 
 
 if __name__ == "__main__":

@@ -306,11 +306,10 @@ def _search(config: Config, options: argparse.Namespace) -> int:
         raise InputError(f"{problem}: leave out --search, and compare the plans of different settings")
     if options.write:
         _check_new_recipe(options.write)
-    gpu, hosts, gpus_per_host = options.gpu, options.hosts, options.gpus_per_host
-    topology.gpu_topology(gpu, hosts, gpus_per_host)  # raises an error now, before the search
+    place = options.gpu, options.hosts, options.gpus_per_host
+    topology.gpu_topology(*place)  # raises an error now, before the search
     rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
-    links = [dataclasses.replace(rates, network=each) for each in options.network] or [rates]
-    clusters = [Cluster(gpu, hosts, gpus_per_host, each) for each in links]
+    clusters = [Cluster(*place, dataclasses.replace(rates, network=each)) for each in options.network or [None]]
     limit = int(clusters[0].chip.memory_bytes * float(MEMORY_FRACTION))
     config = _with_policy(config, clusters[0], limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)

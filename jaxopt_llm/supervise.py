@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.flag_types import positive, seconds, whole
 from jaxopt_llm.distributed import launchers
 from jaxopt_llm.supervision.journal import newest_checkpoint
 from jaxopt_llm.supervision.leader import Limits
@@ -76,51 +77,29 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--restarts", type=_whole, default=10, metavar="N", help="restarts without a new checkpoint (default: 10)")
+    add("--restarts", type=whole, default=10, metavar="N", help="restarts without a new checkpoint (default: 10)")
     add(
         "--backoff",
-        type=_seconds,
+        type=seconds,
         default=1.0,
         metavar="SECONDS",
         help="pause before the first restart, doubled up to 60 s until there is a new checkpoint (default: 1)",
     )
     add(
         "--elastic",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="of several hosts: leave out those that do not come back within this time (default: wait for all)",
     )
-    add("--min-hosts", type=_positive, default=1, metavar="N", help="with --elastic: never train on fewer (default: 1)")
+    add("--min-hosts", type=positive, default=1, metavar="N", help="with --elastic: never train on fewer (default: 1)")
     add(
         "--hosts",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="hosts that the mesh is for, if the job has more: the others wait as spares (default: all)",
     )
     add("--run-directory", metavar="DIR", help="run directory, if the program has no --run.directory")
     return parser
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 or a larger whole number")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or a larger whole number")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds, 0 or larger")
-    return seconds
 
 
 if __name__ == "__main__":

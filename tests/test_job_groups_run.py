@@ -85,10 +85,8 @@ def assert_equal(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_two_groups_learn_what_one_program_with_local_steps_learns(job: Job) -> None:
-    job.serve()
-    outputs = [finish(process) for process in [job.start(index, 6) for index in range(2)]]
-    assert all("trains by itself" not in "".join(output) for output in outputs)
+def assert_learnt_as_one_program(job: Job) -> None:
+    """Check that two groups have learnt in 6 steps what one program with local steps learns."""
     one = job.folder / "one"
     done = train(one, "--training.steps", 6, "--training.batch-size", 12, "--mesh.data", 2, *SETTINGS, *job.data)
     assert done.returncode == 0, done.stderr
@@ -97,6 +95,13 @@ def test_two_groups_learn_what_one_program_with_local_steps_learns(job: Job) -> 
     assert_equal(job.masters(0, 6), job.masters(1, 6))
     expected = checkpoint(one, 6, ("masters",))["masters"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), job.masters(0, 6), expected)
+
+
+def test_two_groups_learn_what_one_program_with_local_steps_learns(job: Job) -> None:
+    job.serve()
+    outputs = [finish(process) for process in [job.start(index, 6) for index in range(2)]]
+    assert all("trains by itself" not in "".join(output) for output in outputs)
+    assert_learnt_as_one_program(job)
     assert [(line["step"], line["contributed"]) for line in job.rounds()] == [(3, [0, 1]), (6, [0, 1])]
 
 
@@ -228,14 +233,7 @@ def test_two_groups_of_two_processes_learn_what_one_program_learns(job: Job) -> 
         job.serve(number=number)
     outputs = [finish(process) for pair in [job.start_pair(index, 6) for index in range(2)] for process in pair]
     assert all("trains by itself" not in "".join(output) for output in outputs)
-    one = job.folder / "one"
-    done = train(one, "--training.steps", 6, "--training.batch-size", 12, "--mesh.data", 2, *SETTINGS, *job.data)
-    assert done.returncode == 0, done.stderr
-    losses = [[record["loss"] for record in metrics(job.directory(index))] for index in range(2)]
-    np.testing.assert_allclose(np.mean(losses, axis=0), [record["loss"] for record in metrics(one)], rtol=1e-4)
-    assert_equal(job.masters(0, 6), job.masters(1, 6))
-    expected = checkpoint(one, 6, ("masters",))["masters"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), job.masters(0, 6), expected)
+    assert_learnt_as_one_program(job)
     for number in range(2):
         assert [(line["step"], line["contributed"]) for line in job.rounds(number)] == [(3, [0, 1]), (6, [0, 1])]
         assert all(line["process"] == number and line["bytes"] for line in job.rounds(number))

@@ -5,15 +5,10 @@ import re
 _FORM = "must be host:port, with the name or IP address of a host"
 
 
-def is_address(text: str) -> bool:
-    """Return whether a text is an address of the form host:port."""
-    return not find_problem(text)
-
-
 def find_problem(text: str) -> str:
     """Return why a text is no address of the form host:port; "" if it is one.
 
-    A host with an empty label, or one of more than 63 characters, is none: look-ups of it raise UnicodeError.
+    A name with an empty label, or with a label of more than 63 characters, is wrong: look-ups of it raise UnicodeError.
     """
     port = re.fullmatch(r".+:([0-9]{1,9})", text)
     if port is None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from jaxopt_llm.config.addresses import is_address
+from jaxopt_llm.config.addresses import find_problem
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, Bounds, find_out_of_range, setting
 
 # Outermost first. `tensor` is innermost, so it uses the fastest links. `pipeline` moves the least data, so it crosses
@@ -145,8 +145,6 @@ class DistributedConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("distributed", self)
-        if self.coordinator and not is_address(self.coordinator):
-            found.append(
-                f"distributed.coordinator={self.coordinator}: must be host:port, with the name or IP address of a host"
-            )
+        if self.coordinator and (why := find_problem(self.coordinator)):
+            found.append(f"distributed.coordinator={self.coordinator}: {why}")
         return found

@@ -3,13 +3,13 @@
 import collections
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from jaxopt_llm.core.pulse import Pulse
+from jaxopt_llm.core.repeat import repeat
 
 Phase = Literal["prepare", "compile", "step", "evaluate", "save", "restore", "data"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -126,19 +126,13 @@ class Activity(Pulse):
     @contextlib.contextmanager
     def follow(self, measure: Callable[[], object]) -> Iterator[None]:
         """Note progress whenever a value changes. Meanwhile the thread must not use this object."""
-        ended = threading.Event()
+        before = measure()
 
         def look() -> None:
-            before = measure()
-            while not ended.wait(LOOK_SECONDS):
-                if (now := measure()) != before:
-                    self.beat()
-                    before = now
+            nonlocal before
+            if (now := measure()) != before:
+                self.beat()
+                before = now
 
-        looking = threading.Thread(target=look, name="follow", daemon=True)
-        looking.start()
-        try:
+        with repeat(look, LOOK_SECONDS, "follow"):
             yield
-        finally:
-            ended.set()
-            looking.join()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.config.addresses import is_address
+from jaxopt_llm.config.addresses import find_problem
 from jaxopt_llm.core.errors import InputError
 
 KUBERNETES_PORT = 8476
@@ -65,11 +65,9 @@ def find_job(config: DistributedConfig, environment: Mapping[str, str]) -> Job:
     if job.processes > 1 and not job.coordinator:
         remedy = "set --distributed.coordinator to host:port of process 0"
         raise InputError(f"a job of {job.processes} processes has no coordinator; {remedy}")
-    if job.processes > 1 and not is_address(job.coordinator):
-        problem = (
-            f"the coordinator of the job, {job.coordinator}, must be host:port, with the name or IP address of a host"
-        )
-        raise InputError(f"{problem}; correct --distributed.coordinator, or the launcher's variables")
+    if job.processes > 1 and (why := find_problem(job.coordinator)):
+        remedy = "correct --distributed.coordinator, or the launcher's variables"
+        raise InputError(f"coordinator of the job, {job.coordinator}: {why}; {remedy}")
     return job
 
 

@@ -167,7 +167,7 @@ def train_engine(
     run_directory: str | Path | None = None,
     held_out: Iterable[Any] = (),
 ) -> Preemption:
-    """Train as `fit` does. Return the record of a signal that came when it was about to end."""
+    """Train as `fit` does. Return the record of its signals, such as a stop that came too late for it."""
     directory = Path(run_directory or engine.config.run.directory).absolute()
     config = replace(engine.config, run=replace(engine.config.run, directory=str(directory)))
     with Watchdog(config, engine.processes) as watchdog:

@@ -71,8 +71,8 @@ class Host:
     def poll(self) -> End | None:
         """Return the end of the program, once, or None.
 
-        A program that dies of a signal by which the leader has stopped it counts as stopped: it was so early in its
-        start that it did not handle signals yet.
+        A program may die of the signal by which the leader stops it, because it does not handle signals in the first
+        moments of its start. It then counts as stopped.
         """
         if self._child is None:
             return None

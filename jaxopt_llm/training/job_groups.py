@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxopt_llm.config.fields import METADATA, get_field
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.repeat import repeat
 from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerBusy, ServerLost
 from jaxopt_llm.outer.token import read_token
 from jaxopt_llm.parallel.gathering import cast_masters
@@ -177,34 +178,19 @@ class JobGroup:
 
     def _finish(self, exchange: _Exchange, state: TrainState, step: int) -> tuple[TrainState, int | None]:
         """Wait for an exchange of all processes, and apply what they have got; see `after_step`."""
-        with self._heed_stops():
+        # In a thread: a process also has to hear of a stop, and to tell it, while it waits for the other ones.
+        with repeat(self._heed_stops, LOOK_SECONDS, "stops"):
             self._wait(exchange)
             outcomes = self._tell(exchange)
         return self._settle(state, exchange, outcomes, step)
 
-    @contextlib.contextmanager
-    def _heed_stops(self) -> Iterator[None]:
-        """End the exchange in all processes as soon as a stop of any of them is requested.
-
-        A thread does so: this process also has to hear of a stop, and to tell it, while it waits for the other ones.
-        """
-        ended = threading.Event()
-
-        def look() -> None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost: the watch ends this process
-                while not ended.wait(LOOK_SECONDS):
-                    if self._stopping():
-                        self._stop.lift()
-                    if self._stop.is_up() and self._client is not None:
-                        self._client.stop()
-
-        looking = threading.Thread(target=look, name="stops", daemon=True)
-        looking.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            looking.join()
+    def _heed_stops(self) -> None:
+        """End the exchange in all processes if a stop of any of them is requested."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost: the watch ends this process
+            if self._stopping():
+                self._stop.lift()
+            if self._stop.is_up() and self._client is not None:
+                self._client.stop()
 
     def _wait(self, exchange: _Exchange) -> None:
         """Wait for the end of an exchange, whose time the client bounds. Its progress is that of the main thread."""

@@ -15,8 +15,8 @@ from jaxopt_llm.training.state import TrainState
 def advance_position(state: TrainState, steps: int) -> TrainState:
     """Return the state with its counts moved on by steps that other groups have done. It donates what it changes.
 
-    The counts are those of batches, of updates and of the schedule. The moments have seen no other gradients, so that
-    their own counts stay.
+    The counts are those of batches, of updates and of the schedule. The moments have seen only the
+    gradients of this group, so their own counts stay.
     """
     leaves, structure = jax.tree.flatten(state.moments, is_leaf=_is_position)
     positions = [leaf for leaf in leaves if _is_position(leaf)]

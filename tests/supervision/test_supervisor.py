@@ -179,7 +179,7 @@ PAIR = ("train", "--run.directory=r", *("--distributed.coordinator", "a:1", "--d
             ["--elastic", "60", "--hosts", "2", "--", *PAIR, "--groups.server", "a:1"],
             "leave out --elastic, or give --min-hosts 2",
         ),
-        (["--", *PAIR, "--distributed.coordinator", "a" * 64 + ":1"], ":1, must be host:port"),
+        (["--", *PAIR, "--distributed.coordinator", "a" * 64 + ":1"], ":1: must be host:port"),
         (["--", "train", "--run.directory=r", "--distributed.processes", "two"], "--distributed.* is not a number"),
     ],
 )
