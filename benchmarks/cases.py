@@ -22,6 +22,8 @@ def run_cases(
 ) -> int:
     """Print the rows of the cases that the command line names, and save them with those that the file has.
 
+    A file has rows of one version of JAX, which it names.
+
     Args:
         cases: functions that return a row, by name, in the order of the file.
         save: writes the rows to a file.
@@ -33,8 +35,7 @@ def run_cases(
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    found = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
-    rows = {row["case"]: row for row in found}
+    rows = _read_rows(options.json, replaced=set(options.only) == set(names)) if options.json else {}
     print(header, flush=True)
     for name, make_row in cases.items():
         if name in options.only:
@@ -43,3 +44,21 @@ def run_cases(
             if options.json:  # after each case, so that an interrupted run keeps its rows
                 save(options.json, [rows[each] for each in names if each in rows])
     return 0
+
+
+def _read_rows(file: Path, replaced: bool) -> dict[str, Row]:
+    """Return the rows of a file by case; none if it does not exist.
+
+    replaced: whether all cases are computed again. Only then may the rows be of another version of JAX.
+    """
+    if not file.exists():
+        return {}
+    report = json.loads(file.read_text())
+    if report["jax"] == jax.__version__:
+        return {row["case"]: row for row in report["rows"]}
+    if not replaced:
+        raise errors.InputError(
+            f"--json {file}: its rows are of jax {report['jax']}, and this is jax {jax.__version__}: leave out --only, "
+            "or name another file"
+        )
+    return {}

@@ -4,7 +4,8 @@
 
 A claim is judged by programs that `plan` compiles for GPUs that need not be present: bytes and FLOPs are exact, times
 are of the roofline. `checkpointing` also measures steps on this machine, in alternation. With --only, the other claims
-keep their rows of FILE. scripts/claims_page.py writes docs/claims.md from benchmarks/results/claims.json.
+keep their rows of FILE, if these are of the same version of JAX. scripts/claims_page.py writes docs/claims.md from
+benchmarks/results/claims.json.
 """
 
 import functools
