@@ -163,7 +163,10 @@ def test_weights_gathered_as_codes(stage: Any, axes: Any, over_data: bool, accum
 
 @pytest.mark.parametrize("accumulation", [1, *slow(3)])
 def test_adapters_move_exactly_and_the_weights_beside_them_as_codes(accumulation: int) -> None:
-    """Adapters and their gradients are not rounded. The products beside them are those of rounded weights."""
+    """Adapters of a rank without whole blocks, and their gradients, are not rounded.
+
+    The products beside them are those of rounded weights.
+    """
     expected = run_alone(rank=4, accumulation=accumulation)
     exact = run(HYBRID, ShardingConfig(3, data_gradients="int8"), accumulation, rank=4)
     assert exact.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -171,6 +174,22 @@ def test_adapters_move_exactly_and_the_weights_beside_them_as_codes(accumulation
     found = run(HYBRID, ShardingConfig(3, int8_gathers=("fsdp",), data_gradients="int8"), accumulation, rank=4)
     assert 1e-7 < abs(found.losses[0] / expected.losses[0] - 1) < 1e-3
     assert toy.distance(found.gradients, expected.gradients) < 0.03
+
+
+@pytest.mark.parametrize(("format", "least", "most"), [("int8", 1e-3, 0.01), *slow(("int4", 0.03, 0.12))])
+def test_adapters_with_whole_blocks_send_codes(format: Any, least: float, most: float) -> None:
+    """The last dimension of an adapter is its rank."""
+    found, expected = run(HYBRID, ShardingConfig(3, data_gradients=format), rank=32), run_alone(rank=32)
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    assert least < toy.distance(found.gradients, expected.gradients) < most
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_as_codes_over_context() -> None:
+    sharding = ShardingConfig(3, int8_gathers=("context",))
+    found, expected = run(MeshConfig(data=4, context=2), sharding), run_alone()
+    assert 1e-7 < abs(found.losses[0] / expected.losses[0] - 1) < 1e-3
+    assert 1e-3 < toy.distance(found.gradients, expected.gradients) < 0.03
 
 
 def test_matrices_that_move_exactly_are_named() -> None:

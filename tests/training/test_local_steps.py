@@ -164,6 +164,14 @@ def test_changes_in_fewer_bits(settings: dict[str, Any], most: float) -> None:
         np.testing.assert_array_equal(np.asarray(of_groups), np.broadcast_to(np.asarray(leaf), of_groups.shape))
 
 
+@pytest.mark.slow
+def test_a_group_gathers_its_weights_as_codes() -> None:
+    """`plan --search --allow` proposes both settings together."""
+    mesh = MeshConfig(data=2, fsdp=4)
+    exact, coded = (train(make_config(mesh, **{"sharding.int8_gathers": axes}), 1)[1][0] for axes in ((), ("fsdp",)))
+    assert 1e-7 < abs(coded / exact - 1) < 1e-3
+
+
 def test_state_of_groups_is_divided_over_them() -> None:
     """A device has the state of its own group, and a part of the outer momentum."""
     _, _, state = begin(make_config(MeshConfig(data=2, fsdp=4)))
