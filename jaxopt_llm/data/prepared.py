@@ -29,7 +29,7 @@ import numpy as np
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import replace_durably, sync_file
+from jaxopt_llm.core.files import check_is_regular, replace_durably, sync_file
 from jaxopt_llm.data.file_array import FileArray
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.rows import Part
@@ -255,6 +255,7 @@ def read_shard_records(directory: Path) -> list[dict[str, Any]]:
     """Return the records of the shards in the files of the corpus. Raises InputError if shards.jsonl is damaged."""
     path = directory / SHARDS
     try:
+        check_is_regular(path)
         return [json_files.parse(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
