@@ -203,9 +203,10 @@ def start_run(
             "evaluate",
             6,
         ),  # the second batch, after those of 6 steps
+        ("jaxopt_llm.train:compile_fitting", 1, "compile", 0),
         ("jaxopt_llm.training.decoder_workload:DecoderWorkload.restore", 1, "restore", 0),
     ],
-    ids=["data", "step", "evaluate", "restore"],
+    ids=["data", "step", "evaluate", "compile", "restore"],
 )
 def test_a_run_ends_if_one_process_stops(function: str, call: int, phase: str, step: int, tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", function, call)

@@ -148,6 +148,9 @@ def test_the_slowest_process_is_the_one_that_waits_least() -> None:
     # A difference that is small compared with the work of the devices is none.
     assert find_slowest(per_step((0, 10, 10), (1, 9, 9), (0, 10, 10))) is None
     assert find_slowest(per_step((0, 10, 10), (0, 10, 10), (0, 10, 10))) is None
+    # It must take over 1.3 times the median, which is 10 s.
+    assert find_slowest(per_step((0, 12.9, 12.9), (2.9, 10, 10), (0, 12.9, 12.9))) is None
+    assert find_slowest(per_step((0, 13.1, 13.1), (3.1, 10, 10), (0, 13.1, 13.1))) == (1, pytest.approx(13.1), 10)
 
 
 def test_seconds_are_per_step_since_the_last_result() -> None:
