@@ -127,10 +127,10 @@ def fit(
 ) -> Engine:
     """Train until `steps` steps are done, from the last checkpoint of the run directory if it has one.
 
-    The same call continues a run that was stopped, and the result is equal to the bit on the same devices. SIGTERM and
-    SIGINT end it after the current step and its checkpoint; one that comes while it ends is sent to the script again,
-    after its end. Records are in metrics.jsonl and in tensorboard/, as those of `train`, with `rows` in place of
-    `tokens`; `config.checkpoint`, `config.logging` and `config.evaluation.every` say how often. A schedule of
+    The same call continues a run that was stopped, and the result is equal to the bit on the same devices. SIGTERM,
+    SIGINT and SIGHUP end it after the current step and its checkpoint; one that comes while it ends is sent to the
+    script again, after its end. Records are in metrics.jsonl and in tensorboard/, as those of `train`, with `rows` in
+    place of `tokens`; `config.checkpoint`, `config.logging` and `config.evaluation.every` say how often. A schedule of
     `config.schedule` ends at its `decay_steps`, by default the steps of the first call.
 
     Args:
