@@ -1,5 +1,6 @@
 """Which tests run: by default, with --slow, with a share of the slow ones, and with --quick."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -80,9 +81,17 @@ def test_expensive_tests_exist(request: pytest.FixtureRequest) -> None:
     assert named or not expected - collected_now
 
 
+def test_a_minute_of_faults_is_in_each_run() -> None:
+    (name,) = selection.NEVER_SLOW
+    file, _, function = name.partition("::")
+    marks = getattr(getattr(importlib.import_module(Path(file).stem), function), "pytestmark", [])
+    assert "slow" not in [mark.name for mark in marks] and name not in selection.read_expensive()
+
+
 def test_measured_tests_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "EXPENSIVE", tmp_path / "expensive.txt")
-    selection.write_expensive({"tests/a.py::test[x y]": 2.5, "tests/a.py::test[z]": 1.9})
+    never_slow = dict.fromkeys(selection.NEVER_SLOW, 60.0)
+    selection.write_expensive({"tests/a.py::test[x y]": 2.5, "tests/a.py::test[z]": 1.9, **never_slow})
     assert selection.read_expensive() == {"tests/a.py::test[x y]"}
 
 
