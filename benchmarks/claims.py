@@ -225,7 +225,7 @@ CLAIMS = (
     ),
     Claim(
         "gpt3-checkpointing",
-        "checkpointing and 16 bits save 78% of memory on GPT-3",
+        "checkpointing saves 78% of memory on GPT-3",
         "repeated in reviews; no source found",
         "gpt3_175b.py, 12 hosts of 8 H100s",
         {

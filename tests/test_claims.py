@@ -129,8 +129,7 @@ LORA = ("LoRA", "LoRA over int8", "all parameters", "LoRA alone", "all parameter
     [
         (verdicts.judge_gpt3, GPT3, (22, 22, 100, 100), HOLDS),
         (verdicts.judge_gpt3, GPT3, (22, 22, 100, 99), holds_under(PLAIN)),
-        (verdicts.judge_gpt3, GPT3, (22, 23, 100, 50), holds_under(f"{PLAIN} and 16 bits")),
-        (verdicts.judge_gpt3, GPT3, (23, 24, 100, 50), REFUTED),
+        (verdicts.judge_gpt3, GPT3, (22, 23, 100, 50), REFUTED),  # only together with 16 bits
         (verdicts.judge_experts, ("experts", "dense"), (20, 100), HOLDS),
         (verdicts.judge_experts, ("experts", "dense"), (21, 100), REFUTED),
         (verdicts.judge_lora, LORA, (30, 20, 100, 30, 100), HOLDS),
