@@ -93,8 +93,8 @@ def judge_gpt3(rows: Rows, measured: Measured) -> Finding:
     return Finding(
         HOLDS if plain and none else holds_under("plain autodiff as the baseline") if plain else REFUTED,
         f"it saves {peaks['checkpointing alone', 'plain autodiff']:.0%} of the peak of plain autodiff in float32, "
-        f"{peaks['checkpointing alone', 'none']:.0%} of that with `none`, which keeps less; together with 16 bits "
-        f"{peaks['both', 'plain autodiff']:.0%} and {peaks['both', 'none']:.0%}; of activations, together with 16 bits, "
+        f"{peaks['checkpointing alone', 'none']:.0%} of that with `none`, which keeps less; with 16 bits as well "
+        f"{peaks['both', 'plain autodiff']:.0%} and {peaks['both', 'none']:.0%}; of activations, with 16 bits as well, "
         f"{saved(rows['both'], rows['plain autodiff'], 'activations'):.0%} and "
         f"{saved(rows['both'], rows['none'], 'activations'):.0%}",
     )

@@ -28,6 +28,7 @@ GATHERS, INT8, INT4 = (
     ("--sharding.data-gradients", "int8"),
     ("--sharding.data-gradients", "int4"),
 )
+OVER_FSDP = ("--sharding.int8-gathers", "fsdp")
 LOCAL = ("--training.local-steps", "20")
 LESS, DILOCO = (
     (*LOCAL, "--optimizer.outer-learning-rate", "0.7", "--optimizer.outer-momentum", momentum)
@@ -43,6 +44,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "gathers int8": (*OVER_DATA, *GATHERS),
     "both int8": (*OVER_DATA, *GATHERS, *INT8),
     "gathers int8, gradients int4": (*OVER_DATA, *GATHERS, *INT4),
+    "over fsdp, both int8": (*OVER_FSDP, "--sharding.fsdp-gradients", "int8"),
+    "over fsdp, int8 and int4": (*OVER_FSDP, "--sharding.fsdp-gradients", "int4"),
     "20 local steps": LOCAL,
     "20 local steps, int8": (*LOCAL, *INT8),
     "20 local steps, int4": (*LOCAL, *INT4),

@@ -130,6 +130,38 @@ def test_gathers_of_layers_stay_inside_the_host_and_send_codes(over_data: bool) 
     assert inside == pytest.approx(SHARE * (4 + 2 * CODED["int8"]) * layer_parameters(), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("sharded", "mesh"),
+    [
+        ({"fsdp_gradients": "int8"}, MeshConfig(fsdp=8)),
+        *slow(
+            ({"fsdp_gradients": "int4"}, MeshConfig(fsdp=8)),
+            ({"fsdp_gradients": "int8", "int8_gathers": ("fsdp",)}, HOSTS),
+            ({"fsdp_gradients": "int8"}, MeshConfig(fsdp=2, expert=2, context=2)),
+        ),
+    ],
+)
+def test_gradients_are_reduced_over_fsdp_as_codes(sharded: dict[str, Any], mesh: MeshConfig) -> None:
+    """Forward and backward each gather a layer. Each value of a device's part of the gradient is sent once, coded."""
+    axes = ("fsdp", "expert", "context") if mesh.context > 1 else ("fsdp",)
+    settings = {"sharded": tuple(sharded.items()), "shape": ROWS}
+    sent = per_layer(lambda step: step.wire_bytes(*axes), mesh, 3, **settings)
+    gathers = 2 * (CODED["int8"] if "int8_gathers" in sharded else 2)
+    assert sent == pytest.approx(SHARE * (gathers + CODED[sharded["fsdp_gradients"]]) * layer_parameters(), rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [False, *slow(True)])
+def test_a_step_over_slow_fsdp_sends_less_than_half(tied: bool) -> None:
+    """All of a step, its tables and norms included: 8 bytes per parameter become 3."""
+
+    def measure_step(**sharded: Any) -> float:
+        model = {"sharded": tuple(sharded.items()), "tied": tied, "shape": ROWS}
+        return compiled(8, MeshConfig(fsdp=8), 3, **model).wire_bytes("fsdp")
+
+    exact, coded = measure_step(), measure_step(fsdp_gradients="int8", int8_gathers=("fsdp",))
+    assert coded <= 0.42 * exact
+
+
 @pytest.mark.slow
 def test_the_optimizer_over_data_rests_on_all_devices() -> None:
     """2 bytes of a compute copy inside each host, and 12 of masters and moments over all of them."""

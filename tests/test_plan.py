@@ -251,6 +251,7 @@ BETWEEN_REPLICAS: dict[str, dict[str, Any]] = {
     "codes, whole": {"zero_stage": 1, "optimizer_over_data": True, "int8_gathers": ("data",), "data_gradients": "int8"},
     "codes of gradients": {"zero_stage": 2, "data_gradients": "int8"},
     "codes in the host": {"int8_gathers": ("fsdp",)},
+    "codes everywhere": {"int8_gathers": ("fsdp",), "data_gradients": "int8", "fsdp_gradients": "int8"},
     "optimizer, stage 0": {"zero_stage": 0, "optimizer_over_data": True},
     "codes, stage 0": {"zero_stage": 0, "data_gradients": "int8"},
 }

@@ -39,6 +39,7 @@ def test_recipes_set_nothing_that_they_do_not_read(recipe: str) -> None:
         ({"pipeline.split": (2, 2)}, {"mesh.pipeline": 2}),
         ({"sharding.context_exchange": "all_to_all"}, {"mesh.context": 2}),
         ({"sharding.sequence_parallel": True}, {"mesh.tensor": 2}),
+        ({"sharding.fsdp_gradients": "int8"}, {"mesh.fsdp": 2, "sharding.zero_stage": 2}),
         ({"optimizer.momentum": 0.8}, {"optimizer.name": "sgd"}),
         ({"schedule.cooldown_steps": 7}, {"schedule.kind": "wsd"}),
         ({"evaluation.sample_tokens": 7}, {"evaluation.samples": 1}),

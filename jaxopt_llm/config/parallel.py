@@ -88,7 +88,17 @@ class ShardingConfig:
         price="gradients are rounded to blocks of codes between replicas",
     )
     """Format in which gradients are exchanged over mesh.data. exact: precision.reduce_dtype. int8, int4: codes in
-    blocks, sent once and summed in float32 (ZeRO++: qgZ). Gradients over the other axes stay exact."""
+    blocks, sent once and summed in float32 (ZeRO++: qgZ)."""
+    fsdp_gradients: Literal["exact", "int8", "int4"] = setting(
+        "exact",
+        resume="if_allowed",
+        search=("exact", "int8", "int4"),
+        search_rank=7,
+        price="each device's part of a gradient is rounded to blocks of codes",
+    )
+    """Format in which gradients are reduced over the axes that divide them: mesh.fsdp, mesh.context and mesh.expert.
+    exact: precision.reduce_dtype. int8, int4: as data_gradients, in every microbatch (ZeRO++: qgZ). For an fsdp that
+    crosses hosts. It needs mesh.fsdp above 1, and ZeRO stage 2 or 3."""
 
     def problems(self) -> list[str]:
         return find_out_of_range("sharding", self)

@@ -33,7 +33,7 @@ class TrainingConfig:
         resume="never",
         bounds=AT_LEAST_ONE,
         search=(1, 20),
-        search_rank=7,
+        search_rank=8,
         price="each replica trains by itself between outer steps, which changes what is learnt",
     )
     """Steps that each index of mesh.data trains by itself, with its own moments, before an outer step averages what

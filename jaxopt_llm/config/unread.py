@@ -48,6 +48,11 @@ def gathers_codes(config: Config) -> bool:
     return any(axis in gathered and getattr(mesh, axis) > 1 for axis in sharding.int8_gathers)
 
 
+def divides_gradients(config: Config) -> bool:
+    """Return whether `mesh.fsdp` divides gradients, so that `sharding.fsdp_gradients` is read."""
+    return config.mesh.fsdp > 1 and config.sharding.zero_stage >= 2
+
+
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
@@ -84,6 +89,11 @@ def _rules(config: Config) -> list[Rule]:
         ("groups.*", "groups.server is empty", not config.groups.server),
         ("sharding.optimizer_over_data", "mesh.data=1", mesh.data == 1),
         ("sharding.data_gradients", "mesh.data=1", mesh.data == 1 and not config.groups.server),
+        (
+            "sharding.fsdp_gradients",
+            f"no gradient is divided over fsdp (mesh.fsdp={mesh.fsdp}, sharding.zero_stage={sharding.zero_stage})",
+            not divides_gradients(config),
+        ),
         ("sharding.int8_gathers", _describe_int8_gathers(config), not gathers_codes(config)),
         ("sharding.context_exchange", "mesh.context=1", mesh.context == 1),
         ("sharding.sequence_parallel", "mesh.tensor=1", mesh.tensor == 1),

@@ -14,8 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.core.block_format import BLOCK_SIZES, MAX_CODES, Bits
+from jaxopt_llm.parallel.placement import Spec
 
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}  # of the formats of gradients that are not exact
 QUANTISE_SCOPE, DEQUANTISE_SCOPE = "quantise_blocks", "dequantise_blocks"  # named scopes in compiled programs
+
+
+def moves_as_blocks(spec: Spec) -> bool:
+    """Return whether a parameter may move as codes: a matrix that need not be exact."""
+    return not spec.exact and bool(spec.contracting)  # a bias per head has two dimensions, too
 
 
 def find_block_size(shape: tuple[int, ...], *shardings: NamedSharding) -> int | None:

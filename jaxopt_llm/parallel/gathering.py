@@ -4,8 +4,9 @@ zero.py says where both rest. Only ZeRO's storage axes are gathered, and gradien
 of the parameters' table stay: a weight that `tensor` divides remains divided by `tensor`, and experts remain divided by
 `expert`.
 
-Over the axes of `sharding.int8_gathers`, and with `sharding.data_gradients`, collectives move blocks of codes
-(blocks.py). Vectors, exact parameters, and matrices whose last dimension has no whole blocks on each device stay exact.
+Over the axes of `sharding.int8_gathers`, and with `sharding.data_gradients` or `sharding.fsdp_gradients`, collectives
+move blocks of codes (blocks.py, coded_sums.py). Vectors, exact parameters, and matrices whose last dimension has no
+whole blocks on each device stay exact.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.block_format import Bits
 from jaxopt_llm.parallel import blocks, zero
+from jaxopt_llm.parallel.coded_sums import CodedSum, find_coded_sum
 from jaxopt_llm.parallel.placement import Dims, Placement, Spec
 from jaxopt_llm.parallel.stages import is_split_over_stages
 
@@ -33,6 +35,7 @@ class WeightShardings:
 
     gather_block: number of values in a block, if the weight is gathered as int8 codes; None for its compute dtype.
     matmul, outlier_threshold: how products with the weight are computed (see PrecisionConfig).
+    coded_sum: how the gradient is summed as codes; None for a sum in the reductions' dtype.
     keep_gathered: whether the backward reuses the gathered weight (see attach_shardings).
     trainable: whether a gradient is formed.
     grouped: whether a `vmap` over gradient groups is around (see zero.inside_gradient_group).
@@ -43,6 +46,7 @@ class WeightShardings:
     gathered: NamedSharding
     gradient: NamedSharding
     gather_block: int | None
+    coded_sum: CodedSum | None
     compute_dtype: str
     reduce_dtype: str
     matmul: Matmul
@@ -123,6 +127,7 @@ def attach_shardings(
             gathered=gathered,
             gather_block=_find_gather_block(spec, resting, gathered, placement),
             gradient=zero.gradient_sharding(spec, placement),
+            coded_sum=find_coded_sum(spec, placement),
             compute_dtype=precision.compute_dtype,
             reduce_dtype=precision.reduce_dtype,
             matmul="compute_dtype" if in_compute_dtype(path) else matmul,
@@ -178,6 +183,15 @@ def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Arra
     mesh axes that divide the tokens, except those of the gradient groups.
     """
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
+
+
+def reduce_parts(parts: jax.Array, axes: tuple[str, ...], shardings: WeightShardings) -> jax.Array:
+    """Sum the parts of a gradient, [N, ...], of which each device along these mesh axes has one."""
+    if shardings.coded_sum:
+        return shardings.coded_sum.add(parts, axes).astype(shardings.reduce_dtype)
+    # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+    gradient = jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
+    return reduce_gradient(gradient, shardings)
 
 
 def reduce_groups(specs: tree.Tree, gradients: tree.Tree, placement: Placement) -> tree.Tree:
@@ -265,14 +279,14 @@ class _DataExchange:
 def _find_data_exchange(spec: Spec, placement: Placement) -> _DataExchange | None:
     """Return the exchange of a gradient over `data`; None if it is exact."""
     data_gradients = placement.sharding.data_gradients
-    if data_gradients == "exact" or not moves_as_blocks(spec):
+    if data_gradients == "exact" or not blocks.moves_as_blocks(spec):
         return None
     scattered = _scattered_dims(spec, placement)
     shardings = placement.named_sharding(scattered), placement.parameter(spec, zero.storage_axes(1, placement))
     values = blocks.find_block_size(spec.shape, *shardings)
     if values is None or all("data" not in dim for dim in scattered):
         return None
-    return _DataExchange(scattered, values, 8 if data_gradients == "int8" else 4)
+    return _DataExchange(scattered, values, blocks.BITS[data_gradients])
 
 
 def _sum_blocks_over_data(
@@ -295,33 +309,32 @@ def _sum_blocks_over_data(
     return blocks.move_blocks(summed, scattered, placement.named_sharding(dims), exchange.values, bits=8)
 
 
-def moves_as_blocks(spec: Spec) -> bool:
-    """Return whether a parameter may move as codes: a matrix that need not be exact."""
-    return not spec.exact and bool(spec.contracting)  # a bias per head has two dimensions, too
-
-
 def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:
     """Return the number of values in a block if a weight is gathered as int8 codes; None if it is gathered exactly."""
-    if not _gathers_codes(before, after, placement) or not moves_as_blocks(spec):
+    if not _gathers_codes(before, after, placement) or not blocks.moves_as_blocks(spec):
         return None
     return blocks.find_block_size(spec.shape, before, after)
 
 
 def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
-    """Return the paths of matrices that move exactly in spite of `int8_gathers` or `data_gradients`.
+    """Return the paths of matrices that move exactly in spite of `int8_gathers`, `data_gradients` or `fsdp_gradients`.
 
-    Their last dimension has no whole blocks on each device, or `data` divides none of their dimensions.
+    Their last dimension has no whole blocks on each device, or the axis divides none of their dimensions.
     """
     exchanges = placement.sharding.data_gradients != "exact" and placement.size("data") > 1
+    adds_codes = placement.sharding.fsdp_gradients != "exact" and placement.size("fsdp") > 1
+    adds_codes &= placement.sharding.zero_stage >= 2
 
     def find(path: str, spec: Spec) -> str | None:
-        if not moves_as_blocks(spec):
+        if not blocks.moves_as_blocks(spec):
             return None
         master, resting = zero.master_sharding(spec, placement), zero.parameter_sharding(spec, placement)
         moves = (master, resting), (resting, zero.gathered_sharding(spec, placement))
         coded = [each for each in moves if _gathers_codes(*each, placement)]
         exact = any(blocks.find_block_size(spec.shape, *each) is None for each in coded)
-        return path if exact or (exchanges and _find_data_exchange(spec, placement) is None) else None
+        exact |= exchanges and _find_data_exchange(spec, placement) is None
+        exact |= adds_codes and find_coded_sum(spec, placement) is None
+        return path if exact else None
 
     return jax.tree.leaves(tree.map_with_path(find, specs))
 

@@ -30,7 +30,7 @@ DECIDING = (
     *("remat.every", "remat.offload", "offload.optimizer", "offload.parameters", "optimizer.in_backward"),
     *("optimizer.name", "optimizer.state_dtype", "precision.compute_dtype", "precision.reduce_dtype"),
     *("precision.matmul", "precision.outlier_threshold", "sharding.zero_stage", "sharding.sequence_parallel"),
-    *("sharding.optimizer_over_data", "sharding.int8_gathers", "sharding.data_gradients"),
+    *("sharding.optimizer_over_data", "sharding.int8_gathers", "sharding.data_gradients", "sharding.fsdp_gradients"),
     *("pipeline.schedule", "lora.rank", "data.documents_per_row", "xla.options"),
 )
 

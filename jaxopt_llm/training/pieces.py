@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.outer.codes import Layout, find_block_size
-from jaxopt_llm.parallel.gathering import moves_as_blocks
+from jaxopt_llm.parallel.blocks import moves_as_blocks
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,10 @@ def test_the_search_proposes_what_changes_the_learning_only_if_allowed() -> None
     local = [each for each in found if each.training.local_steps > 1]
     assert local and not any(each.problems() for each in found)
     assert {each.sharding.zero_stage for each in local} == {3}
+    coded = list_chosen("sharding.fsdp_gradients")
+    assert {(each.sharding.fsdp_gradients, each.sharding.zero_stage >= 2) for each in coded} == {
+        *(("exact", False), ("exact", True), ("int8", True), ("int4", True))
+    }
     alone = [*enumerate_settings(CONFIG, MeshConfig(fsdp=4), ("training.local_steps", "sharding.data_gradients"))]
     assert {(each.training.local_steps, each.sharding.data_gradients) for each in alone} == {(1, "exact")}
 

@@ -13,6 +13,8 @@ from marks import slow
 from jaxopt_llm.config import (
     LoraConfig,
     MeshConfig,
+    ModelConfig,
+    MoEConfig,
     OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -31,6 +33,7 @@ from jaxopt_llm.training import state as training_state
 # With whole blocks on each of eight devices.
 MODEL = replace(toy.UNIFORM, width=64, heads=2, kv_heads=2, head_dim=32, mlp_width=128)
 ROWS, LENGTH = 24, 16
+WITH_EXPERTS = replace(MODEL, moe=MoEConfig(experts=4, experts_per_token=2, expert_width=64))
 HYBRID = MeshConfig(data=2, fsdp=4)
 
 
@@ -45,7 +48,12 @@ class Result(NamedTuple):
 
 @functools.cache
 def run(
-    mesh: MeshConfig, sharding: ShardingConfig, accumulation: int = 1, rank: int = 0, in_backward: bool = False
+    mesh: MeshConfig,
+    sharding: ShardingConfig,
+    accumulation: int = 1,
+    rank: int = 0,
+    in_backward: bool = False,
+    model: ModelConfig = MODEL,
 ) -> Result:
     placement = Placement(
         make_mesh(mesh, jax.devices("cpu")[: mesh.devices]),
@@ -55,7 +63,7 @@ def run(
     )
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation)
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.0, in_backward=in_backward)
-    parts = MODEL, training, optimizer, ScheduleConfig(1, 10), RematConfig("full"), LoraConfig(rank=rank)
+    parts = model, training, optimizer, ScheduleConfig(1, 10), RematConfig("full"), LoraConfig(rank=rank)
     program = toy.make_program(*parts, placement)
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     resting = {
@@ -139,6 +147,33 @@ def test_gradients_over_data_as_codes(
 
 
 @pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        pytest.param(3, {}, marks=pytest.mark.core),
+        *slow(
+            (2, {"accumulation": 3}),
+            (3, {"accumulation": 3}),
+            (3, {"in_backward": True}),
+            (3, {"rank": 32}),
+            (3, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
+            (3, {"mesh": MeshConfig(fsdp=2, expert=2, context=2)}),
+            (3, {"mesh": MeshConfig(pipeline=2, tensor=2, fsdp=2), "accumulation": 2}),
+            (3, {"mesh": MeshConfig(data=2, fsdp=2, expert=2), "model": WITH_EXPERTS}),
+        ),
+    ],
+)
+@pytest.mark.parametrize(("format", "least", "most"), [("int8", 1e-3, 0.01), ("int4", 0.03, 0.12)])
+def test_gradients_over_fsdp_as_codes(
+    stage: Any, settings: dict[str, Any], format: Any, least: float, most: float
+) -> None:
+    settings = dict(settings)
+    mesh = settings.pop("mesh", HYBRID)
+    found, expected = run(mesh, ShardingConfig(stage, fsdp_gradients=format), **settings), run_alone(**settings)
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    assert least < toy.distance(found.gradients, expected.gradients) < most
+
+
+@pytest.mark.parametrize(
     ("stage", "axes", "over_data", "accumulation"),
     [
         pytest.param(3, ("fsdp",), False, 1, marks=pytest.mark.core),
@@ -204,6 +239,7 @@ def test_matrices_that_move_exactly_are_named() -> None:
 
     assert find(128, placement) == set()
     assert find(48, placement) == {"up", "gate"}
+    assert find(48, replace(placement, sharding=ShardingConfig(3, fsdp_gradients="int4"))) == {"up", "gate"}
     assert find(48, replace(placement, sharding=ShardingConfig(3))) == set()
 
 

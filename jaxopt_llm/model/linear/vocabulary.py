@@ -17,7 +17,8 @@ from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import BaseWeight, Weight, einsum, gather_weight, shardings_of, split_perturbation
-from jaxopt_llm.parallel.gathering import reduce_gradient
+from jaxopt_llm.parallel.coded_sums import order_as_storage
+from jaxopt_llm.parallel.gathering import reduce_gradient, reduce_parts
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import sent_sharding
 
@@ -88,11 +89,17 @@ def _look_up_backward(residuals, dy):
     shardings = shardings_of(table)
     if not shardings.trainable:
         return None, None, None
-    # In float32: a frequent token's row sums over thousands of positions.
-    with jax.named_scope(weights.GRADIENT):
-        gradient = jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
+
+    @jax.named_scope(weights.GRADIENT)
+    def form_gradient(ids, dy):
+        # In float32: a frequent token's row sums over thousands of positions.
+        return jnp.zeros(table.array.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
+
+    if coded := shardings.coded_sum:
+        parts = jax.vmap(form_gradient)(coded.split_tokens(ids), coded.split_tokens(dy))
+        return None, reduce_parts(parts, coded.axes, shardings), None
     # Constrained to whole rows first: with divided rows XLA gathers every device's positions instead of reducing rows.
-    gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
+    gradient = jax.lax.with_sharding_constraint(form_gradient(ids, dy), shardings.gathered)
     return None, reduce_gradient(gradient, shardings), None
 
 
@@ -141,8 +148,8 @@ def _look_up_staged_backward(placement, residuals, dy):
     with jax.named_scope(weights.GRADIENT):
         parts = PartitionSpec(specs.rows, *specs.tables[0])
         gradient = placement.shard_map(on_device, (sent.spec, specs.tokens), parts)(dy, ids)
-        gradient = _sum_parts(gradient, jnp.float32(1), shardings.reduce_dtype)
-    return None, reduce_gradient(gradient, shardings), None
+        gradient = gradient.astype(shardings.reduce_dtype)
+    return None, reduce_parts(gradient, specs.rows, shardings), None
 
 
 _look_up_staged.defvjp(_look_up_staged_forward, _look_up_staged_backward)
@@ -196,14 +203,15 @@ def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tok
 def _cross_entropy_backward(classifier, placement, residuals, cotangents):
     d_xs, d_tables, tables = residuals
     scale = cotangents[0]  # 1 if the executor differentiates nothing else: XLA then removes the multiplication
-    d_xs = tuple(_sum_parts(parts, scale, parts.dtype) for parts in d_xs)
+    d_xs = tuple(_sum_parts(_scale(parts, scale, parts.dtype)) for parts in d_xs)
+    rows = _TableSpecs.make(placement, tables).rows
 
     @jax.named_scope(weights.GRADIENT)
     def perturbation_gradient(table, gradient):
         shardings = shardings_of(table)
         if not shardings.trainable:
             return None
-        return reduce_gradient(_sum_parts(gradient, scale, shardings.reduce_dtype), shardings)
+        return reduce_parts(_scale(gradient, scale, shardings.reduce_dtype), rows, shardings)
 
     return d_xs, None, tuple(map(perturbation_gradient, tables, d_tables)), None, None
 
@@ -216,11 +224,14 @@ def _sum_losses(losses: Losses, loss_weight: jax.Array) -> Losses:
     return loss_weight * objective, loss
 
 
-def _sum_parts(parts: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Return the sum over devices, times scale: [devices, ...] -> [...]."""
-    scaled = (parts.astype(jnp.float32) * scale).astype(dtype)
+def _scale(parts: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    return (parts.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _sum_parts(parts: jax.Array) -> jax.Array:
+    """Return the sum over devices: [devices, ...] -> [...]."""
     # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
-    return jax.lax.reduce(scaled, jnp.zeros((), dtype), jax.lax.add, (0,))
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
 
 
 @dataclass(frozen=True)
@@ -254,4 +265,4 @@ class _TableSpecs:
     @property
     def rows(self) -> tuple[str, ...]:
         """Mesh axes that divide batch and sequence."""
-        return tuple(jax.tree.leaves(tuple(self.tokens)))
+        return order_as_storage(jax.tree.leaves(tuple(self.tokens)))

@@ -23,7 +23,7 @@ from jaxopt_llm.model.linear.leaves import (
 )
 from jaxopt_llm.model.linear.outliers import SplitInputs
 from jaxopt_llm.model.linear.quantised import Operand, Quantised
-from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient
+from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient, reduce_parts
 from jaxopt_llm.parallel.placement import Placement
 
 BaseWeight = PlacedWeight | QuantisedWeight  # a weight without an adapter: one matrix to compute with
@@ -285,8 +285,7 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
         return dx, None, None
     dequantise_x = outliers.dequantise if isinstance(x, SplitInputs) else quantised.dequantise
     x, dy = dequantise_x(x, shardings.compute_dtype), quantised.dequantise(dy, shardings.compute_dtype)
-    dw = form_gradient(left, result, right, x, dy, shardings)
-    return dx, None, reduce_gradient(dw, shardings)
+    return dx, None, _form_and_reduce_gradient(left, result, right, x, dy, shardings)
 
 
 def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | None:
@@ -294,6 +293,18 @@ def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | N
     return (
         jax.tree.map(lambda array: checkpoint_name(array, GATHERED_NAME), gathered) if shardings.keep_gathered else None
     )
+
+
+def _form_and_reduce_gradient(
+    left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings
+):
+    coded = shardings.coded_sum
+    if coded is None:
+        return reduce_gradient(form_gradient(left, result, right, x, dy, shardings), shardings)
+    assert left[:2] == "BS", f"{left}: the tokens of a coded sum are rows and sequence"
+    form = functools.partial(form_gradient, left, result, right, shardings=shardings)
+    parts = jax.vmap(form)(coded.split_tokens(x), coded.split_tokens(dy))
+    return reduce_parts(parts, coded.axes, shardings)
 
 
 @jax.named_scope(GRADIENT)
@@ -393,9 +404,7 @@ def _grouped_matmul_backward(kernel, placement, transposed, residuals, dy):
     others = tuple(axis for axis in placement.device_axes if axis not in weight_axes)
     with jax.named_scope(GRADIENT):
         parts = placement.shard_map(on_device, (local, local, local), PartitionSpec(others, *spec))(rows, dy, sizes)
-        # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
-        gradient = jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
-    return d_rows, None, reduce_gradient(gradient, shardings), None
+    return d_rows, None, reduce_parts(parts, others, shardings), None
 
 
 _grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)

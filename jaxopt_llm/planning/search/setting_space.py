@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, fields
 from jaxopt_llm.config.parallel import WITH_CHUNKS
-from jaxopt_llm.config.unread import gathers_codes
+from jaxopt_llm.config.unread import divides_gradients, gathers_codes
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.axes import STORAGE_AXES
@@ -80,7 +80,11 @@ def _is_excluded(setting: Config, recipe: Config) -> bool:
     unread_gathers = sharding.int8_gathers != recipe.sharding.int8_gathers and not gathers_codes(setting)
     exchanges = sharding.data_gradients != recipe.sharding.data_gradients
     averages = setting.training.local_steps != recipe.training.local_steps
-    return unread_gathers or ((exchanges or averages) and data == 1) or bool(setting.local_step_problems())
+    adds_codes = sharding.fsdp_gradients != recipe.sharding.fsdp_gradients
+    unread = (
+        unread_gathers or (adds_codes and not divides_gradients(setting)) or ((exchanges or averages) and data == 1)
+    )
+    return unread or bool(setting.local_step_problems())
 
 
 def _is_context_useful(config: Config, mesh: MeshConfig, accumulation: int) -> bool:

@@ -159,7 +159,10 @@ class _Step:
             formed = layers.trained / passes.chunks * passes.backwards
             moved = formed + non_layer.trained * non_layer_uses
             alone = 1 - (1 - self.overlap.reduced_alone) * formed / max(moved, 1)
-            yield from self.transfer(storage, "reduce-scatter", reduced * moved, 1, alone, self.overlap.reducing)
+            kind, value_bytes = "reduce-scatter", float(reduced)
+            if config.sharding.fsdp_gradients != "exact" and mesh.fsdp > 1:
+                kind, value_bytes = "all-to-all", CODE_BYTES[config.sharding.fsdp_gradients]
+            yield from self.transfer(storage, kind, value_bytes * moved, 1, alone, self.overlap.reducing)
         yield from self._transfer_over_data(layers.masters + non_layer.masters)
         if config.sharding.optimizer_over_data and stage < 3:
             storage = ("data", *storage)
