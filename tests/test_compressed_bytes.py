@@ -143,23 +143,25 @@ def test_gathers_of_layers_stay_inside_the_host_and_send_codes(over_data: bool) 
 )
 def test_gradients_are_reduced_over_fsdp_as_codes(sharded: dict[str, Any], mesh: MeshConfig) -> None:
     """Forward and backward each gather a layer. Each value of a device's part of the gradient is sent once, coded."""
-    axes = ("fsdp", "expert", "context") if mesh.context > 1 else ("fsdp",)
-    settings = {"sharded": tuple(sharded.items()), "shape": ROWS}
-    sent = per_layer(lambda step: step.wire_bytes(*axes), mesh, 3, **settings)
+
+    def count_bytes(step: Compiled) -> float:  # keys and values of attention go around over context alone
+        return sum(each.wire_bytes * each.times for each in step.collectives if {"fsdp", "expert"} & {*each.axes})
+
+    sent = per_layer(count_bytes, mesh, 3, sharded=tuple(sharded.items()), shape=ROWS)
     gathers = 2 * (CODED["int8"] if "int8_gathers" in sharded else 2)
     assert sent == pytest.approx(SHARE * (gathers + CODED[sharded["fsdp_gradients"]]) * layer_parameters(), rel=0.02)
 
 
-@pytest.mark.parametrize("tied", [False, *slow(True)])
-def test_a_step_over_slow_fsdp_sends_less_than_half(tied: bool) -> None:
-    """All of a step, its tables and norms included: 8 bytes per parameter become 3."""
+@pytest.mark.parametrize(("tied", "most"), [(False, 0.39), *slow((True, 0.4))])
+def test_a_step_over_slow_fsdp_sends_less_than_half(tied: bool, most: float) -> None:
+    """All of a step, its tables and norms included: 8 bytes per parameter become 3.1."""
 
     def measure_step(**sharded: Any) -> float:
         model = {"sharded": tuple(sharded.items()), "tied": tied, "shape": ROWS}
         return compiled(8, MeshConfig(fsdp=8), 3, **model).wire_bytes("fsdp")
 
     exact, coded = measure_step(), measure_step(fsdp_gradients="int8", int8_gathers=("fsdp",))
-    assert coded <= 0.42 * exact
+    assert coded <= most * exact
 
 
 @pytest.mark.slow

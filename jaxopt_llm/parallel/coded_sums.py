@@ -63,7 +63,7 @@ class CodedSum:
 def order_as_storage(axes: Iterable[str]) -> tuple[str, ...]:
     """Return the mesh axes in the order in which they divide gradients.
 
-    In another order, XLA gathers the parts on all devices instead of an all-to-all.
+    In another order, XLA also sends the codes by a permutation of the devices.
     """
     return tuple(sorted(axes, key=("data", *STORAGE_AXES).index))
 
