@@ -1,18 +1,19 @@
-"""Encoding of a vector of float32 values as bytes, in NumPy: exactly, or as blocks of int8 or int4 codes.
+"""Encoding of a vector of float32 values as bytes, in NumPy: exactly, in bfloat16, or as blocks of codes.
 
 The codes are those of parallel/blocks.py; a test compares them. In a compiled program, XLA may round a scale otherwise.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxopt_llm.core.block_format import BLOCK_SIZES, MAX_CODES, Bits
 
-Format = Literal["exact", "int8", "int4"]
-BITS: dict[str, Bits | None] = {"exact": None, "int8": 8, "int4": 4}
+Format = Literal["exact", "bfloat16", "int8", "int4"]
+FORMATS = get_args(Format)
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 _CHUNK = 2**22  # values that are encoded at a time, for the memory of what is computed in between
 
 
@@ -30,7 +31,7 @@ def find_block_size(last: int) -> int:
 class Layout:
     """Layout of a vector.
 
-    segments: (number of values, block size) of each part, in order. A part with block size 0 is always exact.
+    segments: (number of values, block size) of each part, in order. A part with block size 0 has no codes.
     """
 
     segments: tuple[tuple[int, int], ...]
@@ -56,18 +57,21 @@ class Layout:
 
     def count_bytes(self, form: str) -> int:
         """Return the bytes of an encoded vector."""
+        if form not in BITS:
+            return (2 if form == "bfloat16" else 4) * self.size
         bits = BITS[form]
-        if bits is None:
-            return 4 * self.size
         return sum(
             count * bits // 8 + 4 * (count // values) if values else 4 * count for count, values in self.segments
         )
 
     def encode(self, vector: np.ndarray, form: str) -> np.ndarray:
         """Return the bytes of a vector, uint8. Values are rounded to the nearest code of their block."""
-        bits = BITS[form]
-        if bits is None:
+        if form == "exact":
             return np.ascontiguousarray(vector, "<f4").view(np.uint8)
+        if form == "bfloat16":
+            parts = [_to_bfloat16(vector[start:end]) for start, end, _ in self._chunks()]
+            return np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
+        bits = BITS[form]
         parts = [
             part
             for start, end, values in self._chunks()
@@ -77,9 +81,11 @@ class Layout:
 
     def decode(self, data: np.ndarray, form: str) -> np.ndarray:
         """Return the vector, float32, of what `encode` returned."""
-        bits, vector, at = BITS[form], np.empty(self.size, np.float32), 0
-        if bits is None:
+        if form == "exact":
             return data.view("<f4").astype(np.float32)
+        if form == "bfloat16":
+            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        bits, vector, at = BITS[form], np.empty(self.size, np.float32), 0
 
         def take(count: int) -> np.ndarray:
             nonlocal at
@@ -101,6 +107,13 @@ class Layout:
             for start in range(at, at + count, _CHUNK):
                 yield start, min(start + _CHUNK, at + count), values
             at += count
+
+
+def _to_bfloat16(vector: np.ndarray) -> np.ndarray:
+    """Round float32 values to the upper half of their bits, ties to even."""
+    bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(vector), 0x7FC0, rounded).astype("<u2")
 
 
 def _encode(values_: np.ndarray, values: int, bits: Bits) -> Sequence[np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxopt_llm.outer.codes import BITS, Layout
+from jaxopt_llm.outer.codes import FORMATS, Layout
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class OuterStep:
             ValueError: they are none.
         """
         rate, momentum, form = (facts.get(name) for name in ("rate", "momentum", "form"))
-        if type(rate) is not float or type(momentum) is not float:
-            raise ValueError("no settings of an outer step")
-        if not isinstance(form, str) or form not in BITS:
+        if type(rate) is not float or type(momentum) is not float or type(form) is not str or form not in FORMATS:
             raise ValueError("no settings of an outer step")
         return cls(rate, momentum, form)
 

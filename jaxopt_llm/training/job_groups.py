@@ -28,6 +28,7 @@ from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.repeat import repeat
 from jaxopt_llm.outer.client import Answer, Base, Member, OuterClient, ServerBusy, ServerLost
+from jaxopt_llm.outer.codes import BITS, Format
 from jaxopt_llm.outer.token import read_token
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.training.pieces import Pieces
@@ -111,8 +112,8 @@ class JobGroup:
         """
         groups = self._config.groups
         self._pieces = Pieces(self._setup.program.specs.masters, state.masters)
-        layout, form = self._pieces.layout, self._config.sharding.data_gradients
-        if form != "exact" and (exact := self._pieces.exact):
+        layout, form = self._pieces.layout, find_format(self._config)
+        if form in BITS and (exact := self._pieces.exact):
             self._say(
                 f"sharding.data_gradients: {len(exact)} matrices are exchanged exactly (first: {exact[0]}): no block "
                 f"of {BLOCK_SIZES[-1]} to {BLOCK_SIZES[0]} values divides each device's part of the last dimension"
@@ -153,7 +154,7 @@ class JobGroup:
             "segments": self._pieces.layout.segments,
             "rate": float(config.optimizer.outer_learning_rate),
             "momentum": float(config.optimizer.outer_momentum),
-            "form": config.sharding.data_gradients,
+            "form": find_format(config),
             "hash of the corpus": self._setup.data.corpus.sha256[:16],
             "hash of the pieces of the masters": table,
             "settings": {name: get_field(config, name) for name in compared},
@@ -279,3 +280,11 @@ class JobGroup:
             shardings = state_shardings(specs, placement).compute
             self._cast = jax.jit(lambda each: cast_masters(specs.masters, each, placement), out_shardings=shardings)
         return replace(state, masters=masters, compute=self._cast(masters))
+
+
+def find_format(config: Config) -> Format:
+    """Return the format in which groups exchange changes and updates."""
+    form = config.sharding.data_gradients
+    if form == "exact" and config.precision.reduce_dtype == "bfloat16":
+        return "bfloat16"
+    return form

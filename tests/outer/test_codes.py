@@ -39,6 +39,15 @@ def test_exact_vectors_are_float32() -> None:
     np.testing.assert_array_equal(LAYOUT.decode(data, "exact"), vector)
 
 
+def test_bfloat16_rounds_as_jax_does() -> None:
+    vector = np.random.default_rng(0).standard_normal(LAYOUT.size).astype(np.float32)
+    vector[:5] = np.inf, -np.inf, np.nan, 3.4e38, 1 + 2.0**-8  # a tie
+    data = LAYOUT.encode(vector, "bfloat16")
+    assert data.size == 2 * LAYOUT.size == LAYOUT.count_bytes("bfloat16")
+    expected = np.asarray(jnp.asarray(vector).astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(LAYOUT.decode(data, "bfloat16"), expected)
+
+
 @pytest.mark.parametrize(
     "segments",
     [None, {}, [[3]], [[3, 0.0]], [[-1, 0]], [[0, 0]], [[100, 64]], [[64, 16]], [["64", 64]], [[True, 0]], [3]],

@@ -34,7 +34,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import job_groups
 from jaxopt_llm.training import program as training_program
 from jaxopt_llm.training.guard import judge_step
-from jaxopt_llm.training.job_groups import JobGroup
+from jaxopt_llm.training.job_groups import JobGroup, find_format
 from jaxopt_llm.training.local_steps import sharding_within
 from jaxopt_llm.training.program import Program
 from jaxopt_llm.training.schedule_position import advance_position
@@ -197,8 +197,11 @@ def test_groups_train_as_by_hand(mesh: MeshConfig, settings: dict[str, Any], ser
             assert_close(to_host(group.state.masters), by_hand, 2e-3)
 
 
-def test_after_an_outer_step_all_groups_have_the_same_bits(server: str) -> None:
-    config = make_config(server, MeshConfig(), **{"sharding.data_gradients": "int4"})
+@pytest.mark.parametrize(
+    "setting", [{"sharding.data_gradients": "int4"}, {"precision.reduce_dtype": "bfloat16"}], ids=("int4", "bfloat16")
+)
+def test_after_an_outer_step_all_groups_have_the_same_bits(server: str, setting: dict[str, str]) -> None:
+    config = make_config(server, MeshConfig(), **setting)
     groups = [Group(config, index) for index in range(GROUPS)]
     together([group.join for group in groups])
     together([functools.partial(group.train, LOCAL) for group in groups])
@@ -278,7 +281,14 @@ def test_what_groups_do_not_support_is_refused(settings: dict[str, Any], says: s
 def test_data_gradients_are_the_format_between_groups_only() -> None:
     config = make_config("host:1", MeshConfig(data=2), **{"sharding.data_gradients": "int4"})
     assert sharding_within(config).data_gradients == "exact"
-    assert sharding_within(replace_fields(config, {"groups.server": ()})).data_gradients == "int4"
+    assert find_format(config) == "int4"
+    config = replace_fields(config, {"sharding.data_gradients": "exact"})
+    formats = [
+        find_format(replace_fields(config, {"precision.reduce_dtype": each})) for each in ("float32", "bfloat16")
+    ]
+    assert formats == ["exact", "bfloat16"]
+    of_program = replace_fields(config, {"groups.server": (), "sharding.data_gradients": "int4"})
+    assert sharding_within(of_program).data_gradients == "int4"
 
 
 def test_an_epoch_is_one_of_all_groups_together() -> None:
