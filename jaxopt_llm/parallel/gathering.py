@@ -189,9 +189,13 @@ def reduce_parts(parts: jax.Array, axes: tuple[str, ...], shardings: WeightShard
     """Sum the parts of a gradient, [N, ...], of which each device along these mesh axes has one."""
     if shardings.coded_sum:
         return shardings.coded_sum.add(parts, axes).astype(shardings.reduce_dtype)
+    return reduce_gradient(sum_parts(parts), shardings)
+
+
+def sum_parts(parts: jax.Array) -> jax.Array:
+    """Return the sum over devices: [devices, ...] -> [...]."""
     # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
-    gradient = jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
-    return reduce_gradient(gradient, shardings)
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
 
 
 def reduce_groups(specs: tree.Tree, gradients: tree.Tree, placement: Placement) -> tree.Tree:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxopt_llm.checkpoint.peft import adapter_config
+from jaxopt_llm.config import ShardingConfig
 from jaxopt_llm.config.unread import describe_unread
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.parallel.gathering import find_exact_matrices
+from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import find_undivided
 from jaxopt_llm.training import moments
 from jaxopt_llm.training.setup import Setup
@@ -119,6 +121,19 @@ def _describe_idle_share(setup: Setup) -> str:
     return stage_layout.describe_waste(layout, config.mesh.pipeline, microbatches, config.pipeline)
 
 
+def describe_exact_matrices(specs: tree.Tree, placement: Placement) -> Iterator[str]:
+    """Yield a line if matrices move exactly in spite of the settings of codes, which it names."""
+    default = ShardingConfig()
+    settings = ("int8_gathers", "data_gradients", "fsdp_gradients")
+    given = [f"sharding.{name}" for name in settings if getattr(placement.sharding, name) != getattr(default, name)]
+    if exact := find_exact_matrices(specs, placement):
+        yield (
+            f"{', '.join(given)}: {len(exact)} matrices move exactly (first: {exact[0]}): "
+            f"no block of {BLOCK_SIZES[-1]} to {BLOCK_SIZES[0]} values divides each device's part of the last dimension"
+            ", or the devices divide none of their dimensions"
+        )
+
+
 def _list_unused_settings(setup: Setup) -> Iterator[str]:
     """Yield a line for each setting that has no effect on a part of what it applies to."""
     config, program = setup.config, setup.program
@@ -131,11 +146,7 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
             f"optimizer.state_dtype: {len(uncompressed)} matrices have moments in 32 bits (first: {uncompressed[0]}): "
             f"no block of {moments.BLOCK_SIZES[-1]} to {moments.BLOCK_SIZES[0]} values divides their last dimension"
         )
-    if exact := find_exact_matrices(program.specs.masters, setup.placement):
-        yield (
-            f"sharding.int8_gathers, sharding.data_gradients: {len(exact)} matrices move exactly (first: {exact[0]}): "
-            f"no block of {BLOCK_SIZES[-1]} to {BLOCK_SIZES[0]} values divides each device's part of the last dimension"
-        )
+    yield from describe_exact_matrices(program.specs.masters, setup.placement)
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:
         yield f"the learning rate has its final value from step {end} on: see --schedule.decay-steps"

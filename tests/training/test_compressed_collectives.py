@@ -29,6 +29,7 @@ from jaxopt_llm.parallel.gathering import find_exact_matrices
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.startup_report import describe_exact_matrices
 
 # With whole blocks on each of eight devices.
 MODEL = replace(toy.UNIFORM, width=64, heads=2, kv_heads=2, head_dim=32, mlp_width=128)
@@ -54,6 +55,7 @@ def run(
     rank: int = 0,
     in_backward: bool = False,
     model: ModelConfig = MODEL,
+    targets: tuple[str, ...] = LoraConfig.targets,
 ) -> Result:
     placement = Placement(
         make_mesh(mesh, jax.devices("cpu")[: mesh.devices]),
@@ -63,7 +65,14 @@ def run(
     )
     training = TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, accumulation=accumulation)
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.0, in_backward=in_backward)
-    parts = model, training, optimizer, ScheduleConfig(1, 10), RematConfig("full"), LoraConfig(rank=rank)
+    parts = (
+        model,
+        training,
+        optimizer,
+        ScheduleConfig(1, 10),
+        RematConfig("full"),
+        LoraConfig(rank=rank, targets=targets),
+    )
     program = toy.make_program(*parts, placement)
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
     resting = {
@@ -155,6 +164,7 @@ def test_gradients_over_data_as_codes(
             (3, {"accumulation": 3}),
             (3, {"in_backward": True}),
             (3, {"rank": 32}),
+            (3, {"rank": 32, "targets": ("non_layer/*",)}),
             (3, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
             (3, {"mesh": MeshConfig(fsdp=2, expert=2, context=2)}),
             (3, {"mesh": MeshConfig(pipeline=2, tensor=2, fsdp=2), "accumulation": 2}),
@@ -241,6 +251,21 @@ def test_matrices_that_move_exactly_are_named() -> None:
     assert find(48, placement) == {"up", "gate"}
     assert find(48, replace(placement, sharding=ShardingConfig(3, fsdp_gradients="int4"))) == {"up", "gate"}
     assert find(48, replace(placement, sharding=ShardingConfig(3))) == set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"fsdp_gradients": "int8"}, "sharding.fsdp_gradients"),
+        ({"int8_gathers": ("fsdp",), "data_gradients": "int8"}, "sharding.int8_gathers, sharding.data_gradients"),
+    ],
+)
+def test_the_line_of_exact_matrices_names_the_settings_that_are_given(settings: dict[str, Any], named: str) -> None:
+    mesh = make_mesh(HYBRID, jax.devices("cpu")[: HYBRID.devices])
+    placement = Placement(mesh, ShardingConfig(3, **settings), PrecisionConfig())
+    (line,) = describe_exact_matrices(param_specs(replace(MODEL, mlp_width=48)), placement)
+    assert line.startswith(f"{named}: 2 matrices move exactly (first: ")
+    assert not list(describe_exact_matrices(param_specs(MODEL), placement))
 
 
 def test_an_axis_that_gathers_no_weight_changes_nothing() -> None:

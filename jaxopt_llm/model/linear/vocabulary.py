@@ -18,7 +18,7 @@ from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import BaseWeight, Weight, einsum, gather_weight, shardings_of, split_perturbation
 from jaxopt_llm.parallel.coded_sums import order_as_storage
-from jaxopt_llm.parallel.gathering import reduce_gradient, reduce_parts
+from jaxopt_llm.parallel.gathering import reduce_gradient, reduce_parts, sum_parts
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.stages import sent_sharding
 
@@ -32,7 +32,7 @@ def look_up(table: Weight | jax.Array, ids: jax.Array, placement: Placement) -> 
         return table[ids]
     if isinstance(table, LoraWeight):
         assert table.magnitude is None, "only weights of blocks have magnitudes: lora.problems refuses others"
-        axes = "XYZ"[: ids.ndim]
+        axes = "BST"[: ids.ndim]  # rows and sequence first, as the sums of gradients expect
         low = table.scale * look_up(table.lora_b, ids, placement)
         return look_up(table.base, ids, placement) + einsum(f"{axes}r,Dr->{axes}D", low, table.lora_a)
     if shardings_of(table).pipeline_stage_rows:
@@ -203,7 +203,7 @@ def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tok
 def _cross_entropy_backward(classifier, placement, residuals, cotangents):
     d_xs, d_tables, tables = residuals
     scale = cotangents[0]  # 1 if the executor differentiates nothing else: XLA then removes the multiplication
-    d_xs = tuple(_sum_parts(_scale(parts, scale, parts.dtype)) for parts in d_xs)
+    d_xs = tuple(sum_parts(_scale(parts, scale, parts.dtype)) for parts in d_xs)
     rows = _TableSpecs.make(placement, tables).rows
 
     @jax.named_scope(weights.GRADIENT)
@@ -226,12 +226,6 @@ def _sum_losses(losses: Losses, loss_weight: jax.Array) -> Losses:
 
 def _scale(parts: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (parts.astype(jnp.float32) * scale).astype(dtype)
-
-
-def _sum_parts(parts: jax.Array) -> jax.Array:
-    """Return the sum over devices: [devices, ...] -> [...]."""
-    # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
-    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | N
 
 def _form_and_reduce_gradient(
     left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings
-):
+) -> jax.Array:
     coded = shardings.coded_sum
     if coded is None:
         return reduce_gradient(form_gradient(left, result, right, x, dy, shardings), shardings)
