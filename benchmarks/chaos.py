@@ -41,6 +41,7 @@ from chaos_job import LONGEST, ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
 STEPS_PER_BURST = 20
+STEPS_PER_LULL = 50  # that the run makes, on a fast machine, while a fault lasts that does not end it
 SECONDS_PER_FAULT = 15  # about, on two cores
 CHECKPOINT_EVERY = 10
 PEERS, ELASTIC = "peers", "elastic"
@@ -208,7 +209,8 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     bursts = plan_bursts(
         [*options.only], options.faults, options.processes, random.Random(options.seed), options.bursts
     )
-    steps = STEPS_PER_BURST * (len(bursts) + 1)
+    lulls = sum(not chaos_faults.KINDS[each.kind].restarts for burst in bursts for each in burst)
+    steps = STEPS_PER_BURST * (len(bursts) + 1) + STEPS_PER_LULL * lulls
     flags = {"training.steps": steps, "checkpoint.every": CHECKPOINT_EVERY, "checkpoint.keep": 3}
     flags |= {"run.check_replicas": 5, "mesh.data": options.processes}
     seconds = train_undisturbed(folder / "whole", options.processes, flags)
@@ -224,6 +226,11 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for number, burst in enumerate(bursts):
             watcher.wait_for_step(STEPS_PER_BURST * (number + 1) - CHECKPOINT_EVERY // 2)
             if options.hours and time.monotonic() > began + 3600 * options.hours:
+                break
+            if any(chaos_faults.KINDS[each.kind].damages for each in burst):
+                watcher.wait_for_spare_checkpoint()
+            if watcher.last_step() > steps - CHECKPOINT_EVERY:
+                print(f"the run is at its end before fault {len(outcomes) + 1} of {options.faults}", flush=True)
                 break
             outcomes += inject(burst, job, watcher)
             print(*outcomes[-len(burst) :], sep="\n", flush=True)

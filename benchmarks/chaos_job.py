@@ -203,8 +203,12 @@ class ChaosJob:
 
     def newest_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; -1 if there is none."""
+        return max(self.list_checkpoints(), default=-1)
+
+    def list_checkpoints(self) -> list[int]:
+        """Return the steps of the checkpoints that the run knows no damage of."""
         names = (path.name for path in (self.directory / "checkpoints").iterdir())
-        return max((int(name) for name in names if name.isdigit()), default=-1)
+        return [int(name) for name in names if name.isdigit()]
 
     def count_failed_saves(self) -> int:
         """Return the number of saves that have failed, by the output of the programs."""
@@ -268,16 +272,30 @@ class Watcher:
 
     def count_unsaved(self, damaged: int) -> int:
         """Return the number of steps since the last whole checkpoint. damaged: so many of the newest are not whole."""
-        checkpoints = self._job.directory / "checkpoints"
-        whole = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())[: -damaged or None]
+        whole = sorted(self._job.list_checkpoints())[: -damaged or None]
         return self._reached - max(whole, default=0)
 
     def wait_for_step(self, step: int, seconds: float = 600) -> None:
+        self._wait_until(lambda: self.last_step() >= step, f"reach step {step}", seconds)
+
+    def _wait_until(self, is_so: Callable[[], bool], purpose: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self.last_step() < step:
+        while not is_so():
             if time.monotonic() > deadline:
-                raise SystemExit(f"the run did not reach step {step} in {seconds:g} s")
+                raise SystemExit(f"the run did not {purpose} in {seconds:g} s")
             time.sleep(LOOK_SECONDS)
+
+    def wait_for_spare_checkpoint(self, seconds: float = 600) -> None:
+        """Wait until the newest checkpoint may be damaged: it is newer than the last start, and not the only one.
+
+        Faults can follow each other without a checkpoint in between. Damage to each one in turn would leave none.
+        """
+
+        def has_spare() -> bool:
+            whole = self._job.list_checkpoints()
+            return len(whole) > 1 and max(whole) > self._resumed_from
+
+        self._wait_until(has_spare, "save another checkpoint", seconds)
 
     def wait_for_resume(self, seconds: float) -> float | None:
         """Wait for the next step, and return its time by the monotonic clock; None if there is none in time."""

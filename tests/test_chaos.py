@@ -1,5 +1,6 @@
 """Faults injected into a job under supervisors: it ends by itself, equal to the bit to a run without faults."""
 
+import contextlib
 import errno
 import json
 import os
@@ -8,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import chaos
@@ -18,7 +18,7 @@ import chaos_peers
 import chaos_ports
 import pytest
 from chaos_disk import Disk
-from chaos_job import Watcher
+from chaos_job import ChaosJob, Watcher
 from commands import ROOT, start, start_python, start_training, tiny
 from gates import finish
 
@@ -57,11 +57,37 @@ def test_bursts_are_drawn_from_the_seed() -> None:
     assert all(len(burst) == 1 for burst in chaos.plan_bursts(kinds, 50, 4, chance, probability=0.0))
 
 
+def watch(folder: Path, *checkpoints: str) -> Watcher:
+    """Return a watcher of a job that does not run."""
+    for name in checkpoints:
+        (folder / "run" / "checkpoints" / name).mkdir(parents=True)
+    job = ChaosJob(folder / "run", 0, {}, None)
+    return Watcher(job)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "resumed_from", "spare"),
+    [
+        (("10",), 0, False),
+        (("10", "20"), 0, True),
+        (("10", "20"), 10, True),
+        (("10", "20"), 20, False),
+        (("10", "20.damaged.1"), 0, False),
+    ],
+)
+def test_the_only_whole_checkpoint_is_never_damaged(
+    checkpoints: tuple[str, ...], resumed_from: int, spare: bool, tmp_path: Path
+) -> None:
+    watcher = watch(tmp_path, *checkpoints)
+    watcher._resumed_from = resumed_from
+    expected = contextlib.nullcontext() if spare else pytest.raises(SystemExit, match="did not save another checkpoint")
+    with expected:
+        watcher.wait_for_spare_checkpoint(seconds=0)
+
+
 def test_steps_that_are_lost_are_those_since_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    for name in ("10", "20", "30", "40.orbax-checkpoint-tmp"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 35}\n')
-    watcher = Watcher(types.SimpleNamespace(directory=tmp_path, supervisors=[]))  # type: ignore[arg-type]
+    watcher = watch(tmp_path, "10", "20", "30", "40.orbax-checkpoint-tmp")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 35}\n')
     watcher.begin(restarts=True, in_burst=False)
     assert [watcher.count_unsaved(damaged) for damaged in range(4)] == [5, 15, 25, 35]
     kept, lost = {"repeated": 5, "allowed": 5}, {"repeated": 6, "allowed": 5}
@@ -205,5 +231,7 @@ def test_a_death_in_the_middle_of_work_ends_the_others_with_5(moment: str, sent:
 def test_ten_minutes_of_all_faults(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.option.slow_share:
         pytest.skip("too long for a share of the slow tests")
-    told = inject(tmp_path, "--processes", 2, "--hours", 1 / 6, "--faults", 2 * len(chaos_faults.KINDS))
+    faults = 2 * len(chaos_faults.KINDS)
+    told = inject(tmp_path, "--processes", 2, "--hours", 1 / 6, "--faults", faults)
     assert chaos.is_good(told)
+    assert len(told["faults"]) == faults or told["seconds"] >= 600
