@@ -41,7 +41,7 @@ from chaos_job import LONGEST, ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
 STEPS_PER_BURST = 20
-STEPS_PER_LULL = 50  # that the run makes, on a fast machine, while a fault lasts that does not end it
+STEPS_PER_LULL = 50  # steps of a fast machine during a fault that does not end the run
 SECONDS_PER_FAULT = 15  # about, on two cores
 CHECKPOINT_EVERY = 10
 PEERS, ELASTIC = "peers", "elastic"

@@ -97,7 +97,7 @@ class ShardingConfig:
         price="each device's part of a gradient is rounded to blocks of codes",
     )
     """Format in which gradients are reduced over the axes that divide them: mesh.fsdp, mesh.context and mesh.expert.
-    exact: precision.reduce_dtype. int8, int4: as data_gradients, in every microbatch (ZeRO++: qgZ). For an fsdp that
+    exact: precision.reduce_dtype. int8, int4: as data_gradients, in every microbatch (ZeRO++: qgZ). Useful where fsdp
     crosses hosts. It needs mesh.fsdp above 1, and ZeRO stage 2 or 3."""
 
     def problems(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from jaxopt_llm.config import Config, MeshConfig
+from jaxopt_llm.config.unread import divides_gradients
 from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.execution.remat import QKV
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
@@ -160,7 +161,7 @@ class _Step:
             moved = formed + non_layer.trained * non_layer_uses
             alone = 1 - (1 - self.overlap.reduced_alone) * formed / max(moved, 1)
             kind, value_bytes = "reduce-scatter", float(reduced)
-            if config.sharding.fsdp_gradients != "exact" and mesh.fsdp > 1:
+            if config.sharding.fsdp_gradients != "exact" and divides_gradients(config):
                 kind, value_bytes = "all-to-all", CODE_BYTES[config.sharding.fsdp_gradients]
             yield from self.transfer(storage, kind, value_bytes * moved, 1, alone, self.overlap.reducing)
         yield from self._transfer_over_data(layers.masters + non_layer.masters)
