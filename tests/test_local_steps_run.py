@@ -11,6 +11,7 @@ from commands import checkpoint, some_text, train
 import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.core import tree
 
 SETTINGS = (
     *("--training.local-steps", 3, "--optimizer.learning-rate", 1e-2, "--schedule.decay-steps", 9),
@@ -115,6 +116,65 @@ def test_what_local_steps_do_not_support_is_refused(settings: dict[str, Any], sa
     assert says in problem and problem in config.problems()
 
 
-def test_the_number_of_local_steps_shapes_the_checkpoint(whole: Path) -> None:
+def test_another_number_of_local_steps_must_be_allowed(whole: Path) -> None:
     done = run(whole, 9, 2, "--training.local-steps", 1)
     assert done.returncode == 2 and "training.local_steps was 3 and is 1" in done.stderr
+    assert "--run.allow-change training.local_steps" in done.stderr
+
+
+STILL = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0)
+CHANGES = ("--run.allow-change", "training.local_steps", "optimizer.learning_rate", "optimizer.weight_decay")
+
+
+def test_groups_begin_from_a_checkpoint_without_local_steps(whole: Path, tmp_path: Path) -> None:
+    """Its moments go on, too: DiLoCo's runs begin with steps in which all gradients are summed."""
+    (tmp_path / "a.jsonl").write_bytes((whole.parent / "a.jsonl").read_bytes())
+    assert run(tmp_path / "run", 2, 2, "--training.local-steps", 1).returncode == 0
+    before = checkpoint(tmp_path / "run", 2)
+    done = run(tmp_path / "run", 4, 2, *STILL, *CHANGES)
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint has no groups with local steps, and this run 2" in done.stderr + done.stdout
+    after = read(tmp_path / "run", 4)
+    for index in range(2):
+        assert_equal(group(after, index)["masters"], before["masters"])
+    # The second moments of four steps: those of the first two, decayed twice, are a part of them.
+    for old, new in zip(*map(list_second_moments, (before["moments"], group(after, 0)["moments"])), strict=True):
+        assert np.all(new >= 0.95**2 * old * (1 - 1e-6)) and np.any(old > 0)
+
+
+def list_second_moments(moments: Any) -> list[Any]:
+    return [leaf for path, leaf in tree.leaves_with_path(moments) if "/nu/" in path]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), id="one device"),
+        pytest.param(("--mesh.fsdp", 2, "--sharding.zero-stage", 2), id="fsdp"),
+        pytest.param(("--mesh.pipeline", 2, "--offload.optimizer", True), id="pipeline and offload"),
+    ],
+)
+def test_a_run_without_local_steps_continues_from_the_mean_of_the_groups(
+    whole: Path, tmp_path: Path, settings: tuple[object, ...]
+) -> None:
+    """It stops after step 4, between two outer steps, where the groups differ."""
+    (tmp_path / "a.jsonl").write_bytes((whole.parent / "a.jsonl").read_bytes())
+    assert run(tmp_path / "run", 4, 2).returncode == 0
+    groups = read(tmp_path / "run", 4)["groups"]
+    done = run(tmp_path / "run", 5, 1, "--training.local-steps", 1, *settings, *STILL, *CHANGES)
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint has 2 groups with local steps, and this run none" in done.stderr + done.stdout
+    after = checkpoint(tmp_path / "run", 5)
+    assert_equal(after["masters"], jax.tree.map(lambda leaf: leaf.mean(axis=0), groups["masters"]))
+    for old, new in zip(*map(list_second_moments, (groups["moments"], after["moments"])), strict=True):
+        assert np.all(new >= 0.95 * old[0] * (1 - 1e-6)) and np.any(old[0] > 0)
+
+
+def test_groups_continue_with_rounds_of_another_length(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes((whole.parent / "a.jsonl").read_bytes())
+    assert run(tmp_path / "run", 3, 2).returncode == 0
+    done = run(tmp_path / "run", 4, 2, "--training.local-steps", 2, *CHANGES)
+    assert done.returncode == 0, done.stderr
+    after = read(tmp_path / "run", 4)  # an outer step follows step 4
+    for index in range(2):
+        assert_equal(group(after, index)["masters"], after["masters"])

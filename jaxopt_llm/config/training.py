@@ -30,7 +30,6 @@ class TrainingConfig:
     Face: gradient_accumulation_steps)."""
     local_steps: int = setting(
         1,
-        resume="never",
         bounds=AT_LEAST_ONE,
         search=(1, 20),
         search_rank=8,

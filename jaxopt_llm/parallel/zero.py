@@ -134,15 +134,22 @@ def checkpoint_sharding(specs: Any, placement: Placement) -> Any:
 def abstract_checkpoint(specs: tree.Tree, placement: Placement) -> tree.Tree:
     """Return the arrays of a checkpoint as ShapeDtypeStructs with shardings, to restore into.
 
-    They are on the host if a part of them rests there, because the devices may be too small for them.
+    They are in `restore_memory`.
     """
-    on_host = placement.offload.optimizer or placement.offload.parameters
 
     def abstract(spec: Spec) -> jax.ShapeDtypeStruct:
-        sharding = _in_memory(checkpoint_sharding(spec, placement), on_host)
+        sharding = restore_memory(checkpoint_sharding(spec, placement), placement)
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, specs)
+
+
+def restore_memory(sharding: NamedSharding, placement: Placement) -> NamedSharding:
+    """Return the sharding in the memory into which checkpoints are read.
+
+    It is the host's if a part of the state rests there, because the devices may be too small for all of it.
+    """
+    return _in_memory(sharding, placement.offload.optimizer or placement.offload.parameters)
 
 
 def find_undivided(specs: tree.Tree, placement: Placement) -> list[str]:

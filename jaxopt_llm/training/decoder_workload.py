@@ -81,10 +81,12 @@ class DecoderWorkload:
             read_frozen = None
             if weights is not None:
                 read_frozen = functools.partial(pretrained_weights.read_frozen, weights, specs.frozen, placement)
-            saved, groups = count_groups(checkpoints.read_record(start)["arrays"]), placement.size("data")
-            if specs.groups and saved != groups:
+            saved = count_groups(checkpoints.read_record(start)["arrays"])
+            groups = placement.size("data") if specs.groups else 0
+            if saved != groups:
                 say(
-                    f"the checkpoint has {saved} groups with local steps, and this run {groups}: see docs/slow_links.md"
+                    f"the checkpoint has {saved or 'no'} groups with local steps, and this run {groups or 'none'}: see "
+                    "docs/slow_links.md"
                 )
             return load_state(checkpoints, start, specs, placement, read_frozen)
         given = None

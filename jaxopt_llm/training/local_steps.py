@@ -17,6 +17,7 @@ of the outer step; `groups` is the state of the groups, [G, ...], divided over `
 Letters: G groups, M microbatches, B batch, S sequence.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from jaxopt_llm.config import Config, ShardingConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel import zero
+from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.gathering import gather_over_data, sum_over_data
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import LOCAL_GROUPS
@@ -42,18 +43,6 @@ OUTER_STEP = "outer_step"  # named scope of the outer step in compiled programs 
 
 def make_group_specs(one_group: StateSpecs, groups: int) -> StateSpecs:
     """Return the specs of a state with groups, from those of the state of one group."""
-
-    def add_groups(spec: ParamSpec) -> ParamSpec:
-        # Without `layers`: a loop over layers is inside the groups.
-        contracting = tuple(dim + 1 for dim in spec.contracting)
-        return replace(
-            spec,
-            shape=(groups, *spec.shape),
-            axes=("groups", *spec.axes),
-            contracting=contracting,
-            layers=None,
-        )
-
     return StateSpecs(
         masters=one_group.masters,
         moments=one_group.masters,
@@ -61,9 +50,21 @@ def make_group_specs(one_group: StateSpecs, groups: int) -> StateSpecs:
         guard={},
         loss_scale={},
         keep_frozen=one_group.keep_frozen,
-        groups={name: jax.tree.map(add_groups, getattr(one_group, name)) for name in GROUP_FIELDS},
+        groups=repeat_specs({name: getattr(one_group, name) for name in GROUP_FIELDS}, groups),
         one_group=one_group,
     )
+
+
+def repeat_specs(specs: Mapping[str, tree.Tree], groups: int) -> dict[str, tree.Tree]:
+    """Return the specs of `groups`, arrays [G, ...], from the specs of arrays [...] of one group."""
+
+    def repeat(spec: ParamSpec) -> ParamSpec:
+        # Without `layers`: a loop over layers is inside the groups.
+        contracting = tuple(dim + 1 for dim in spec.contracting)
+        shape, axes = (groups, *spec.shape), ("groups", *spec.axes)
+        return replace(spec, shape=shape, axes=axes, contracting=contracting, layers=None)
+
+    return {name: jax.tree.map(repeat, specs.get(name, {})) for name in GROUP_FIELDS}
 
 
 def initialize_groups(
@@ -102,16 +103,46 @@ def count_groups(arrays: Mapping[str, Mapping[str, str]]) -> int:
 
 
 def abstract_groups(specs: dict[str, tree.Tree], count: int, placement: Placement) -> dict[str, tree.Tree]:
-    """Return the saved state of another number of groups as ShapeDtypeStructs, divided over all devices, to restore it.
+    """Return the saved state of `count` groups as ShapeDtypeStructs, divided over all devices, to restore it.
 
-    specs: those of the groups of this run.
+    specs: of the groups of this run, whose number may be another one.
     """
 
     def describe(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         saved = replace(spec, shape=(count, *spec.shape[1:]), axes=(None, *spec.axes[1:]))
-        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=zero.scattered_sharding(saved, placement))
+        sharding = zero.restore_memory(zero.scattered_sharding(saved, placement), placement)
+        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
     return jax.tree.map(describe, specs)
+
+
+def merge_groups(
+    groups: dict[str, tree.Tree], specs: Mapping[str, tree.Tree], placement: Placement
+) -> dict[str, tree.Tree]:
+    """Return the state of one group, [...], from that of all groups, [G, ...].
+
+    The masters are the mean of the groups, as after an outer step with the default settings. Everything else is that of
+    group 0: codes of moments have no mean. It deletes the arrays that it receives one by one.
+
+    specs: of the trees of a checkpoint without groups.
+    """
+
+    def merge(name: str, spec: ParamSpec, leaf: jax.Array) -> jax.Array:
+        def compute(leaf: jax.Array) -> jax.Array:
+            leaf = offload.fetch_to_device(leaf)
+            return leaf.mean(axis=0) if name == "masters" else leaf[0]
+
+        sharding = zero.checkpoint_sharding(spec, placement)
+        merged = jax.jit(compute, out_shardings=sharding)(leaf)
+        merged = jax.block_until_ready(jax.device_put(merged, zero.restore_memory(sharding, placement)))
+        leaf.delete()
+        return merged
+
+    return {
+        name: jax.tree.map(functools.partial(merge, name), specs[name], groups[name])
+        for name in GROUP_FIELDS
+        if name in specs
+    }
 
 
 def resize_groups(

@@ -7,9 +7,16 @@ from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.training.local_steps import abstract_groups, count_groups, resize_groups
+from jaxopt_llm.training.local_steps import (
+    abstract_groups,
+    begin_groups,
+    count_groups,
+    merge_groups,
+    repeat_specs,
+    resize_groups,
+)
 from jaxopt_llm.training.saved_state import checkpoint_specs, resume_state
-from jaxopt_llm.training.state import StateSpecs, TrainState
+from jaxopt_llm.training.state import GROUP_FIELDS, StateSpecs, TrainState
 
 
 def load_state(
@@ -29,19 +36,26 @@ def load_state(
     """
     arrays, saved_specs = checkpoints.read_record(step)["arrays"], checkpoint_specs(specs)
     groups = count_groups(arrays)
-    resizes = bool(specs.groups) and 0 < groups != placement.size("data")
-    saved = abstract_checkpoint(saved_specs, placement)
+    if specs.one_group is not None and not groups:
+        return begin_groups(load_state(checkpoints, step, specs.one_group, placement, read_frozen), specs, placement)
+    resizes, merges = bool(specs.groups) and groups != placement.size("data"), groups > 0 and not specs.groups
+    saved, unread = abstract_checkpoint(saved_specs, placement), set[str]()
     if resizes:
         saved["groups"] = abstract_groups(specs.groups, groups, placement)
-    if others := sorted(arrays.keys() - saved.keys()):
+    if merges:
+        unread = {"masters", "moments"}  # those of the outer step
+        saved = {name: each for name, each in saved.items() if name not in GROUP_FIELDS}
+        saved["groups"] = abstract_groups(repeat_specs(saved_specs, groups), groups, placement)
+    if others := sorted(arrays.keys() - saved.keys() - unread):
         raise CheckpointError(
             f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which is not trained "
-            "here: it is of another optimizer, precision, training.ema_decay or training.local_steps; use the settings "
-            "that wrote it"
+            "here: it is of another optimizer, precision or training.ema_decay; use the settings that wrote it"
         )
     restored = checkpoints.restore(step, **saved)
     if read_frozen is not None:
         restored["frozen"] = read_frozen()
     if resizes:
         restored["groups"] = resize_groups(restored["groups"], specs.groups, placement)
+    if merges:
+        restored |= merge_groups(restored.pop("groups"), saved_specs, placement)
     return resume_state(specs, step, placement, **restored)
