@@ -79,7 +79,7 @@ def test_a_resume_with_other_groups_continues_from_those_of_the_checkpoint(
     allowed = ("--run.allow-change", "optimizer.learning_rate", "optimizer.weight_decay")
     done = run(tmp_path / "run", 5, groups, *still, *allowed)
     assert done.returncode == 0, done.stderr
-    assert f"has 2 groups with local steps, and this run {groups}" in done.stderr + done.stdout
+    assert f"has 2 groups in one program, and this run {groups}" in done.stderr + done.stdout
     after = read(tmp_path / "run", 5)
     assert_equal(after["masters"], before["masters"])
     for index in range(groups):
@@ -133,7 +133,7 @@ def test_groups_begin_from_a_checkpoint_without_local_steps(whole: Path, tmp_pat
     before = checkpoint(tmp_path / "run", 2)
     done = run(tmp_path / "run", 4, 2, *STILL, *CHANGES)
     assert done.returncode == 0, done.stderr
-    assert "the checkpoint has no groups with local steps, and this run 2" in done.stderr + done.stdout
+    assert "the checkpoint has no groups in one program, and this run 2" in done.stderr + done.stdout
     after = read(tmp_path / "run", 4)
     for index in range(2):
         assert_equal(group(after, index)["masters"], before["masters"])
@@ -143,7 +143,9 @@ def test_groups_begin_from_a_checkpoint_without_local_steps(whole: Path, tmp_pat
 
 
 def list_second_moments(moments: Any) -> list[Any]:
-    return [leaf for path, leaf in tree.leaves_with_path(moments) if "/nu/" in path]
+    found = [leaf for path, leaf in tree.leaves_with_path(moments) if "/nu/" in path]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_run_without_local_steps_continues_from_the_mean_of_the_groups(
     groups = read(tmp_path / "run", 4)["groups"]
     done = run(tmp_path / "run", 5, 1, "--training.local-steps", 1, *settings, *STILL, *CHANGES)
     assert done.returncode == 0, done.stderr
-    assert "the checkpoint has 2 groups with local steps, and this run none" in done.stderr + done.stdout
+    assert "the checkpoint has 2 groups in one program, and this run none" in done.stderr + done.stdout
     after = checkpoint(tmp_path / "run", 5)
     assert_equal(after["masters"], jax.tree.map(lambda leaf: leaf.mean(axis=0), groups["masters"]))
     for old, new in zip(*map(list_second_moments, (groups["moments"], after["moments"])), strict=True):

@@ -134,7 +134,7 @@ def checkpoint_sharding(specs: Any, placement: Placement) -> Any:
 def abstract_checkpoint(specs: tree.Tree, placement: Placement) -> tree.Tree:
     """Return the arrays of a checkpoint as ShapeDtypeStructs with shardings, to restore into.
 
-    They are in `restore_memory`.
+    Their memory is that of `restore_memory`.
     """
 
     def abstract(spec: Spec) -> jax.ShapeDtypeStruct:

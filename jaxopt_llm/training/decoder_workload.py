@@ -85,8 +85,8 @@ class DecoderWorkload:
             groups = placement.size("data") if specs.groups else 0
             if saved != groups:
                 say(
-                    f"the checkpoint has {saved or 'no'} groups with local steps, and this run {groups or 'none'}: see "
-                    "docs/slow_links.md"
+                    f"the checkpoint has {saved or 'no'} groups in one program, and this run {groups or 'none'}: see "
+                    "training.local_steps in docs/slow_links.md"
                 )
             return load_state(checkpoints, start, specs, placement, read_frozen)
         given = None

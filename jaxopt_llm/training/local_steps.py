@@ -31,6 +31,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload, zero
+from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.gathering import gather_over_data, sum_over_data
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import LOCAL_GROUPS
@@ -56,7 +57,10 @@ def make_group_specs(one_group: StateSpecs, groups: int) -> StateSpecs:
 
 
 def repeat_specs(specs: Mapping[str, tree.Tree], groups: int) -> dict[str, tree.Tree]:
-    """Return the specs of `groups`, arrays [G, ...], from the specs of arrays [...] of one group."""
+    """Return the specs of `groups`, arrays [G, ...], from the specs of arrays [...] of one group.
+
+    A field that a checkpoint leaves out, because it has no arrays, is empty.
+    """
 
     def repeat(spec: ParamSpec) -> ParamSpec:
         # Without `layers`: a loop over layers is inside the groups.
@@ -103,15 +107,17 @@ def count_groups(arrays: Mapping[str, Mapping[str, str]]) -> int:
 
 
 def abstract_groups(specs: dict[str, tree.Tree], count: int, placement: Placement) -> dict[str, tree.Tree]:
-    """Return the saved state of `count` groups as ShapeDtypeStructs, divided over all devices, to restore it.
+    """Return the saved state of `count` groups as ShapeDtypeStructs, to restore it.
+
+    All axes divide an array, whatever the ZeRO stage is: the devices may be fewer than those that wrote the groups.
 
     specs: of the groups of this run, whose number may be another one.
     """
 
     def describe(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         saved = replace(spec, shape=(count, *spec.shape[1:]), axes=(None, *spec.axes[1:]))
-        sharding = zero.restore_memory(zero.scattered_sharding(saved, placement), placement)
-        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
+        sharding = placement.parameter(saved, STORAGE_AXES, ("data",), ("pipeline",))
+        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=zero.restore_memory(sharding, placement))
 
     return jax.tree.map(describe, specs)
 

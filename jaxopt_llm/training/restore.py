@@ -28,24 +28,30 @@ def load_state(
 ) -> TrainState:
     """Return the state of a checkpoint.
 
+    With another number of groups than the checkpoint has (local_steps.py), the run resizes them; without groups in the
+    checkpoint, it begins them; and if it has none itself, it merges those of the checkpoint.
+
     Args:
         read_frozen: returns the frozen parameters, if the checkpoint does not hold them.
 
     Raises:
         CheckpointError: it cannot be read, or is of another model, optimizer or precision.
     """
-    arrays, saved_specs = checkpoints.read_record(step)["arrays"], checkpoint_specs(specs)
-    groups = count_groups(arrays)
-    if specs.one_group is not None and not groups:
+    arrays = checkpoints.read_record(step)["arrays"]
+    saved_groups = count_groups(arrays)
+    if specs.one_group is not None and not saved_groups:
         return begin_groups(load_state(checkpoints, step, specs.one_group, placement, read_frozen), specs, placement)
-    resizes, merges = bool(specs.groups) and groups != placement.size("data"), groups > 0 and not specs.groups
-    saved, unread = abstract_checkpoint(saved_specs, placement), set[str]()
+    saved_specs = checkpoint_specs(specs)
+    saved = abstract_checkpoint(saved_specs, placement)
+    resizes = bool(specs.groups) and saved_groups != placement.size("data")
+    merges = saved_groups > 0 and not specs.groups
+    unread: set[str] = set()
     if resizes:
-        saved["groups"] = abstract_groups(specs.groups, groups, placement)
-    if merges:
+        saved["groups"] = abstract_groups(specs.groups, saved_groups, placement)
+    elif merges:
         unread = {"masters", "moments"}  # those of the outer step
         saved = {name: each for name, each in saved.items() if name not in GROUP_FIELDS}
-        saved["groups"] = abstract_groups(repeat_specs(saved_specs, groups), groups, placement)
+        saved["groups"] = abstract_groups(repeat_specs(saved_specs, saved_groups), saved_groups, placement)
     if others := sorted(arrays.keys() - saved.keys() - unread):
         raise CheckpointError(
             f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which is not trained "
@@ -56,6 +62,6 @@ def load_state(
         restored["frozen"] = read_frozen()
     if resizes:
         restored["groups"] = resize_groups(restored["groups"], specs.groups, placement)
-    if merges:
+    elif merges:
         restored |= merge_groups(restored.pop("groups"), saved_specs, placement)
     return resume_state(specs, step, placement, **restored)

@@ -1,6 +1,7 @@
 """Local steps and outer steps, against single devices and arithmetic in NumPy."""
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxopt_llm.config import (
     Config,
     LoraConfig,
     MeshConfig,
+    OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
     RematConfig,
@@ -24,12 +26,14 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import local_steps
 from jaxopt_llm.training import program as training_program
 from jaxopt_llm.training.program import Program
-from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.saved_state import checkpoint_specs
+from jaxopt_llm.training.state import GROUP_FIELDS, TrainState, initialize_state
 
 MODEL = replace(toy.UNIFORM, width=64, heads=2, kv_heads=2, head_dim=32, mlp_width=128)
 EXPERTS = replace_fields(MODEL, {"moe.experts": 4, "moe.expert_width": 32})
@@ -218,3 +222,46 @@ def test_dropout_of_adapters_differs_between_groups() -> None:
         state, _ = program.step(state, jax.device_put(batch, program.batch_sharding))
     pairs = [np.asarray(leaf) for leaf in jax.tree.leaves(state.groups["masters"])]
     assert any(np.any(leaf[0] != leaf[1]) for leaf in pairs)
+
+
+def test_groups_begin_with_the_whole_state_of_a_run_without_them() -> None:
+    config = make_config(MeshConfig(data=2, fsdp=2))
+    program, placement = place(config)
+    one = initialize_state(program.specs.one_group, program.optimizers, 0, placement)
+    one = replace(
+        one, **{name: jax.tree.map(lambda leaf: leaf + 3, getattr(one, name)) for name in ("moments", "guard")}
+    )
+    expected = {name: to_host(getattr(one, name)) for name in GROUP_FIELDS}
+    state = local_steps.begin_groups(one, program.specs, placement)
+    for group in range(2):
+        found = jax.tree.map(lambda x, group=group: np.array(x[group]), state.groups)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2), MeshConfig(pipeline=2)])
+def test_merged_groups_have_the_mean_of_the_masters_and_the_rest_of_group_0(mesh: MeshConfig) -> None:
+    """Also the counts of steps and the guard, on which the schedule and the skipped steps depend."""
+    state, _ = train(make_config(MeshConfig(data=2)))
+    groups = to_host(state.groups)
+    program, placement = place(make_config(mesh, **{"training.local_steps": 1}))
+    specs = checkpoint_specs(program.specs)
+    abstract = local_steps.abstract_groups(local_steps.repeat_specs(specs, 2), 2, placement)
+    read = jax.tree.map(lambda leaf, target: jax.device_put(leaf, target.sharding), groups, abstract)
+    merged = to_host(local_steps.merge_groups(read, specs, placement))
+    expected = {name: jax.tree.map(lambda leaf: leaf[0], groups[name]) for name in GROUP_FIELDS if name in specs}
+    expected["masters"] = jax.tree.map(lambda leaf: leaf.mean(axis=0), groups["masters"])
+    jax.tree.map(np.testing.assert_array_equal, merged, expected)
+    assert any(np.any(leaf[0] != leaf[1]) for leaf in jax.tree.leaves(groups["moments"]))
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(pipeline=2), MeshConfig(fsdp=4), MeshConfig(pipeline=2, data=2)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_all_devices_divide_the_groups_that_a_run_merges(mesh: MeshConfig, stage: int) -> None:
+    program, placement = place(make_config(mesh, **{"training.local_steps": 1, "sharding.zero_stage": stage}))
+    placement = replace(placement, offload=OffloadConfig(optimizer=True))
+    specs = local_steps.repeat_specs(checkpoint_specs(program.specs), 4)
+    leaves = jax.tree.leaves(local_steps.abstract_groups(specs, 4, placement))
+    whole = sum(math.prod(leaf.shape) for leaf in leaves)
+    of_device = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    assert of_device == pytest.approx(whole / mesh.devices, rel=0.01)
+    assert {leaf.sharding.memory_kind for leaf in leaves} == {offload.HOST}
