@@ -102,6 +102,23 @@ def test_a_step_of_10b_sends_a_quarter_between_hosts() -> None:
         assert sent <= most * exact
 
 
+def test_the_page_has_the_results_of_five_speeds_and_of_long_runs() -> None:
+    page = (ROOT / "docs" / "slow_links.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    for found in json.loads((results / "slow-links-networks.json").read_text())["networks"]:
+        best = found["ranked"][0]
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {found['network']:.0f} Gb/s |"))
+        seconds, share = (cell.strip() for cell in row.split("|")[3:5])
+        assert float(seconds) == pytest.approx(best["step_seconds"], rel=0.01)
+        assert share == f"{best['network_share']:.1%}"
+    curves = json.loads((results / "slow-links-3200-steps.json").read_text())["curves"]
+    for of_seeds in curves.values():
+        means = [
+            sum(losses) / len(losses) for losses in zip(*(each.values() for each in of_seeds.values()), strict=True)
+        ]
+        assert " | ".join(f"{mean:.4f}" for mean in means) in page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("found_by", ["without local steps", "with local steps"])
 def test_the_settings_that_a_search_found_wait_for_the_network_as_the_page_says(found_by: str) -> None:

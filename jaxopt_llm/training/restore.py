@@ -28,8 +28,9 @@ def load_state(
 ) -> TrainState:
     """Return the state of a checkpoint.
 
-    With another number of groups than the checkpoint has (local_steps.py), the run resizes them; without groups in the
-    checkpoint, it begins them; and if it has none itself, it merges those of the checkpoint.
+    The groups of local steps (local_steps.py) may be others than those of the checkpoint. If the checkpoint has another
+    number of groups, they are resized. If it has none, all groups begin with its state. If only the checkpoint has
+    groups, they are merged.
 
     Args:
         read_frozen: returns the frozen parameters, if the checkpoint does not hold them.
