@@ -1,7 +1,6 @@
 """The pages of docs/ as the site shows them."""
 
 import re
-from pathlib import Path
 
 import pytest
 from commands import ROOT
