@@ -5,8 +5,8 @@ objects. Only a separate process can bound its time and its memory, and have nei
 This program imports nothing of this package.
 
 Standard input has one JSON object per line. The first is {"template", "special" (tokens by name), "ends" (tokens that
-can end a turn), "date"}, the others are conversations: {"messages", "tools", "context" (number of leading messages
-without spans; 0 if absent)}. Each line is answered by one line on standard output: {"text", "spans" (ranges
+can end a turn), "date"}, the others are conversations: {"messages", "tools", "arguments" (further variables of the
+template), "unlearned" (indices of the assistant's messages without spans)}. Each line is answered by one line on standard output: {"text", "spans" (ranges
 [begin, end) of the assistant's text, in characters)}, {"refused": reason} if the template itself raises an exception,
 {"undated": true} if it asks for the current date and there is none, or {"error": reason}. A conversation with
 "add_generation_prompt", which is true if the assistant speaks next, is answered without spans.
@@ -22,7 +22,7 @@ import runpy
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,9 +119,10 @@ class Renderer:
         messages: list[dict[str, Any]],
         tools: list[Any] | None = None,
         add_generation_prompt: bool | None = None,
-        context: int = 0,
+        arguments: dict[str, Any] | None = None,
+        unlearned: Collection[int] = (),
     ) -> dict[str, Any]:
-        """Return the answer for one conversation: its text and the spans of the assistant's text after `context`."""
+        """Return the answer for one conversation: its text and the spans of the assistant's text."""
 
         def render_first(count: int, add_generation_prompt: bool = False) -> str:
             rendered = self._template.render(
@@ -129,23 +130,28 @@ class Renderer:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special,
+                **{**self._special, **(arguments or {})},
             )
             if len(rendered) > MAX_CHARACTERS:
                 raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
             return rendered
 
+        def count_blocks(count: int) -> int:
+            self._generation.rendered = 0
+            render_first(count)
+            return self._generation.rendered
+
+        blocks: set[int] = set()  # of unlearned messages
+        if self._generation.used:
+            blocks = {block for index in unlearned for block in range(count_blocks(index), count_blocks(index + 1))}
         self._generation.rendered = 0
-        if context and self._generation.used:
-            render_first(context)
-        context_blocks, self._generation.rendered = self._generation.rendered, 0
         text = render_first(len(messages), bool(add_generation_prompt))
         if self._generation.used:
             answer = _remove_marks(text, self._generation.rendered)
-            return answer | {"spans": answer["spans"][context_blocks:]}
+            return answer | {"spans": [span for block, span in enumerate(answer["spans"]) if block not in blocks]}
         if add_generation_prompt is not None:
             return {"text": text, "spans": []}
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= context]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearned]
         return {"text": text, "spans": [self._find_span(text, index, render_first) for index in turns]}
 
     def _find_span(self, text: str, index: int, render_first: Callable[..., str]) -> tuple[int, int]:
