@@ -1,4 +1,4 @@
-"""Templates with the control flow of published ones: what is learned, what is refused, and agreement with transformers."""
+"""Templates with the control flow of published ones: what is learned and refused, compared with transformers."""
 
 import json
 from dataclasses import replace
@@ -291,11 +291,7 @@ REFUSED: dict[str, tuple[str, list[Row], str]] = {
     "a system message": ("GEMMA_2", [SYSTEM, *TWO], "System role not supported"),
     "the assistant begins": ("QWEN_3", TWO[1:], "list object has no element 0"),
     "the assistant begins, and roles must alternate": ("MISTRAL_3", TWO[1:], "roles must alternate"),
-    "a message of another form": (
-        "PHI_3",
-        [{"role": "user", "content": "x"}, calling({})],
-        "has no attribute 'content'",
-    ),
+    "a message of another role": ("COMMAND_R", [*TWO[:2], RESULT, TWO[3]], "has no attribute 'tool'"),
 }
 
 

@@ -268,9 +268,10 @@ def test_loop_controls_and_dicts_work() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     )
-    source += "{% generation %}{{ dict(a=1) | tojson }}{% endgeneration %}"
-    made = render(source, CONVERSATION)
-    assert made.content == b'013{"a": 1}' and made.spans == ((3, 11),)
+    source += "{% generation %}{{ dict(a=1) | tojson }}{% endgeneration %}{{ dict.fromkeys('b') }}"
+    source += "{{ messages | map(attribute='content') | join }}"
+    made = render(source, [{"role": "assistant", "content": "x"}])
+    assert made.content == b"013{\"a\": 1}{'b': None}x" and made.spans == ((3, 11),)
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED])
@@ -316,11 +317,29 @@ NEEDS_A_QUESTION = """\
 {%- for m in messages %}{{ m.role + m.content }}{% endfor %}"""
 
 
+def test_a_template_that_shortens_earlier_messages(tmp_path: Path) -> None:
+    """A prompt has the whole question, and the text of the turn does not. The turn is learned after its prompt."""
+    settings = config(write_tokenizer(tmp_path / "tokenizer", FORGETS))
+    path = write_chats(tmp_path / "a.jsonl", [conversation(3)])
+    ids, mask, _ = read(path, settings)
+    library = load_tokenizer(settings)
+    text = "user: Count to 3.\nassistant: 1 2 3 done\nuser: Co\nassistant: 1 \nuser: And which was 3?\nassistant: 3.\n"
+    assert library.decode(ids) == text
+    learnt = library.decode(i for i, each in zip(ids, mask, strict=True) if each)
+    assert learnt == " 2 3 done\n.\n"  # the first token of an answer begins with the space of the prompt
+
+
+def test_a_row_whose_beginning_is_refused_is_malformed(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", NEEDS_A_QUESTION)
+    path = write_chats(tmp_path / "a.jsonl", [conversation(3)[1:], conversation(3)])
+    with pytest.raises(InputError, match="a.jsonl, line 1: the chat template .*rejects the conversation .no question"):
+        read(path, config(folder))
+    assert read(path, config(folder, malformed="skip"))[2] == {"rejected by the chat template": 1}
+
+
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
-        (FORGETS, conversation(3), "renders earlier turns differently when more turns follow.*{% generation %}"),
-        (NEEDS_A_QUESTION, conversation(3)[1:], "rejects the first part of a conversation .no question"),
         (MARKED.replace("endgeneration", "endfor", 1), CONVERSATION, "line [0-9]+: "),
         (
             "{% set a %}{% generation %}abc{% endgeneration %}{% endset %}{{ a[:9] }}",
@@ -397,7 +416,9 @@ def test_the_process_has_neither_files_nor_a_network() -> None:
     command = [sys.executable, "-P", str(SANDBOX_PROGRAM), "30"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps({"template": "", "tool_template": None, "variables": {}, "eos": "", "reserved": [], "ends": [], "date": ""}) + "\n")
+        settings = {"template": "", "tool_template": None, "variables": {}, "eos": "", "date": ""}
+        settings |= {"reserved": [], "ends": []}
+        process.stdin.write(json.dumps(settings) + "\n")
         process.stdin.flush()
         assert process.stdout.readline() == "{}\n"
         assert "\nSeccomp:\t2\n" in Path(f"/proc/{process.pid}/status").read_text()
