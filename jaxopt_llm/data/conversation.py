@@ -1,6 +1,8 @@
-"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools": [...], "context": N}.
+"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools", "arguments", "unlearned"}.
 
-`context` is the number of leading messages of which nothing is learned; it is absent if it makes no difference.
+`tools` is a list. `arguments` holds further variables of the chat template (chat_template_kwargs of the row).
+`unlearned` lists the indices of the assistant's messages of which nothing is learned. Each of the three is absent if it
+is empty.
 """
 
 import json
@@ -77,8 +79,8 @@ def normalize_conversation(row: dict[str, Any], form: str) -> str:
     conversation: dict[str, Any] = {"messages": context + learned}
     if tools:
         conversation["tools"] = tools
-    if _speaks(context):
-        conversation["context"] = len(context)
+    if unlearned := [index for index, message in enumerate(context) if message["role"] == "assistant"]:
+        conversation["unlearned"] = unlearned
     return json.dumps(conversation, ensure_ascii=False)
 
 
