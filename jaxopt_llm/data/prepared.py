@@ -75,6 +75,8 @@ def make_plan(
             for file, fingerprint in zip(files, fingerprints, strict=True)
         ],
     }
+    if config.columns:
+        plan["columns"] = sorted(config.columns)
     if config.content != "text":
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
     return plan
