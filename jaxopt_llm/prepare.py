@@ -235,12 +235,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog=errors.program_name("prepare"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="files, folders, globs or URLs of text, JSONL, JSON, CSV, Parquet or Arrow",
-    )
+    paths = "files, folders, globs or URLs of text, JSONL, JSON, CSV, Parquet or Arrow"
+    add("--input", nargs="+", metavar="PATH", help=paths)
     add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
     add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
     add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")

@@ -44,8 +44,8 @@ class DataConfig:
     text_field: str = "text"
     """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the text."""
     columns: tuple[str, ...] = ()
-    """Columns of conversations with other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a field of a
-    form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
+    """Columns of conversations that have other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a
+    field of a form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
     content: Content = "text"
     """Content of a row of a JSONL, JSON, CSV, Parquet or Arrow file: text, or a conversation. The chat template renders
     a conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content;

@@ -89,9 +89,8 @@ class Skipped:
         missing = [column for column in config.column_names().values() if column and column not in self.columns]
         if missing and self.columns:
             found = ", ".join(sorted(self.columns)[:40])
-            raise InputError(
-                f"data.columns={' '.join(config.columns)}: no row has the column {missing[0]!r}; the columns are {found}"
-            )
+            problem = f"no row has the column {missing[0]!r}"
+            raise InputError(f"data.columns={' '.join(config.columns)}: {problem}; the columns are {found}")
 
     def to_record(self, files: Sequence[File]) -> dict[str, Any]:
         """Return the counts, examples and fields as a JSON object that names files by their index."""
