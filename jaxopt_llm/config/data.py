@@ -1,14 +1,24 @@
 """Settings of the training data and of the tokenizer."""
 
+import json
 from dataclasses import dataclass
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, setting
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
+
+# Names that a chat template gets from elsewhere, or that are arguments of apply_chat_template in transformers.
+RESERVED_ARGUMENTS = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "conversation", "chat_template", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+    )
+)
 
 # Fields that a row of each form of conversations must have, and fields that are used if a row has them.
 FORMS: dict[str, frozenset[str]] = {
@@ -52,7 +62,11 @@ class DataConfig:
     pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
     alpaca: instruction, input and output; chat: detect the form from the fields of each file."""
     chat_template: str = ""
-    """File with a chat template in Jinja. Empty = the template that comes with data.tokenizer."""
+    """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
+    tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
+    template_arguments: tuple[str, ...] = ()
+    """Variables of the chat template, each as NAME=VALUE with VALUE in JSON or as plain text, for example
+    enable_thinking=false. The field chat_template_kwargs of a row overrides them."""
     date: str = ""
     """Current date for chat templates that write it, for example 2026-01-31. Empty = none."""
     long_documents: LongDocuments = "auto"
@@ -88,8 +102,10 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("data", self) + self._find_wrong_columns()
-        if self.content == "text" and (self.chat_template or self.date):
-            found.append("data.chat_template and data.date apply only to conversations: also set data.content=chat")
+        if self.content == "text" and (self.chat_template or self.template_arguments or self.date):
+            names = "data.chat_template, data.template_arguments and data.date"
+            found.append(f"{names} apply only to conversations: also set data.content=chat")
+        found += find_argument_problems("data.template_arguments", self.template_arguments)
         if self.content != "text" and not self.paths:
             found.append(f"data.content={self.content}: there are no files to read; name them with data.paths")
         if self.date and not _is_date(self.date):
@@ -125,6 +141,32 @@ class DataConfig:
         if len(names) < len(self.columns):
             found.append(f"data.columns={' '.join(self.columns)}: a field is named twice; name each field once")
         return found
+
+
+def parse_arguments(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Return the variables of a chat template, each written as NAME=VALUE. A value that is not JSON is a text."""
+    parsed = {}
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed
+
+
+def find_argument_problems(setting: str, arguments: tuple[str, ...]) -> list[str]:
+    """List the problems of variables of a chat template. setting: its name, for the messages."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    found = []
+    for argument, name in zip(arguments, names, strict=True):
+        if not name.isidentifier() or "=" not in argument:
+            found.append(f"{setting}: {argument}: must be NAME=VALUE, as in enable_thinking=false")
+        elif name in RESERVED_ARGUMENTS:
+            found.append(f"{setting}: {argument}: the name {name} is reserved; leave it out")
+        elif names.count(name) > 1:
+            found.append(f"{setting}: {argument}: {name} has several values; give one")
+    return found
 
 
 def _is_date(day: str) -> bool:

@@ -22,7 +22,8 @@ _SENDERS = {
     **{"observation": "tool", "function_call": "assistant"},
     **{role: role for role in ("user", "assistant", "system", "developer", "tool")},
 }
-_SET_BY_US = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that every template receives
+# Fields of a message that are learned. The renderer makes sure that the template does not leave them out.
+_RENDERED = {"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"}
 
 Messages = list[dict[str, Any]]
 
@@ -83,7 +84,7 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         raise Malformed("without an assistant message", "in the completion" if form == "pairs" else "")
     if not any(learns[index] for index in speaks):
         raise Malformed("without an assistant message that is learned")
-    counter.count({name for message in messages for name in message} - {"role", "content"}, "a message")
+    counter.count({name for message in messages for name in message} - _RENDERED, "a message")
     conversation = {
         "messages": messages,
         "tools": _read_tools(row, form),
@@ -146,8 +147,6 @@ def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
 def _read_arguments(row: dict[str, Any], counter: FieldCounter) -> dict[str, Any]:
     """Return the further variables of the template, and count those that it does not read."""
     arguments = _without_nulls(_parse(row.get("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
-    if taken := sorted(arguments.keys() & _SET_BY_US):
-        raise Malformed(f"with {taken[0]} in chat_template_kwargs, which is a field of its own")
     counter.count(arguments.keys(), "chat_template_kwargs")
     if "parallel_tool_calls" in row:
         counter.count({"parallel_tool_calls"})

@@ -183,7 +183,10 @@ def test_arguments_of_the_template_in_a_row(config: DataConfig, tmp_path: Path) 
     written = {**GOOD, "chat_template_kwargs": json.dumps({"enable_thinking": True})}
     assert "<True>" in learn(write(tmp_path / "a.jsonl", [written]), config)[0]
     for arguments, problem in (
-        ({"messages": []}, "with messages in chat_template_kwargs"),
+        (
+            {"messages": []},
+            "the chat template .* rejects the conversation .the arguments of the row have names that are reserved",
+        ),
         ([1], "with chat_template_kwargs that are not an object"),
     ):
         with pytest.raises(InputError, match=f"line 1: {problem}"):
@@ -277,16 +280,16 @@ def test_fields_that_nothing_reads_are_counted(content: Any, suffix: str, config
 
 def test_fields_of_messages_count_if_the_template_lacks_their_name(config: DataConfig, tmp_path: Path) -> None:
     """A template may read any field of a message, so each is passed to it."""
-    rows = [{"messages": [{**USER, "name": "Ann"}, {**ANSWER, "reasoning_content": "So", "mood": "m"}]}, GOOD]
+    rows = [{"messages": [{**USER, "name": "Ann"}, {**ANSWER, "prefix": True, "mood": "m"}]}, GOOD]
     path = write(tmp_path / "a.jsonl", rows)
     text, _, unread = learn(path, config)
-    names = [f"{name} of a message (1 row)" for name in ("name", "reasoning_content", "mood")]
+    names = [f"{name} of a message (1 row)" for name in ("name", "prefix", "mood")]
     assert text == turns("Hi", "Hello") * 2
     assert unread.startswith("fields not read: ") and {*unread[17:].split(", ")} == {*names}
     template = tmp_path / "reads.jinja"
-    template.write_text(CHATML.replace("{{ message.content }}", "{{ message.reasoning_content }}{{ message.content }}"))
+    template.write_text(CHATML.replace("{{ message.content }}", "{{ message.prefix }}{{ message.content }}"))
     text, _, unread = learn(path, replace(config, chat_template=str(template)))
-    assert "assistant\nSoHello" in text and "reasoning_content" not in unread and "mood" in unread
+    assert "assistant\nTrueHello" in text and "prefix" not in unread and "mood" in unread
 
 
 def test_many_names_are_counted_together(config: DataConfig, tmp_path: Path) -> None:
