@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow
 import pytest
 from chats import CHATML
+from pyarrow import parquet
 from test_conversation import write
 from test_corpus import prepare, read, some_documents, splits
 from texts import write_arrow, write_jsonl, write_saved_dataset
@@ -58,7 +59,7 @@ def test_a_null_and_another_column(tmp_path: Path) -> None:
         ids(path, DataConfig(text_field="body"))
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
 
 
 def chat_row(number: int, arguments: Any) -> dict[str, Any]:
@@ -87,37 +88,32 @@ def test_conversations_are_those_of_jsonl_and_parquet(chats: DataConfig, tmp_pat
         assert ids(path, chats) == expected
 
 
-@pytest.mark.parametrize("nested", ["messages", "arguments"])
+@pytest.mark.parametrize("nested", ["messages", "tool_calls"])
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
 def test_values_that_datasets_stores_as_json_text(suffix: str, nested: str, chats: DataConfig, tmp_path: Path) -> None:
     """`datasets` does so if the types of a value differ between rows."""
     rows = [chat_row(0, {"a": 1}), chat_row(1, {"a": "one", "b": [None, 2.5]}), chat_row(2, {})]
     expected = ids(write(tmp_path / "a.jsonl", rows), chats)
-    text = pyarrow.json_(pyarrow.string())
+    messages = [message for row in rows for message in row["messages"]]
+
+    def store(values: list[Any]) -> pyarrow.Array:
+        texts = [None if value is None else json.dumps(value) for value in values]
+        return pyarrow.ExtensionArray.from_storage(pyarrow.json_(pyarrow.string()), pyarrow.array(texts))
+
     if nested == "messages":
-        kind, values = text, [[json.dumps(message) for message in row["messages"]] for row in rows]
+        flat = store(messages)
     else:
-        function = pyarrow.struct({"name": pyarrow.string(), "arguments": text})
-        call = pyarrow.struct({"id": pyarrow.string(), "type": pyarrow.string(), "function": function})
-        fields = dict.fromkeys(("role", "content", "tool_call_id"), pyarrow.string())
-        kind = pyarrow.struct({**fields, "tool_calls": pyarrow.list_(call)})
-        for row in rows:
-            row["messages"][1]["tool_calls"][0]["function"]["arguments"] = json.dumps(
-                row["messages"][1]["tool_calls"][0]["function"]["arguments"]
-            )
-        values = [row["messages"] for row in rows]
+        names = ("role", "content", "tool_call_id")
+        columns = [pyarrow.array([message.get(name) for message in messages], pyarrow.string()) for name in names]
+        calls = store([message.get("tool_calls") for message in messages])
+        flat = pyarrow.StructArray.from_arrays([*columns, calls], [*names, "tool_calls"])
     others = pyarrow.Table.from_pylist([{name: row[name] for name in ("id", "tools", "source")} for row in rows])
-    messages = pyarrow.array(values, pyarrow.list_(kind) if nested == "arguments" else pyarrow.list_(pyarrow.string()))
-    if nested == "messages":
-        messages = messages.cast(pyarrow.list_(text))
-    table = others.append_column("messages", messages)
+    table = others.append_column("messages", pyarrow.ListArray.from_arrays([0, 4, 8, 12], flat))
     path = tmp_path / f"b.{suffix}"
     if suffix == "arrow":
         with pyarrow.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table)
     else:
-        from pyarrow import parquet
-
         parquet.write_table(table, path)
     assert ids(path, chats) == expected
 
