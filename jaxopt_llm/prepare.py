@@ -254,8 +254,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--separator", default=default.separator, metavar="TEXT", help=separator)
     content = "content of a row; chat: conversations, in the format that their fields show (default: text)"
     add("--content", default=default.content, choices=contents, help=content)
-    template = "file with a Jinja chat template (default: the tokenizer's)"
+    template = "file with a Jinja chat template, or name of one of the tokenizer's (default: the tokenizer's)"
     add("--chat-template", default=default.chat_template, metavar="FILE", help=template)
+    variables = "variables of the chat template, with values in JSON or as text: enable_thinking=false"
+    add("--template-arguments", nargs="+", default=(), metavar="NAME=VALUE", help=variables)
     add("--date", default=default.date, metavar="DAY", help="date for chat templates that write it, as 2026-01-31")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
     columns = "columns of conversations that have other names (messages=dialog), or that are not read (images=)"
@@ -294,7 +296,8 @@ def main() -> int:
         return 0
     if not paths or (directory is None) == (preview_count is None):
         raise InputError("give --input PATH and either --output DIR or --preview N, or give --verify DIR")
-    config = DataConfig(paths=tuple(paths), columns=tuple(arguments.pop("columns")), **arguments)
+    lists = {name: tuple(arguments.pop(name)) for name in ("columns", "template_arguments")}
+    config = DataConfig(paths=tuple(paths), **lists, **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
     if preview_count is None:

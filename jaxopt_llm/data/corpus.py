@@ -106,8 +106,9 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             training, evaluation = tokens.split_held_out(of_source, config.held_out)
             stream = tokens.join_ranges(of_source, training)
             if not stream.size or stream.size == sum(piece.size for piece in of_source):
+                count = "1 document" if sum(each.groups for each in of_source) == 1 else "no two different documents"
                 raise InputError(
-                    f"data.paths {name}: 1 document{_format_reasons(skipped)}; training and evaluation need at least "
+                    f"data.paths {name}: {count}{_format_reasons(skipped)}; training and evaluation need at least "
                     "one each: add documents (a text file is one document, unless --data.separator divides it), or "
                     "name validation data with --evaluation.paths"
                 )

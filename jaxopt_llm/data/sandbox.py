@@ -181,14 +181,13 @@ class Renderer:
         """
         if wrong := sorted(self._reserved & {*(arguments or {})}):
             raise Refused(f"the arguments of the row have names that are reserved: {', '.join(wrong)}")
-        failure = None
+        failures: list[Exception] = []
         for given in _fill_contents(_alias_reasoning(messages)):
             try:
                 return {"documents": self._find_documents(given, tools, arguments or {}, unlearned)}
             except (Refused, Lost) as error:
-                failure = failure or error
-        assert failure is not None
-        raise failure
+                failures.append(error)
+        raise next((error for error in failures if isinstance(error, Lost)), failures[0])
 
     def _find_documents(
         self,

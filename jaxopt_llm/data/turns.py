@@ -20,7 +20,8 @@ Document = tuple[str, list[tuple[int, int]]]  # text, and the ranges of characte
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, as in transformers
 PROBES = tuple(f"{letter}{secrets.token_hex(8)}" for letter in "qz")  # texts that no conversation contains
 EXAMPLE = [{"role": "user", "content": PROBES[1]}, {"role": "assistant", "content": PROBES[0]}]
-_TOOL = {"type": "function", "function": {"name": PROBES[0], "description": "", "parameters": {}}}
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+_TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": _PARAMETERS}}
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -182,7 +183,7 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
             raise Refused(f"the arguments of a tool call are not JSON: {error}") from None
     if len(texts) < len(given):
         written = write({key: value})
-        if value not in written or f"'{value}'" in written:  # quotes of Python
+        if value not in written or f"'{key}'" in written:  # quotes of Python
             return _map_arguments(messages, _encode_json)
     return messages
 
@@ -265,11 +266,11 @@ class Conversation:
         before, message = self._messages[:index], self._messages[index]
         probed = [self._render([*before, alter(message, probe)]) for probe in PROBES]
         start, opening = self._specials.common(prompt, whole, *probed), self._find_opening(index)
-        if start >= opening:
-            return start, start
         last = self._specials.last(prompt)
         header = prompt[opening:] or (prompt[last:] if last >= 0 else "")
         found = whole.rfind(header, 0, self._specials.common(whole, *probed)) if header else -1
+        if start > opening or (start == opening and found < 0):
+            return start, start
         if found < 0:
             raise Refused("it writes the messages before an assistant's turn differently with and without the turn")
         return len(prompt), found + len(header)
@@ -281,7 +282,8 @@ class Conversation:
         """Return the special token that follows a turn, with whitespace before it, or an empty text."""
         if index + 1 < len(self._messages):
             longer = self.render_first(index + 2)
-            return self._specials.following(longer, len(text)) if longer.startswith(text) else ""
+            if longer.startswith(text):
+                return self._specials.following(longer, len(text))
         return "" if self._messages[index].get("tool_calls") else ending.following
 
     def _locate(self, index: int, turn: Turn, whole: str) -> tuple[int, int] | None:
@@ -339,15 +341,14 @@ class Conversation:
             yield Part("with tools that the chat template leaves out", tool=tool)
 
     def _is_lost(self, part: "Part", learned: Sequence[int]) -> bool:
-        """Return whether no text changes with the part: that of the conversation, or the prompt of the last turn."""
-        last = len(self._messages)
+        """Return whether no text changes with the part: that of the conversation, and the prompt of the last turn."""
+        texts = [(len(self._messages), False), (max(learned, default=0), True)]
         if part.message is not None and self._messages[part.message].get("role") == "assistant":
-            last = part.message + 1
-        messages, tools = part.replace(self._messages[:last], self._tools, PROBES[0])
-        if self._try(messages, tools) != self.render_first(last):
-            return False
-        turn = max(learned, default=0)
-        return self._try(messages[:turn], tools, prompts=True) == self.render_first(turn, prompts=True)
+            texts = [(part.message + 1, False)]
+        messages, tools = part.replace(self._messages, self._tools, PROBES[0])
+        return all(
+            self._try(messages[:count], tools, prompts) == self.render_first(count, prompts) for count, prompts in texts
+        )
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompts: bool = False) -> str | None:
         try:
