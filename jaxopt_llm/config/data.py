@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, setting
 
-Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "prepared", "megatron", "numpy"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
 
@@ -20,6 +20,21 @@ RESERVED_ARGUMENTS = frozenset(
     )
 )
 
+# Fields that a row of each form of conversations must have, and fields that are used if a row has them.
+FORMS: dict[str, frozenset[str]] = {
+    "messages": frozenset({"messages"}),
+    "pairs": frozenset({"prompt", "completion"}),
+    "sharegpt": frozenset({"conversations"}),
+    "alpaca": frozenset({"instruction", "output"}),
+}
+_OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
+_ALPACA = frozenset({"input", "history"})
+
+
+def fields_of_form(form: str) -> frozenset[str]:
+    """Return the fields of a row that a form of conversations uses."""
+    return FORMS[form] | _OPTIONAL | (_ALPACA if form == "alpaca" else frozenset())
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -30,18 +45,22 @@ class DataConfig:
     """Share of the rows that each of data.paths gives, relative to the sum of the weights. Empty = an epoch reads every
     token once."""
     format: Format = "auto"
-    """Format of the files. auto: by suffix; json: one array of objects, or one object per line; prepared: the
-    output of jaxopt_llm.prepare; megatron: a .bin/.idx pair; numpy: a one-dimensional .npy of token ids."""
+    """Format of the files. auto: by suffix; json: one array of objects, or one object per line; arrow: files of Apache
+    Arrow, such as those of a folder of datasets.save_to_disk; prepared: the output of jaxopt_llm.prepare; megatron: a
+    .bin/.idx pair; numpy: a one-dimensional .npy of token ids."""
     separator: str = ""
     """Text between two documents of a text file, for example <|endoftext|>. Empty = each file is one document. A
     document may have up to 1 GiB."""
     text_field: str = "text"
-    """Column of JSONL, JSON, CSV and Parquet files that holds the text."""
+    """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the text."""
+    columns: tuple[str, ...] = ()
+    """Columns of conversations that have other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a
+    field of a form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
     content: Content = "text"
-    """Content of a row of a JSONL, JSON, CSV or Parquet file: text, or a conversation. The chat template renders a
-    conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content; pairs:
-    prompt and completion, each a text or a list of messages; sharegpt: a list of from and value; alpaca: instruction,
-    input and output; chat: detect the form from the fields of each file."""
+    """Content of a row of a JSONL, JSON, CSV, Parquet or Arrow file: text, or a conversation. The chat template renders
+    a conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content;
+    pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
+    alpaca: instruction, input and output; chat: detect the form from the fields of each file."""
     chat_template: str = ""
     """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
     tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
@@ -77,8 +96,12 @@ class DataConfig:
         """Use of the byte tokenizer. `resolve_pretrained` replaces `auto` if there is a pretrained model."""
         return self.tokenizer in ("auto", "bytes")
 
+    def column_names(self) -> dict[str, str]:
+        """Return the column of each field that data.columns names; empty for a column that is not read."""
+        return dict((name, column) for name, _, column in (text.partition("=") for text in self.columns))
+
     def problems(self) -> list[str]:
-        found = find_out_of_range("data", self)
+        found = find_out_of_range("data", self) + self._find_wrong_columns()
         if self.content == "text" and (self.chat_template or self.template_arguments or self.date):
             names = "data.chat_template, data.template_arguments and data.date"
             found.append(f"{names} apply only to conversations: also set data.content=chat")
@@ -98,6 +121,25 @@ class DataConfig:
             found.append(f"data.weights={self.weights}: weights must not be negative")
         elif self.weights and not any(self.weights):
             found.append("data.weights: all weights are 0, so no data would be read; give a source a positive weight")
+        return found
+
+    def _find_wrong_columns(self) -> list[str]:
+        known = sorted(frozenset().union(*map(fields_of_form, FORMS)))
+        found, names, columns = [], self.column_names(), [column for column in self.column_names().values() if column]
+        for text in self.columns:
+            name, is_pair, column = text.partition("=")
+            if not (name and is_pair):
+                found.append(f"data.columns: {text}: write FIELD=COLUMN, as in messages=dialog")
+            elif column and name == "text":
+                found.append(f"data.columns: {text}: name the column of texts with data.text_field={column}")
+            elif column and name not in known:
+                found.append(
+                    f"data.columns: {text}: {name} is no field of a conversation; use one of {', '.join(known)}"
+                )
+            elif columns.count(column) > 1:
+                found.append(f"data.columns: {text}: another field has the column {column} too; name it once")
+        if len(names) < len(self.columns):
+            found.append(f"data.columns={' '.join(self.columns)}: a field is named twice; name each field once")
         return found
 
 

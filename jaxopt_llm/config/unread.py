@@ -82,6 +82,7 @@ def _rules(config: Config) -> list[Rule]:
         ("data.weights", "data.paths names one path", len(data.paths) == 1),
         ("data.separator", f"data.format={data.format} has no text files", not has_text_files),
         ("data.text_field", f"data.content={data.content}", data.content != "text"),
+        ("data.columns", "data.content=text", data.content == "text"),
         ("data.held_out", "evaluation.paths names the validation sets", bool(config.evaluation.paths)),
         ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
         ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),

@@ -219,8 +219,12 @@ def open_reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
     if config.content == "text":
         yield lambda part, skipped: read_documents(part, config, skipped)
         return
-    with open_renderer(find_template(config, tokenizer)) as renderer:
-        yield lambda part, skipped: _render_all(read_documents(part, config, skipped), renderer, config, skipped)
+    template = find_template(config, tokenizer)
+    sources = template.source + (template.tool_source or "")
+    with open_renderer(template) as renderer:
+        yield lambda part, skipped: _render_all(
+            read_documents(part, config, skipped, sources), renderer, config, skipped
+        )
 
 
 def _render_all(

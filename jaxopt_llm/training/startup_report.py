@@ -50,8 +50,11 @@ def describe_run(setup: Setup) -> Iterator[str]:
     ends = "no BOS" if tokenizer.bos is None else f"BOS {tokenizer.bos}"
     yield f"tokenizer: {config.data.tokenizer}, {tokenizer.vocabulary_size:,} tokens, {ends}, EOS {tokenizer.eos}"
     yield f"data: {data.corpus.name}: {data.corpus}"
+    yield from filter(None, [data.corpus.skipped.describe_unread()])
     yield from _describe_mixture(setup)
-    yield from (f"validation set {each.name}: {each}" for each in data.sets)
+    for each in data.sets:
+        unread = each.skipped.describe_unread()
+        yield f"validation set {each.name}: {each}{unread and f'; {unread}'}"
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"
