@@ -6,32 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_eos_ids
 
 
 def find_eos_ids(config: DataConfig, tokenizer: Tokenizer, turn_end: str | None = None) -> frozenset[int]:
     """Return the ids that end generated text.
 
-    These are the tokenizer's EOS token, the special token `turn_end`, and eos_token_id of generation_config.json next
+    These are the tokenizer's EOS tokens, the special token `turn_end`, and eos_token_id of generation_config.json next
     to the tokenizer or, if that has none, of config.json. Chat models name the token that ends a turn there.
 
     Raises InputError if a file names an invalid id.
     """
-    eos_ids = {tokenizer.eos}
+    ends = set(tokenizer.eos_ids)
     if turn_end is not None:
-        eos_ids |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
+        ends |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
     folder = find_tokenizer_folder(config)
-    for file in [folder / "generation_config.json", folder / "config.json"] if folder else []:
-        value = read_json_object(file).get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if any(type(i) is not int or not 0 <= i < tokenizer.vocabulary_size for i in ids):
-            most = f"the tokenizer's vocabulary size {tokenizer.vocabulary_size}"
-            raise InputError(f"{file}: eos_token_id={value!r}: must be a token id or a list of them, below {most}")
-        return frozenset({*eos_ids, *ids})
-    return frozenset(eos_ids)
+    return frozenset(ends.union(read_eos_ids(folder, tokenizer.vocabulary_size) if folder else []))
 
 
 class Continuation:
