@@ -28,7 +28,7 @@ class Continuation:
     """Text that is generated after one prompt, up to an EOS token or a stop string.
 
     Tokens are decoded together with the tokens before them, because a tokenizer may drop a space at the start of the
-    text that it decodes.
+    text that it decodes. Special tokens are not part of the text, but stop strings are also found in them.
 
     Args:
         tokenizer: decodes the tokens.
@@ -45,8 +45,11 @@ class Continuation:
         self, tokenizer: Tokenizer, prompt: Sequence[int], eos_ids: Collection[int], stop_strings: Sequence[str]
     ) -> None:
         self._tokenizer, self._eos_ids, self._stop_strings = tokenizer, eos_ids, stop_strings
+        self._special = {tokenizer.vocabulary[token]: token for token in tokenizer.special_tokens} if stop_strings else {}
         self._context = list(prompt)  # the last decoded tokens (at first the prompt), and special tokens after them
         self._pending: list[int] = []  # later tokens, which end inside a character
+        self._whole = ""  # the text with the special tokens
+        self._hidden: list[tuple[int, int]] = []  # begin and end of each special token in it
         self._shown = 0
         self.done = False
         self.text = ""
@@ -60,6 +63,8 @@ class Continuation:
             return
         self._pending.append(token)
         self._decode_pending(whole_characters=True)
+        if token in self._special and not self.done:
+            self._extend(self._special[token], hidden=True)
 
     def finish(self) -> None:
         """End the text: no token follows."""
@@ -73,11 +78,24 @@ class Continuation:
         if not self._pending or (whole_characters and new.endswith("\N{REPLACEMENT CHARACTER}")):
             return
         self._context, self._pending = self._pending if new else self._context + self._pending, []
-        old = len(self.text)
-        self.text += new
-        begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
+        self._extend(new)
+
+    def _extend(self, new: str, hidden: bool = False) -> None:
+        """Add text, or a special token, which is hidden; and end the text at the first stop string."""
+        old = len(self._whole)
+        self._whole += new
+        if hidden:
+            self._hidden.append((old, len(self._whole)))
+        else:
+            self.text += new
+        begins = [self._whole.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
         if found := [begin for begin in begins if begin >= 0]:
-            self.text, self.done = self.text[: min(found)], True
+            self.text, self.done = self._text_before(min(found)), True
+
+    def _text_before(self, end: int) -> str:
+        """Return the text before a position of the text with special tokens."""
+        edges = [0, *(min(edge, end) for span in self._hidden for edge in span), end]
+        return "".join(self._whole[begin:stop] for begin, stop in zip(edges[::2], edges[1::2], strict=True))
 
     def take_new_text(self) -> str:
         """Return the text that was not returned before, without a possible start of a stop string at its end."""
@@ -86,10 +104,11 @@ class Continuation:
             started = [
                 length
                 for stop in self._stop_strings
-                for length in range(1, min(len(stop), end + 1))
-                if self.text.endswith(stop[:length])
+                for length in range(1, min(len(stop), len(self._whole) + 1))
+                if self._whole.endswith(stop[:length])
             ]
-            end -= max(started, default=0)
+            if started:
+                end = len(self._text_before(len(self._whole) - max(started)))
         new = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return new
