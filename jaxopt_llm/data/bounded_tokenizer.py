@@ -38,6 +38,7 @@ class BoundedTokenizer:
         added_tokens: ids and descriptions of all added tokens.
         prefix: ids that transformers adds before a text.
         suffix: ids that transformers adds after a text.
+        replaced: parts of the file that were replaced.
     """
 
     def __init__(self, name: str, parts: Sequence[bytes], assembly: Assembly) -> None:
@@ -65,6 +66,7 @@ class BoundedTokenizer:
         self.added_tokens: list[tuple[int, str]] = answer["added"]
         self.prefix: tuple[int, ...] = tuple(answer["prefix"])
         self.suffix: tuple[int, ...] = tuple(answer["suffix"])
+        self.replaced: list[str] = answer["replaced"]
 
     def encode(self, texts: Sequence[bytes]) -> list[Ids]:
         answer, following = self._ask("encode", texts)

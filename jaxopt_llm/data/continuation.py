@@ -45,7 +45,9 @@ class Continuation:
         self, tokenizer: Tokenizer, prompt: Sequence[int], eos_ids: Collection[int], stop_strings: Sequence[str]
     ) -> None:
         self._tokenizer, self._eos_ids, self._stop_strings = tokenizer, eos_ids, stop_strings
-        self._special = {tokenizer.vocabulary[token]: token for token in tokenizer.special_tokens} if stop_strings else {}
+        self._special = (
+            {tokenizer.vocabulary[token]: token for token in tokenizer.special_tokens} if stop_strings else {}
+        )
         self._context = list(prompt)  # the last decoded tokens (at first the prompt), and special tokens after them
         self._pending: list[int] = []  # later tokens, which end inside a character
         self._whole = ""  # the text with the special tokens

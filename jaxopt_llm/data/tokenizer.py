@@ -32,7 +32,8 @@ class Tokenizer(Protocol):
         eos_ids: ids that end generated text: EOS, and others if the tokenizer declares several.
         special_tokens: tokens that do not stand for text.
         vocabulary: id of each token; empty if the tokens have no names.
-        sha256: hash of everything that the ids depend on, including BOS and EOS.
+        sha256: hash of everything that the ids depend on, including `prefix` and `suffix`.
+        note: what its files do not show about the ids, or an empty text.
     """
 
     vocabulary_size: int
@@ -44,6 +45,7 @@ class Tokenizer(Protocol):
     special_tokens: Sequence[str]
     vocabulary: Mapping[str, int]
     sha256: str
+    note: str
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         """Return the ids [N] of each text, without `prefix` and `suffix`.
@@ -70,6 +72,7 @@ class ByteTokenizer:
     vocabulary: Mapping[str, int] = MappingProxyType({})
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
+    note = ""
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -129,6 +132,8 @@ class JsonTokenizer:
         self.bos = self.prefix[0] if self.prefix else None
         suffix = () if eos else self._library.suffix
         self.suffix: tuple[int, ...] = suffix if suffix[-1:] == (self.eos,) else (*suffix, self.eos)
+        replaced = " and ".join(self._library.replaced)
+        self.note = replaced and f"{files.chosen} of transformers 5 replaces the {replaced} of {file.name}"
         told = [files.assembly.pipeline, files.assembly.splits_special, self._library.added_tokens]
         told += [self.prefix, self.suffix, [len(part) for part in files.parts]]
         self.sha256 = hashlib.sha256(b"".join([*files.parts, json.dumps(told).encode()])).hexdigest()

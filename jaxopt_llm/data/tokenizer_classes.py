@@ -80,7 +80,7 @@ def _make_byte_level(normalizer: str = "", *splits: Pipeline) -> Callable[[Setti
         return {
             "model": {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False},
             "normalizer": {"type": normalizer} if normalizer else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, last]},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, last]} if splits else last,
             "decoder": _byte_level({}),
         }
 
@@ -93,7 +93,11 @@ def _split_words(letters: str) -> Pipeline:
 
 
 def _decode_spaces(strips: bool) -> Pipeline:
-    first = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    first = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
     last = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if strips else []
     return {"type": "Sequence", "decoders": [*first, *last]}
 
@@ -130,7 +134,13 @@ CLASSES = {
     "LlamaTokenizer": TokenizerClass(_build_llama, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}),
     "GemmaTokenizer": TokenizerClass(
         _build_gemma,
-        {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "mask_token": "<mask>"},
+        {
+            "unk_token": "<unk>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "mask_token": "<mask>",
+        },
     ),
     "GPT2Tokenizer": TokenizerClass(_make_byte_level(), {**_GPT2, "pad_token": None}, reads_merges=True),
     "CodeGenTokenizer": TokenizerClass(_make_byte_level(), {**_GPT2, "pad_token": None}, reads_merges=True),

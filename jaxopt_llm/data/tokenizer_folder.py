@@ -55,11 +55,13 @@ class TokenizerFiles:
 
     Attributes:
         parts: the content of tokenizer.json; or those of vocab.json and merges.txt.
+        chosen: the class of transformers.
         assembly: what is built from them.
         eos_tokens: the texts of eos_token, which may be a list.
     """
 
     parts: tuple[bytes, ...]
+    chosen: str
     assembly: Assembly
     eos_tokens: tuple[str, ...]
 
@@ -76,8 +78,7 @@ def read_tokenizer_files(file: Path, name: str) -> TokenizerFiles:
     config = file.with_name("tokenizer_config.json")
     settings, model = read_json_object(config), read_json_object(file.with_name("config.json"))
     parts = _read_vocabulary(file, name, model, settings)
-    chosen = choose_class(model, settings, byte_level=b'"ByteLevel"' in parts[0])
-    _check_class(chosen, name, settings)
+    chosen = _choose_readable(name, model, settings, byte_level=b'"ByteLevel"' in parts[0])
     _check_versions(name, model, settings)
     eos = settings.get("eos_token")
     if isinstance(eos, list) and eos:
@@ -89,7 +90,7 @@ def read_tokenizer_files(file: Path, name: str) -> TokenizerFiles:
     else:
         specific |= _merge_special_tokens_map(settings, file.with_name("special_tokens_map.json"))
         more = _read_added_tokens(file.with_name("added_tokens.json"), settings)
-    kind = CLASSES.get(chosen or "")
+    kind = CLASSES.get(chosen)
     settings = {**(kind.defaults if kind else {}), **settings}
     adds = bool(settings.get("add_bos_token")), bool(settings.get("add_eos_token"))
     from_json = len(parts) == 1
@@ -107,7 +108,7 @@ def read_tokenizer_files(file: Path, name: str) -> TokenizerFiles:
         marks_again=bool(kind and kind.marks_again),
     )
     ends = eos if isinstance(eos, list) else [assembly.named.get("eos_token")]
-    return TokenizerFiles(parts, assembly, tuple(_text(end) for end in ends if end))
+    return TokenizerFiles(parts, chosen, assembly, tuple(_text(end) for end in ends if end))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -136,16 +137,19 @@ def _describe_conversion(file: Path) -> str:
     return f'convert it with python -c "{program}", and name DIR'
 
 
-def _check_class(chosen: str | None, name: str, settings: dict[str, Any]) -> None:
-    """Raise InputError for a class that is neither BACKEND nor in CLASSES."""
+def _choose_readable(name: str, model: dict[str, Any], settings: dict[str, Any], byte_level: bool) -> str:
+    """Return the class of transformers. Raises InputError if it is neither BACKEND nor in CLASSES."""
+    chosen = choose_class(model, settings, byte_level)
     if chosen == BACKEND or chosen in CLASSES:
-        return
+        return chosen
     remedy = (
         'if tokenizer.json alone gives the right ids, set "tokenizer_class": "PreTrainedTokenizerFast" in '
         "tokenizer_config.json, and remove auto_map there"
     )
     if chosen is None:
-        problem = f"its class {settings.get('tokenizer_class') or ''} is code in the folder (auto_map), which is not run"
+        problem = (
+            f"its class {settings.get('tokenizer_class') or ''} is code in the folder (auto_map), which is not run"
+        )
     else:
         problem = f"the class {chosen} of transformers builds its tokenizer without the pipeline of tokenizer.json"
     raise InputError(f"{name}: {problem}; {remedy}")
@@ -155,7 +159,9 @@ def _check_versions(name: str, model: dict[str, Any], settings: dict[str, Any]) 
     """Raise InputError for settings that make transformers use another pipeline than that of tokenizer.json."""
     where = f"{name}: tokenizer_config.json has"
     if others := [each for each in settings.get("fast_tokenizer_files") or [] if each != "tokenizer.json"]:
-        raise InputError(f"{where} fast_tokenizer_files={others}; rename the one to use to tokenizer.json, and remove it")
+        raise InputError(
+            f"{where} fast_tokenizer_files={others}; rename the one to use to tokenizer.json, and remove it"
+        )
     version = str(model.get("transformers_version") or "0").partition(".")[0]
     patched = not version.isdecimal() or int(version) < 5
     if settings.get("fix_mistral_regex") and patched and model.get("model_type") in _MISTRAL:

@@ -10,7 +10,7 @@ A request on standard input is a line of JSON with "do" and "sizes", followed by
 
 - load: the content of a tokenizer.json, or those of vocab.json and merges.txt; and "assembly", what is built from it. The
   answer has the "vocabulary"; the "special" tokens, and those with names ("named"); all "added" tokens with their ids and
-  flags; and the ids that transformers adds before and after a text ("prefix", "suffix").
+  flags; and the ids that transformers adds before and after a text ("prefix", "suffix"). "replaced" are the parts of the file that the assembly replaces.
 - encode: texts. The answer has "counts", the tokens of each text, followed by all their ids, int32.
 - encode_with_offsets: the same, followed by the index of the first character of each token, int32.
 - decode: no byte strings, but "ids". The answer has "text".
@@ -35,6 +35,7 @@ from tokenizers.models import BPE
 MEMORY_PER_BYTE = 512  # bytes of memory for each byte of a request
 BYTES_PER_SECOND = 10_000  # the slowest tokenizers encode 30 times as many
 STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ENCODING = ("normalizer", "pre_tokenizer")
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # clean_up_tokenization_spaces
 
 
@@ -47,7 +48,7 @@ class Loaded:
     """
 
     def __init__(self, parts: Sequence[bytes], assembly: dict[str, Any]) -> None:
-        self.library, in_file = _build(parts, assembly)
+        self.library, in_file, self._replaced = _build(parts, assembly)
         named = _add_tokens(self.library, assembly, in_file)
         self.named = {name: str(token) for name, token in named.items() if token is not None}
         self.prefix, self.suffix = self._find_ends(assembly["template"])
@@ -67,6 +68,7 @@ class Loaded:
             "named": self.named,
             "prefix": self.prefix,
             "suffix": self.suffix,
+            "replaced": self._replaced,
         }
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -90,18 +92,20 @@ class Loaded:
             if text:
                 break
         whole = self.library.encode(probe)
-        at = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
-        first, last = whole.ids[:at], whole.ids[at + len(text) :]
+        own = [index for index, added in enumerate(whole.special_tokens_mask) if not added]
+        first, last = whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
         if [*first, *text, *last] != whole.ids:
             raise ValueError("its post-processor does more than to add tokens before and after a text")
         return first, last
 
 
-def _build(parts: Sequence[bytes], assembly: dict[str, Any]) -> tuple[Tokenizer, list[tuple[int, AddedToken]]]:
-    """Return the tokenizer, and the added tokens of its file if the assembly does not list them."""
+def _build(
+    parts: Sequence[bytes], assembly: dict[str, Any]
+) -> tuple[Tokenizer, list[tuple[int, AddedToken]], list[str]]:
+    """Return the tokenizer, the added tokens of its file if the assembly does not list them, and the replaced parts."""
     pipeline, lists = assembly["pipeline"], assembly["listed"] is not None
     if pipeline is None and lists:
-        return Tokenizer.from_buffer(parts[0]), []
+        return Tokenizer.from_buffer(parts[0]), [], []
     if len(parts) == 1:
         content = json.loads(parts[0])
         vocabulary, merges = content["model"]["vocab"], content["model"].get("merges")
@@ -112,15 +116,22 @@ def _build(parts: Sequence[bytes], assembly: dict[str, Any]) -> tuple[Tokenizer,
         merges = [tuple(line.removesuffix("\r").split(" ")) for line in lines if not line.startswith("#version")]
     in_file = [] if lists else [(token.pop("id"), AddedToken(**token)) for token in content.get("added_tokens") or []]
     if pipeline is None:
-        return Tokenizer.from_buffer(parts[0]), in_file
+        return Tokenizer.from_buffer(parts[0]), in_file, []
     if not isinstance(vocabulary, dict) or (content and "merges" not in content["model"]):
         raise ValueError("its class in transformers needs a BPE with merges")
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     kept = {key: content.get(key) for key in ("post_processor", "truncation", "padding")}
     shell = {"version": "1.0", "added_tokens": [], **kept, **pipeline, "model": empty}
     library = Tokenizer.from_str(json.dumps(shell))
+    own = Tokenizer.from_str(json.dumps({**shell, **{part: content.get(part) for part in ENCODING}}))
+    replaced = [part for part in ENCODING if content and _state(own, part) != _state(library, part)]
     library.model = BPE(vocabulary, merges, dropout=None, **pipeline["model"])
-    return library, in_file
+    return library, in_file, replaced
+
+
+def _state(library: Tokenizer, part: str) -> bytes | None:
+    value = getattr(library, part)
+    return None if value is None else value.__getstate__()
 
 
 def _add_tokens(

@@ -49,6 +49,8 @@ def describe_run(setup: Setup) -> Iterator[str]:
     tokenizer = data.tokenizer
     ends = f"BOS {' '.join(map(str, tokenizer.prefix))}" if tokenizer.prefix else "no BOS"
     yield f"tokenizer: {config.data.tokenizer}, {tokenizer.vocabulary_size:,} tokens, {ends}, EOS {tokenizer.eos}"
+    if tokenizer.note:
+        yield f"tokenizer: {tokenizer.note}"
     yield f"data: {data.corpus.name}: {data.corpus}"
     yield from _describe_mixture(setup)
     yield from (f"validation set {each.name}: {each}" for each in data.sets)

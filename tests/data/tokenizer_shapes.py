@@ -12,7 +12,17 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<bos>", "<eos>", "<tool>", "<mask>", "[SEP]")
 PIECES = (
-    ("e\u0301", "\u1e9b\u0323", "ﬁ", "Å", "a\u0308\u0304", "हिन्दी", "\u0e19\u0e49\u0e33", "한국어", "\u1112\u1161\u11ab"),  # marks
+    (
+        "e\u0301",
+        "\u1e9b\u0323",
+        "ﬁ",
+        "Å",
+        "a\u0308\u0304",
+        "हिन्दी",
+        "\u0e19\u0e49\u0e33",
+        "한국어",
+        "\u1112\u1161\u11ab",
+    ),  # marks
     ("🙂", "👩‍👩‍👧", "🇩🇪", "👍🏽", "❤️", "\U0001f9ff"),
     ("你好，世界", "日本語のテキスト", "ｱﾊﾟｰﾄ", "𠮷野家", "１２３"),
     ("שלום", "مرحبا بالعالم", "\u202eabc\u202c", "\u200f"),
@@ -43,9 +53,7 @@ def texts(count: int = 2000) -> list[str]:
 
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def split_bytes(words: str, *before: Any) -> Any:
@@ -86,7 +94,9 @@ def _trained(kind: str) -> str:
     if kind == "spaces":
         # Only the bytes stay out of the text: real folders list them in the vocabulary alone.
         content = json.loads(library.to_str())
-        content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] in ("<unk>", "<s>", "</s>")]
+        content["added_tokens"] = [
+            each for each in content["added_tokens"] if each["content"] in ("<unk>", "<s>", "</s>")
+        ]
         return json.dumps(content)
     return library.to_str()
 
@@ -133,7 +143,9 @@ def _listing(made: Tokenizer, *more: dict[str, Any]) -> dict[str, Any]:
 def _gpt2(folder: Path) -> Path:
     made = library("bytes", "<|endoftext|>", pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
     end = "<|endoftext|>"
-    return write(folder, made, "gpt2", tokenizer_class="GPT2Tokenizer", bos_token=end, eos_token=end, add_bos_token=True)
+    return write(
+        folder, made, "gpt2", tokenizer_class="GPT2Tokenizer", bos_token=end, eos_token=end, add_bos_token=True
+    )
 
 
 def _llama3(folder: Path) -> Path:
@@ -150,7 +162,9 @@ def _qwen(folder: Path) -> Path:
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
     extra = {"additional_special_tokens": ["<|im_start|>", "<|vision|>"]}
     listing = _listing(made, tool)
-    return write(folder, made, "qwen3", tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=listing, **names, **extra)
+    return write(
+        folder, made, "qwen3", tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=listing, **names, **extra
+    )
 
 
 def _merges_alone(folder: Path, **settings: Any) -> Path:
