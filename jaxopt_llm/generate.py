@@ -92,13 +92,12 @@ def generate(
         InputError: the tokenizer cannot encode a prompt, or the model has too few learned positions.
     """
     tokenizer = source.tokenizer
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
     try:
         texts = tokenizer.encode([prompt.encode(errors="surrogateescape") for prompt in prompts])
     except UnicodeError as error:
         raise InputError(f"the tokenizer cannot encode a prompt ({error}); give prompts as UTF-8 text") from error
     # An empty prompt of a tokenizer without a BOS token starts from the EOS token of a preceding document.
-    ids = [np.array([*bos, *text] or [tokenizer.eos], np.int32) for text in texts]
+    ids = [np.array([*tokenizer.prefix, *text] or [tokenizer.eos], np.int32) for text in texts]
     model, longest = source.config.model, max(prompt_ids.size for prompt_ids in ids)
     if model.positions == "learned" and longest + count > model.max_positions:
         problem = f"with the {longest} of the prompt they exceed the model's {model.max_positions} learned positions"

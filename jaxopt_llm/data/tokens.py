@@ -307,21 +307,21 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
 def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], ...]]:
     """Tokenize documents, a few megabytes of text at a time.
 
-    Each document becomes BOS (if there is one), its tokens and EOS, in the narrowest dtype that holds the vocabulary.
+    Each document becomes its tokens between those that the tokenizer adds (BOS, if it has one, and EOS), in the narrowest dtype that holds the vocabulary.
     A conversation gets no extra BOS and EOS, because its template writes them.
 
     Yields tokens [N], int64 lengths [documents], uint64 keys [documents] and, for conversations, their mask, bool [N].
     """
     dtype = token_dtype(tokenizer.vocabulary_size)
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    prefix, suffix = tokenizer.prefix, tokenizer.suffix
     for batch in _make_batches(documents):
         texts = [document.content for document in batch]
         mask: tuple[NDArray[np.bool_], ...] = ()
         if batch[0].spans is None:
             encoded = tokenizer.encode(texts)
-            arrays = [array for ids in encoded for array in (bos, ids, [tokenizer.eos])]
+            arrays = [array for ids in encoded for array in (prefix, ids, suffix)]
             tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
-            lengths = np.array([len(bos) + ids.size + 1 for ids in encoded], np.int64)
+            lengths = np.array([len(prefix) + ids.size + len(suffix) for ids in encoded], np.int64)
         else:
             encoded, offsets = zip(*tokenizer.encode_with_offsets(texts), strict=True)
             tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")

@@ -47,8 +47,10 @@ def describe_run(setup: Setup) -> Iterator[str]:
     if experts := exchange.describe_exchange(config.model.moe, placement):
         yield f"experts' tokens: {experts}"
     tokenizer = data.tokenizer
-    ends = "no BOS" if tokenizer.bos is None else f"BOS {tokenizer.bos}"
+    ends = f"BOS {' '.join(map(str, tokenizer.prefix))}" if tokenizer.prefix else "no BOS"
     yield f"tokenizer: {config.data.tokenizer}, {tokenizer.vocabulary_size:,} tokens, {ends}, EOS {tokenizer.eos}"
+    if tokenizer.note:
+        yield f"tokenizer: {tokenizer.note}"
     yield f"data: {data.corpus.name}: {data.corpus}"
     yield from filter(None, [data.corpus.skipped.describe_unread()])
     yield from _describe_mixture(setup)
