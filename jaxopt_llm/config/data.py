@@ -9,6 +9,9 @@ from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
+# What a run directory keeps of the files that these settings name.
+TOKENIZER_FOLDER = "tokenizer"
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)

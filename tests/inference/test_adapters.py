@@ -57,7 +57,7 @@ def run_of_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits(loaded: run.LoadedModel) -> jax.Array:
     model = loaded.config.model
-    return Pretrained(model, loaded.params, Path(), run.Origin(), loaded.model, loaded.placement).logits(TOKENS)
+    return Pretrained(model, loaded.params, Path(), run.Origin, loaded.model, loaded.placement).logits(TOKENS)
 
 
 @pytest.fixture
