@@ -77,7 +77,7 @@ from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.data.tokenizer_files import keep_tokenizer
 from jaxopt_llm.inference import base_difference, card, devices, run, stored
-from jaxopt_llm.inference.exported import describe_merge, describe_training
+from jaxopt_llm.inference.exported import describe_merge, describe_training, list_tokenizer_notes
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
@@ -194,7 +194,8 @@ def _export_model(
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: the fields of its config.json are not copied", file=sys.stderr)
-    dtype, notes = dtype or _read_dtype(source), []
+    dtype, family = dtype or _read_dtype(source), huggingface.choose_family(config.model, source)
+    notes = list_tokenizer_notes(config.data, family.model_type)
     if config.lora.rank and config.lora.base != "float":
         notes.append(
             f"The adapters are merged into the base as it was trained over, rounded to {config.lora.base} and "

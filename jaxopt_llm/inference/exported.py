@@ -40,6 +40,9 @@ GENERATION_FIELDS = (
     *("repetition_penalty", "no_repeat_ngram_size", "max_length", "min_length", "max_new_tokens", "min_new_tokens"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "bos_token_id", "pad_token_id"),
 )
+# Families whose tokenizer transformers 5 reads with this class, whatever tokenizer_config.json declares. The class has
+# its own rules to split a text, and its own special tokens.
+FORCED_CLASSES = {"qwen2": "Qwen2Tokenizer"}
 
 
 def describe_training(data: DataConfig, base: Path | None, write_card: Callable[[Path], None]) -> Origin:
@@ -60,6 +63,18 @@ def describe_training(data: DataConfig, base: Path | None, write_card: Callable[
         write_card(folder)
 
     return Origin(base, ids, write_files)
+
+
+def list_tokenizer_notes(data: DataConfig, model_type: str) -> list[str]:
+    """Return a sentence if transformers reads the tokenizer of an exported folder with a class that may differ."""
+    forced, folder = FORCED_CLASSES.get(model_type), find_tokenizer_folder(data)
+    declared = read_json_object(folder / SETTINGS).get("tokenizer_class", "none") if folder else "none"
+    if forced is None or str(declared).removesuffix("Fast") == forced:
+        return []
+    return [
+        f"AutoTokenizer of transformers 5 reads the tokenizer of every {model_type} model as a {forced}, and this one "
+        f"declares {declared}: load it with PreTrainedTokenizerFast, which reads it as the training did."
+    ]
 
 
 def copy_origin(folder: Path) -> Origin:
