@@ -108,7 +108,7 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
         corpus = {"name": str(path), "summary": "", "sha256": "", "tokenizer_sha256": vocabulary.sha256}
         (working / "corpus.json").write_text(json.dumps(corpus))
         (working / "config.json").write_text(fields.to_json(config))
-        keep_tokenizer(config.data, working)
+        keep_tokenizer(config.data, vocabulary, working)
         with Checkpoints(working / "checkpoints", CheckpointConfig()) as checkpoints:
             checkpoints.save(0, {"masters": params}, {"tokens": 0})
         if checkpoints.last_save_failed:

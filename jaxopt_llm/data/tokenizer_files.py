@@ -13,6 +13,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
 from jaxopt_llm.core import hub, json_files
 from jaxopt_llm.core.files import sync_directory, sync_file
+from jaxopt_llm.data.template import find_template
 from jaxopt_llm.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
 
 VOCABULARY = "tokenizer.json"
@@ -28,14 +29,14 @@ MODEL_FILES = ("config.json", "generation_config.json")
 BYTE_TOKENS = ("<|bos|>", "<|eos|>")  # names for the ids 256 and 257 of the byte tokenizer, which have none
 
 
-def keep_tokenizer(config: DataConfig, directory: Path) -> None:
+def keep_tokenizer(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> None:
     """Copy the files of a run's tokenizer and chat template into its directory: see `config.cli.load_run_config`.
 
     Copies of an earlier start are replaced; a start that dies before the end leaves none of them.
     """
     working, kept = (directory / name for name in (f".{TOKENIZER_FOLDER}.partial", TOKENIZER_FOLDER))
     shutil.rmtree(working, ignore_errors=True)
-    template = Path(config.chat_template).read_bytes() if config.chat_template else None
+    template = find_template(config, tokenizer).source if config.chat_template else None
     if find_tokenizer_folder(config) is not None:
         working.mkdir(parents=True)
         _copy_files(config, working, (*TOKENIZER_FILES, *MODEL_FILES))
@@ -50,7 +51,7 @@ def keep_tokenizer(config: DataConfig, directory: Path) -> None:
         working.replace(kept)
     (directory / TEMPLATE_FILE).unlink(missing_ok=True)
     if template is not None:
-        (directory / TEMPLATE_FILE).write_bytes(template)
+        (directory / TEMPLATE_FILE).write_text(template, encoding="utf-8", newline="")
     sync_directory(directory)
 
 
@@ -66,7 +67,8 @@ def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> N
     changed.pop("auto_map", None)  # it names code, which is not copied
     if config.chat_template:
         changed.pop("chat_template", None)
-        shutil.copyfile(config.chat_template, folder / TEMPLATE_FILE)
+        template = find_template(config, tokenizer).source
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8", newline="")
     elif not config.uses_bytes:
         _copy_templates(config, folder)
     if changed != settings:
@@ -120,7 +122,7 @@ def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, An
 
 
 def _add_bos(file: Path, name: str, index: int) -> None:
-    """Let the post-processor of a tokenizer.json put BOS before each text, if it does not."""
+    """Let the post-processor of a tokenizer.json put BOS before each text, instead of tokens that it adds now."""
     content = json_files.read_object(file, "repair the file")
     before = content.get("post_processor")
     steps = before.get("processors", [before]) if before else []
@@ -134,7 +136,8 @@ def _add_bos(file: Path, name: str, index: int) -> None:
         "pair": [token, text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {name: {"id": name, "ids": [index], "tokens": [name]}},
     }
-    content["post_processor"] = {"type": "Sequence", "processors": [*steps, adding]} if steps else adding
+    kept = [step for step in steps if step.get("type") != "TemplateProcessing"]
+    content["post_processor"] = {"type": "Sequence", "processors": [*kept, adding]} if kept else adding
     _write_json(file, content)
 
 

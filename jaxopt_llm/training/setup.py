@@ -345,7 +345,7 @@ def write_run_files(setup: Setup, base_sha256: str | None) -> None:
         "base_sha256": base_sha256,
     }
     device = {"kind": setup.placement.mesh.devices.flat[0].device_kind}
-    keep_tokenizer(setup.config.data, setup.directory)
+    keep_tokenizer(setup.config.data, setup.data.tokenizer, setup.directory)
     replace_durably(setup.directory / DEVICE_FILE, json.dumps(device))
     replace_durably(setup.directory / "corpus.json", json.dumps(description))
     replace_durably(setup.directory / "config.json", fields.to_json(setup.config))

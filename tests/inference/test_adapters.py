@@ -197,9 +197,9 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
     settings = {"model.pretrained": old, "data.tokenizer": old, "lora.rank": 2}
     config = replace_fields(run.open_config(base), settings)
     (directory / "config.json").write_text(to_json(config))
-    tokenizer = load_tokenizer(run.open_config(base).data).sha256
-    keep_tokenizer(run.open_config(base).data, directory)  # as every run does
-    (directory / "corpus.json").write_text(json.dumps({"base_sha256": "", "tokenizer_sha256": tokenizer}))
+    tokenizer = load_tokenizer(run.open_config(base).data)
+    keep_tokenizer(run.open_config(base).data, tokenizer, directory)  # as every run does
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": "", "tokenizer_sha256": tokenizer.sha256}))
 
     def refuse(main: Callable[[], int], *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments), "--checkpoint", str(directory)])
