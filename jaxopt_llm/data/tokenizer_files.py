@@ -64,7 +64,6 @@ def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> N
         _copy_files(config, folder, TOKENIZER_FILES)
         settings = read_json_object(folder / SETTINGS)
     changed = _set_tokens(config, tokenizer, settings, folder / VOCABULARY)
-    changed.pop("auto_map", None)  # it names code, which is not copied
     if config.chat_template:
         changed.pop("chat_template", None)
         template = find_template(config, tokenizer).source
@@ -73,6 +72,14 @@ def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> N
         _copy_templates(config, folder)
     if changed != settings:
         _write_json(folder / SETTINGS, changed)
+    drop_code(folder)
+
+
+def drop_code(folder: Path) -> None:
+    """Remove the names of code, which is not copied, from the tokenizer_config.json of a new folder."""
+    settings = read_json_object(folder / SETTINGS)
+    if settings.pop("auto_map", None) is not None:
+        _write_json(folder / SETTINGS, settings)
 
 
 def _copy_files(config: DataConfig, folder: Path, names: tuple[str, ...]) -> None:

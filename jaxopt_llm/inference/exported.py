@@ -28,6 +28,7 @@ from jaxopt_llm.data.tokenizer_files import (
     SETTINGS,
     TOKENIZER_FILES,
     VOCABULARY,
+    drop_code,
     write_tokenizer,
 )
 
@@ -84,6 +85,7 @@ def copy_origin(folder: Path) -> Origin:
         for name in (*TOKENIZER_FILES, TEMPLATE_FILE, GENERATION_FILE):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, target / name)
+        drop_code(target)
         if (folder / NAMED_TEMPLATES).is_dir():
             shutil.copytree(folder / NAMED_TEMPLATES, target / NAMED_TEMPLATES)
 
