@@ -158,6 +158,21 @@ def test_named_templates_are_kept_and_a_template_of_ones_own_replaces_them(chat_
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "own").chat_template == TURNS
 
 
+@pytest.mark.slow
+def test_the_template_of_prepared_conversations_is_exported(chat_run: Path, tmp_path: Path) -> None:
+    base = chat_run.parent / "base"  # whose tokenizer_config.json has another template
+    prepare = ("--input", chat_run.parent / "talks.jsonl", "--content", "chat", "--tokenizer", base)
+    done("prepare", *prepare, "--chat-template", chat_run / "chat_template.jinja", "--output", tmp_path / "prepared")
+    options = ("--config", chat_run.parent / "recipe.py", "--run.directory", tmp_path / "run", *STILL)
+    done("train", *options, "--data.paths", tmp_path / "prepared", "--training.steps", 1)
+    shutil.rmtree(tmp_path / "prepared")
+    done("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == TURNS
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=True, return_dict=False) == IDS
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [0, 1]
+
+
 SAMPLES = ("def f(x):\n\treturn x", "naïve 🙂 \u200b日本", "", " a", "</s> <|0|> <|bos|><|eos|>", "\x00\x7f\xa0")
 
 

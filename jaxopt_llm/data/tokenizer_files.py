@@ -6,6 +6,7 @@ transformers reads the ids, the template and the BOS of the training.
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
 from jaxopt_llm.core import hub, json_files
 from jaxopt_llm.core.files import sync_directory, sync_file
+from jaxopt_llm.data import prepared
 from jaxopt_llm.data.template import find_template
 from jaxopt_llm.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
 
@@ -29,10 +31,15 @@ MODEL_FILES = ("config.json", "generation_config.json")
 BYTE_TOKENS = ("<|bos|>", "<|eos|>")  # names for the ids 256 and 257 of the byte tokenizer, which have none
 
 
-def keep_tokenizer(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> None:
+def keep_tokenizer(
+    config: DataConfig, tokenizer: Tokenizer, directory: Path, prepared_corpora: Iterable[Path] = ()
+) -> None:
     """Copy the files of a run's tokenizer and chat template into its directory: see `config.cli.load_run_config`.
 
     Copies of an earlier start are replaced; a start that dies before the end leaves none of them.
+
+    prepared_corpora: folders with the run's data. If they were prepared with one template that is not the tokenizer's
+        own, it takes the place of the tokenizer's.
     """
     working, kept = (directory / name for name in (f".{TOKENIZER_FOLDER}.partial", TOKENIZER_FOLDER))
     shutil.rmtree(working, ignore_errors=True)
@@ -41,6 +48,10 @@ def keep_tokenizer(config: DataConfig, tokenizer: Tokenizer, directory: Path) ->
         working.mkdir(parents=True)
         _copy_files(config, working, (*TOKENIZER_FILES, *MODEL_FILES))
         _copy_templates(config, working)
+        templates = {prepared.read_template(corpus) for corpus in prepared_corpora}
+        if len(templates) == 1 and (found := templates.pop()) is not None:
+            shutil.rmtree(working / NAMED_TEMPLATES, ignore_errors=True)
+            (working / TEMPLATE_FILE).write_text(found, encoding="utf-8", newline="")
         for file in working.rglob("*"):
             if file.is_file():
                 with file.open("rb") as stream:

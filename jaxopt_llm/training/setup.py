@@ -21,6 +21,7 @@ from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokenizer_files import keep_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.data.verification import find_prepared
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
@@ -345,7 +346,7 @@ def write_run_files(setup: Setup, base_sha256: str | None) -> None:
         "base_sha256": base_sha256,
     }
     device = {"kind": setup.placement.mesh.devices.flat[0].device_kind}
-    keep_tokenizer(setup.config.data, setup.data.tokenizer, setup.directory)
+    keep_tokenizer(setup.config.data, setup.data.tokenizer, setup.directory, find_prepared(corpus.files))
     replace_durably(setup.directory / DEVICE_FILE, json.dumps(device))
     replace_durably(setup.directory / "corpus.json", json.dumps(description))
     replace_durably(setup.directory / "config.json", fields.to_json(setup.config))

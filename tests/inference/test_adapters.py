@@ -220,7 +220,7 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
     found = run.open_config(directory, base)
     assert found.model.pretrained == str(base)
     assert found.data.tokenizer == str(directory / "tokenizer")  # the run's own copy, wherever the base is
-    (directory / "corpus.json").write_text(json.dumps({"base_sha256": None, "tokenizer_sha256": tokenizer}))
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": None, "tokenizer_sha256": tokenizer.sha256}))
     assert "hold all weights of the model; leave it out" in refuse(*generates, "--base", base)
     with pytest.raises(InputError, match=f"--base {directory}: {base} is a model folder"):
         run.open_config(base, directory)
