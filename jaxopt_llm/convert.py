@@ -175,15 +175,22 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     family = huggingface.choose_family(config.model, source)
     base = config.model.pretrained
     _, params, _, restored = run.restore_run(directory, config, config.precision.param_dtype, "absent", step=step)
-    notes = [] if config.lora.base == "float" else [base_difference.describe(directory, config, restored)]
+    notes, said = [], []
+    if config.lora.base != "float":
+        try:
+            notes.append(base_difference.measure(directory, config, restored).describe(config.lora.base))
+        except InputError as error:  # the adapters can be used all the same
+            said.append(
+                f"the logits over the original weights of the base were not compared with the training's: {error}"
+            )
     text = card.describe_run(directory, config, restored, path.resolve().name, notes, "peft")
     files = describe_training(config.data, source, lambda folder: card.write(folder, text)).write_files
     origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base), files)
     settings = (config.lora.alpha, config.lora.rslora, origin)
     write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
     print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
-    for note in notes:
-        print(note)
+    for line in (*notes, *said):
+        print(line)
 
 
 def _export_model(

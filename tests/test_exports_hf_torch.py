@@ -280,7 +280,8 @@ def test_the_difference_of_a_quantised_base_is_that_of_peft(tmp_path: Path) -> N
 
     base.rename(tmp_path / "away")
     said = done("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "again")
-    assert "were not compared with those of the training" in said
+    assert "of the base were not compared with the training's: model.pretrained=" in said
+    assert str(tmp_path) not in (tmp_path / "again" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from jaxopt_llm.checkpoint.stored_layers import StoredLayers
 from jaxopt_llm.config import Config, PrecisionConfig, RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.execution.segments import (
     LocalSegment,
@@ -73,19 +72,14 @@ class Difference:
     tokens: int
     dtype: str
 
-
-def describe(directory: Path, config: Config, step: int) -> str:
-    """Return a sentence about the logits of a run's adapters over the original weights of their base."""
-    try:
-        found = measure(directory, config, step)
-    except InputError as error:
-        return f"The logits over the original weights of the base were not compared with those of the training: {error}"
-    return (
-        f"The adapters were trained over the base rounded to {config.lora.base}. Over its {found.dtype} weights the "
-        f"logits differ by {found.mean:.3g} on average and {found.maximum:.3g} at most, the predictions by "
-        f"{found.divergence:.3g} nats per token, and the most likely token after {found.changed:.1%} of "
-        f"{found.tokens} tokens of a fixed text. A merge of the run with `convert merge` has no such difference."
-    )
+    def describe(self, base: str) -> str:
+        """Return a sentence. base: `lora.base` of the training."""
+        return (
+            f"The adapters were trained over the base rounded to {base}. Over its {self.dtype} weights the logits "
+            f"differ by {self.mean:.3g} on average and {self.maximum:.3g} at most, the predictions by "
+            f"{self.divergence:.3g} nats per token, and the most likely token after {self.changed:.1%} of "
+            f"{self.tokens} tokens of a fixed text. `convert merge` of the run has no such difference."
+        )
 
 
 def measure(directory: Path, config: Config, step: int) -> Difference:
