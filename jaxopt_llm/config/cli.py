@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import runpy
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import fields
+from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error, report_error
@@ -233,7 +235,7 @@ def print_help(arguments: list[str], program: str) -> int:
 
 
 def load_run_config(directory: Path, prefix: str) -> Config:
-    """Load the configuration that a run directory was trained with.
+    """Load the configuration that a run directory was trained with, which names its own copies of the tokenizer.
 
     prefix: text before the path in the error message, such as "--checkpoint " or "model.pretrained=".
 
@@ -241,9 +243,13 @@ def load_run_config(directory: Path, prefix: str) -> Config:
         InputError: the directory is not a run directory.
     """
     try:
-        return fields.from_json(json_files.read_bytes(directory / "config.json"))
+        config = fields.from_json(json_files.read_bytes(directory / "config.json"))
     except (InputError, OSError, ValueError, TypeError) as error:
         raise InputError(f"{prefix}{directory}: not a run directory ({explain_no_run(directory, error)})") from error
+    # The files that the user named may have moved or changed since.
+    kept = {"tokenizer": directory / TOKENIZER_FOLDER, "chat_template": directory / TEMPLATE_FILE}
+    found = {f"data.{name}": os.path.abspath(path) for name, path in kept.items() if path.exists()}
+    return fields.replace_fields(config, found)
 
 
 def explain_no_run(directory: Path, error: BaseException) -> str:

@@ -10,6 +10,9 @@ from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
+# What a run directory keeps of the files that these settings name.
+TOKENIZER_FOLDER = "tokenizer"
+TEMPLATE_FILE = "chat_template.jinja"
 
 # Names that a chat template gets from elsewhere, or that are arguments of apply_chat_template in transformers.
 RESERVED_ARGUMENTS = frozenset(

@@ -79,6 +79,8 @@ def make_plan(
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    if config.chat_template:  # the folder of the tokenizer does not hold it
+        plan["chat_template"] = find_template(config, tokenizer).source
     return plan
 
 
@@ -309,6 +311,14 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             "or data.eos): train with that one, or prepare the corpus again"
         )
     return IndexedPiece(name, *_open_arrays(directory, manifest)), manifest.sha256
+
+
+def read_template(directory: Path) -> str | None:
+    """Return the template of a prepared corpus that was not the tokenizer's own; None: there is none."""
+    path = directory / MANIFEST
+    plan = json_files.read_object(path, f"remove {directory} and prepare the corpus again").get("plan", {})
+    template: str | None = plan.get("chat_template")
+    return template
 
 
 def check_sizes(directory: Path) -> None:

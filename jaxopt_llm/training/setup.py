@@ -19,7 +19,9 @@ from jaxopt_llm.data.corpus import Corpus, ValidationSet, open_corpus, open_vali
 from jaxopt_llm.data.loader import Loader, read_validation_batches
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokenizer_files import keep_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.data.verification import find_prepared
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
@@ -331,7 +333,10 @@ def set_aside_log(log: Path) -> None:
 
 
 def write_run_files(setup: Setup, base_sha256: str | None) -> None:
-    """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json."""
+    """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
+
+    The tokenizer and its chat template are copied too.
+    """
     corpus = setup.data.corpus
     description = {
         "name": corpus.name,
@@ -341,6 +346,7 @@ def write_run_files(setup: Setup, base_sha256: str | None) -> None:
         "base_sha256": base_sha256,
     }
     device = {"kind": setup.placement.mesh.devices.flat[0].device_kind}
+    keep_tokenizer(setup.config.data, setup.data.tokenizer, setup.directory, find_prepared(corpus.files))
     replace_durably(setup.directory / DEVICE_FILE, json.dumps(device))
     replace_durably(setup.directory / "corpus.json", json.dumps(description))
     replace_durably(setup.directory / "config.json", fields.to_json(setup.config))
