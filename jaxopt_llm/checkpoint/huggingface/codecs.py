@@ -57,6 +57,12 @@ class Unsupported(InputError):
     """
 
 
+def shorten(value: Any) -> str:
+    """Return a value for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
 def unsupported(field: str, problem: str, remedy: str = ANOTHER_WAY) -> Unsupported:
     return Unsupported(f"{field}: {problem}; {remedy}")
 
@@ -90,7 +96,7 @@ def read_value(settings: Settings, name: str, kind: Any, default: Any = None, mi
     if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not kind or (kind is not bool and not abs(value) < (2**31 if kind is int else math.inf)):
-        raise unsupported(f"{name}={value!r}", f"must be {TYPE_NAMES[kind]}", CORRECT)
+        raise unsupported(f"{name}={shorten(value)}", f"must be {TYPE_NAMES[kind]}", CORRECT)
     if minimum is not None and value < minimum:
         raise unsupported(f"{name}={value}", f"must be at least {minimum}", CORRECT)
     return value
@@ -107,7 +113,9 @@ def check_value(settings: Settings, name: str, *supported: Any) -> None:
     """Raise Unsupported if a field is neither null or missing nor one of the supported values."""
     if settings.get(name) not in (None, *supported):
         first = repr(supported[0]) if supported else "null"
-        raise unsupported(f"{name}={settings[name]!r}", f"only {first} is read; the model would need {NEEDS[name]}")
+        raise unsupported(
+            f"{name}={shorten(settings[name])}", f"only {first} is read; the model would need {NEEDS[name]}"
+        )
 
 
 def check_alias(settings: Settings, alias: str, name: str) -> None:

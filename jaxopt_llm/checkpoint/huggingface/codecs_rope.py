@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import CORRECT, Codec, Settings, read_value, unsupported
+from jaxopt_llm.checkpoint.huggingface.codecs import CORRECT, Codec, Settings, read_value, shorten, unsupported
 from jaxopt_llm.config import ModelConfig, RopeConfig
 
 ORIGINAL, CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
@@ -53,7 +53,7 @@ def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise unsupported(
-            f"rope_parameters={scaling!r}", "the model would need other frequencies in some of its layers"
+            f"rope_parameters={shorten(scaling)}", "the model would need other frequencies in some of its layers"
         )
     for each in (settings, scaling):
         if each.get("partial_rotary_factor") not in (None, 1):
@@ -116,7 +116,7 @@ def _read_longrope(scaling: Settings) -> dict[str, Any]:
 def _read_factors(scaling: Settings, name: str) -> tuple[float, ...]:
     values = scaling.get(name)
     if not isinstance(values, list):
-        raise unsupported(f"{name}={values!r}", "must be a list of numbers", CORRECT)
+        raise unsupported(f"{name}={shorten(values)}", "must be a list of numbers", CORRECT)
     return tuple(read_value({name: value}, name, float) for value in values)
 
 

@@ -9,6 +9,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     Settings,
     read_layer_count,
     read_value,
+    shorten,
     unsupported,
 )
 from jaxopt_llm.config import Kind, ModelConfig
@@ -58,7 +59,9 @@ def _read_layer_values(settings: Settings, name: str, default: Callable[[int], A
     if given is None:
         return [default(layer) for layer in range(count)]
     if not isinstance(given, list) or len(given) < count:
-        raise unsupported(f"{name}={given!r}", f"must be a list with a value for each of the {count} layers", CORRECT)
+        raise unsupported(
+            f"{name}={shorten(given)}", f"must be a list with a value for each of the {count} layers", CORRECT
+        )
     return given[:count]
 
 
@@ -111,7 +114,7 @@ def _read_nope(settings: Settings) -> dict[str, Any]:
         need = "the model would need windows together with layers without positions"
         raise unsupported(f"use_sliding_window={used!r}", need)
     if any(each not in (0, 1) for each in has_positions):
-        raise unsupported(f"no_rope_layers={has_positions!r}", "must contain only 0 and 1", CORRECT)
+        raise unsupported(f"no_rope_layers={shorten(has_positions)}", "must contain only 0 and 1", CORRECT)
     return {"pattern": find_shortest_period("global" if each else "global_nope" for each in has_positions)}
 
 

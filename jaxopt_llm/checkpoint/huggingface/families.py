@@ -26,6 +26,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     require_absent,
     require_values,
     set_fields,
+    shorten,
     unsupported,
 )
 from jaxopt_llm.checkpoint.huggingface.codecs_deepseek import EXPERT_GROUPS, LATENTS, SHARED_EXPERT_SIZES
@@ -48,18 +49,19 @@ def find_by_settings(settings: Settings) -> Family:
     model_type, architectures = settings.get("model_type"), settings.get("architectures")
     family = next((each for each in FAMILIES if each.model_type == model_type), None)
     if family is None:
-        supported = ", ".join(each.model_type for each in FAMILIES)
-        problem = f"not a family that is read ({supported}); {describe_nearest(settings, FAMILIES)}"
+        problem = f"no family of this name is read; {describe_nearest(settings, FAMILIES)}"
         raise unsupported(f"model_type={model_type!r}", problem)
     if architectures not in (None, [family.architecture]):
         problem = f"only {family.architecture} is read; the model would need another head, or layers of another kind"
         raise unsupported(f"architectures={architectures}", problem)
     check_value(settings, "is_causal", True)
     if each := settings.get("per_layer_config"):
-        raise unsupported(f"per_layer_config={each!r}", "the model would need settings that differ between its layers")
+        raise unsupported(
+            f"per_layer_config={shorten(each)}", "the model would need settings that differ between its layers"
+        )
     if model_type == "mistral" and (types := settings.get("layer_types")) is not None:
         problem = "transformers loads a mistral with it as a ministral; the model would need kinds of layers"
-        raise unsupported(f"layer_types={sorted(set(map(str, types)))}", problem)
+        raise unsupported(f"layer_types={shorten(types)}", problem)
     if settings.get("quantization_config"):
         raise _quantised(settings["quantization_config"])
     return family

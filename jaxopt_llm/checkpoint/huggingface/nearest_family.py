@@ -1,11 +1,13 @@
 """The families that are nearest to a config.json of an unknown family, and what it asks for beyond them."""
 
+import contextlib
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
+from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported, shorten
 from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.config import ModelConfig
 
 # Fields without effect on the logits of a decoder, and fields that name code, files or people.
 WITHOUT_EFFECT = frozenset(
@@ -25,7 +27,7 @@ WITHOUT_EFFECT = frozenset(
         *("architecture", "cache_implementation", "default_theta", "num_labels", "tie_encoder_decoder"),
     )
 )
-MAX_NAMED = 6  # fields in a message
+MAX_FAMILIES, MAX_FIELDS = 3, 6  # in a message
 
 
 class _Recorded(dict[str, Any]):
@@ -45,45 +47,68 @@ class _Recorded(dict[str, Any]):
 
 
 def describe_nearest(settings: Settings, families: Sequence[Family]) -> str:
-    """Return a clause that names the nearest families, and the fields of a config.json that they do not have."""
+    """Return a clause that names the nearest families, and what a config.json of an unknown family has beyond them."""
     nested = [name for name, value in settings.items() if isinstance(value, dict) and "hidden_size" in value]
     if "hidden_size" not in settings and nested:
         return f"the sizes are in {nested[0]}, so the model would need parts beyond a decoder of text"
     name = str(settings.get("model_type"))
-    compared = [(family, *_compare(settings, family)) for family in families]
+    compared = [_compare(settings, family) for family in families]
 
-    def distance(each: tuple[Family, str, list[str]]) -> tuple[bool, int, float]:
-        family, problem, extra = each
-        return bool(problem), len(extra), -difflib.SequenceMatcher(None, name, family.model_type).ratio()
+    def similarity(each: _Comparison) -> float:
+        return difflib.SequenceMatcher(None, name, each.family.model_type).ratio()
 
-    (family, problem, extra), *rest = sorted(compared, key=distance)
-    also = [each.model_type for each, other, more in rest if (bool(other), len(more)) == (bool(problem), len(extra))]
-    nearest = f"the nearest is {family.model_type}" + (f" (or {', '.join(also[:2])})" if also else "")
-    shown = ", ".join(extra[:MAX_NAMED]) + (f" and {len(extra) - MAX_NAMED} more" if len(extra) > MAX_NAMED else "")
-    beyond = f"the model would need {shown}, which {family.model_type} does not have" if extra else ""
-    if problem:
-        return f"{nearest}, but {problem}" + (f"; {beyond}" if beyond else "")
-    return f"{nearest}, whose fields it has; " + (beyond or "its layers or its tensors may differ all the same")
+    first, *others = sorted(compared, key=lambda each: (*each.distance, -similarity(each)))
+    names = [first.family.model_type, *(each.family.model_type for each in others if each.distance == first.distance)]
+    nearest = f"the nearest is {' or '.join(names[:MAX_FAMILIES])}"
+    differences = [first.problem] if first.problem else []
+    if first.extra:
+        shown = ", ".join(first.extra[:MAX_FIELDS])
+        more = f" and {len(first.extra) - MAX_FIELDS} more" if len(first.extra) > MAX_FIELDS else ""
+        differences.append(f"the model would need {shown}{more}, which {names[0]} does not have")
+    if not differences:
+        return f"{nearest}, which has the same fields, but perhaps other layers or tensors"
+    return f"{nearest}, but {'; '.join(differences)}"
 
 
-def _compare(settings: Settings, family: Family) -> tuple[str, list[str]]:
-    """Return why a family cannot read a config.json (empty: it can), and the fields that it does not have."""
+class _Comparison(NamedTuple):
+    """A family and a config.json of another one.
+
+    problem: why the family cannot read it; empty: it can. extra: its fields that the family does not have. missing:
+    number of the family's fields that it does not have.
+    """
+
+    family: Family
+    problem: str
+    extra: list[str]
+    missing: int
+
+    @property
+    def distance(self) -> tuple[int, bool]:
+        return len(self.extra) + self.missing, bool(self.problem)
+
+
+def _compare(settings: Settings, family: Family) -> _Comparison:
     recorded, problem = _Recorded(family.defaults | settings), ""
+    known: set[str] = set()
     for codec in family.codecs:
         try:
             codec.read(recorded)
         except Unsupported as error:
             problem = problem or str(error).split(";")[0]
+        with contextlib.suppress(Unsupported):  # another model than the default one has these fields
+            known |= codec.write(ModelConfig()).keys()
+    ignored = recorded.names | known | WITHOUT_EFFECT
     extra = [
-        f"{name}={_shorten(value)}"
+        f"{name}={shorten(value)}"
         for name, value in settings.items()
-        if name not in recorded.names | WITHOUT_EFFECT
-        and value not in (None, False, 0, 0.0, [], {})
-        and not name.endswith(("_token_id", "dropout", "_pdrop"))
+        if name not in ignored and _has_effect(name, value)
     ]
-    return problem, extra
+    return _Comparison(family, problem, extra, len((known | {*family.defaults}) - settings.keys() - WITHOUT_EFFECT))
 
 
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]} ..."
+def _has_effect(name: str, value: Any) -> bool:
+    if value in (None, False, 0, [], {}) or "dropout" in name:
+        return False
+    return not name.endswith(("_token_id", "_pdrop")) and not (
+        isinstance(value, list) and all(each == "full_attention" for each in value)
+    )
