@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import ModelConfig
+from jaxopt_llm.config.rope import READ_BY_SCALING
 from jaxopt_llm.config.run import Config
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
@@ -56,13 +57,13 @@ def divides_gradients(config: Config) -> bool:
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
-    bounds = "rope.scaling rope.low_frequency_factor rope.high_frequency_factor rope.original_length"
-    yarn = "rope.mscale rope.mscale_all_dim"
+    scaling = {name for names in READ_BY_SCALING.values() for name in names}
+    other_scaling = " ".join(f"rope.{name}" for name in sorted(scaling - {*READ_BY_SCALING[rope.scaling]}))
     return [
         ("max_positions", f"model.positions={model.positions}", not learned),
         ("rope.*", "model.positions=learned", learned),
-        (f"{bounds} {yarn}", "model.rope.factor=1", rope.factor == 1),
-        (yarn, f"model.rope.scaling={rope.scaling}", rope.scaling != "yarn"),
+        (f"rope.scaling {' '.join(f'rope.{name}' for name in scaling)}", "model.rope.factor=1", not rope.is_scaled),
+        (other_scaling, f"model.rope.scaling={rope.scaling}", True),
         ("window", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
         ("mlp_width", "every layer has experts", all(has_experts)),
         ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
