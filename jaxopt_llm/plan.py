@@ -83,6 +83,7 @@ from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
+from jaxopt_llm.planning.free_memory import count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
 from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
@@ -109,6 +110,7 @@ def format_plan(plan: Plan) -> str:
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {_format_attention(plan.attention)}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
+        *(f"refused: {line}" for line in plan.refused),
         *([f"chosen: {format_choices(plan.chosen)}"] if plan.chosen else []),
         "",
         *format_kinds(plan.memory),
@@ -310,7 +312,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     topology.gpu_topology(*place)  # raises an error now, before the search
     rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
     clusters = [Cluster(*place, dataclasses.replace(rates, network=each)) for each in options.network or [None]]
-    limit = int(clusters[0].chip.memory_bytes * float(MEMORY_FRACTION))
+    limit = count_chip_bytes(clusters[0].chip)
     config = _with_policy(config, clusters[0], limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
     plan_config = functools.partial(make_plans, clusters=clusters)
@@ -328,7 +330,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
 
         results = networks.search_networks(config, clusters, limit, allowed, compile_all, compiles)
     seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
-    steps = [] if found.winner else find_remedies(found, allowed, float(MEMORY_FRACTION))
+    steps = [] if found.winner else find_remedies(found, allowed)
     _print_search(results, seconds, steps, options)
     if found.winner is None:
         lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB

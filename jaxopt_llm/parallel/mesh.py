@@ -1,7 +1,6 @@
 """The device mesh: six named axes, of which those of size 1 are off."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import jax
 import numpy as np
@@ -53,9 +52,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh: {sizes} needs {config.devices} device(s) but {len(devices)} {devices[0].platform} device(s) are "
             f"visible; change --mesh.* so that the product is {len(devices)}, or limit the visible devices"
         )
-    return Mesh(np.array(devices).reshape(astuple(config)), AXES, axis_types=AXIS_TYPES)
+    return Mesh(np.array(devices).reshape(tuple(config.sizes.values())), AXES, axis_types=AXIS_TYPES)
 
 
 def make_abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """Return the mesh without devices, for shapes, shardings and estimates."""
-    return AbstractMesh(astuple(config), AXES, axis_types=AXIS_TYPES)
+    return AbstractMesh(tuple(config.sizes.values()), AXES, axis_types=AXIS_TYPES)

@@ -17,8 +17,8 @@ from jaxopt_llm.config import Config, MeshConfig, RematConfig, cli, fields
 from jaxopt_llm.config.parallel import AXES
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
-from jaxopt_llm.planning.search.ranking import FREE, estimate, is_valid, order_candidates
+from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
+from jaxopt_llm.planning.search.ranking import estimate, is_valid, order_candidates
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import (
     enumerate_meshes,
@@ -39,7 +39,7 @@ def choose_setting(config: Config, cluster: Cluster) -> Config | None:
     A setting that may fit is preferred to one that does not. Everything else stays, so a step computes the same sums;
     with local steps, there are fewer groups of the same devices.
     """
-    limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION) * (1 - FREE))
+    limit = leave_free(count_chip_bytes(cluster.chip))
     settings: dict[Config, Config] = {}  # by the same setting with a policy in place of `auto`
     candidates = []
     for setting in _list_settings(config, cluster):
@@ -82,7 +82,7 @@ def scale_mesh(mesh: MeshConfig, hosts: int, count: int) -> MeshConfig | None:
     """
     if mesh.devices == 1:  # the mesh is all devices that there are
         return mesh
-    devices, fixed = mesh.devices // hosts * count, mesh.devices // (mesh.data * mesh.fsdp)
+    devices, fixed = mesh.devices // hosts * count, mesh.devices // (mesh.data * mesh.size("fsdp"))
     if devices % fixed:
         return None
     shards = devices // fixed
