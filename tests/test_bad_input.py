@@ -44,7 +44,7 @@ CASES = {
     "indivisible sizes, all named": (
         ["--mesh.tensor", "3", "--mesh.data", "3", "--sharding.sequence-parallel", "True"],
         [
-            "training.batch_size=4 is not divisible by training.accumulation=1 × mesh.data=3",
+            "training.batch_size=4 is not divisible by mesh.data=3",
             *("model.heads=2", "model.mlp_width=16", "training.sequence_length=32", "mesh.tensor=3 (nearest"),
         ],
     ),

@@ -100,7 +100,9 @@ def _choose_accumulation(config: Config, shards: int) -> int:
 
     A pipeline keeps as many microbatches as stages, if the recipe has as many.
     """
-    training, own = config.training, max(config.training.batch_size // shards, 1)
+    training, (own, left) = config.training, divmod(config.training.batch_size, shards)
+    if left:  # then no number is valid, and 1 does not hide why
+        return 1
     rows = training.batch_size // (training.accumulation * config.mesh.batch_shards)
     least = min(training.accumulation, config.mesh.pipeline)
     return next((count for count in list_divisors(own) if own // count <= rows and count >= least), own)

@@ -17,13 +17,13 @@ from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
+from jaxopt_llm.planning.free_memory import add_slack
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import Memory
 from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.networks import search_networks
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
-    MEMORY_SLACK,
     SearchResult,
     estimate,
     estimate_all,
@@ -75,6 +75,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         attention=AttentionChoice("xla"),
         exchange="",
         chosen={},
+        refused=(),
         active_parameters=10,
         compile_seconds=0.0,
         memory=Memory(*map(round, sizes), round(found.footprint.peak * more - sum(sizes)), 0, 0),
@@ -110,7 +111,7 @@ def run(
 def test_the_fastest_that_fits_wins_and_the_recipe_is_compiled() -> None:
     found, compiled = run()
     assert found.winner is not None and compiled[0] == RECIPE
-    near = found.limit * (1 + MEMORY_SLACK)
+    near = add_slack(found.limit)
     fastest = next(each for each in found.candidates if each.footprint.peak <= near)
     assert found.winner.time.total == pytest.approx(fastest.time.total)
     times = [choice.time.total for choice in found.compiled if choice.fits]
