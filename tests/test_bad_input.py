@@ -156,7 +156,7 @@ CASES = {
         ["pipeline.split=(3, 4): chunk 1 ends after 3 layers", "end it after 2 or 4 layers"],
     ),
     "devices that do not divide": (
-        ["--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
+        ["--mesh.fsdp", "1", "--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
         ["mesh: 1 device(s) do not divide over 2 processes", "--distributed.processes"],
     ),
     "no address": (

@@ -256,7 +256,7 @@ def _compile_best(
     compiled: list[CompiledCandidate] = []
 
     def suffices(candidate: CompiledCandidate) -> bool:
-        return candidate.plan.memory.peak <= limit
+        return candidate.plan.spare >= candidate.plan.limit - limit
 
     def is_hopeless(candidate: Candidate) -> bool:
         """Return whether a similar setting, estimated to need no more memory, needed too much."""
