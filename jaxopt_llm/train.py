@@ -12,7 +12,7 @@ from jaxopt_llm.core import stop_signals
 if __name__ == "__main__":
     stop_signals.end_at_signals()  # before the imports, which a signal does not wait for
 
-from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.config import Config, MeshConfig, cli, fields
 from jaxopt_llm.core import errors
 
 COMMAND = errors.program_name("train")
@@ -39,6 +39,9 @@ from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.parallel.mesh import visible_devices
+from jaxopt_llm.planning.device_mesh import Devices, fill_mesh
+from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.run_programs import compile_fitting
@@ -125,14 +128,23 @@ def main() -> int:
         return 0
     job = launchers.find_job(config.distributed, os.environ)
     check_inputs(config, first=job.index == 0)
-    process_group.check_devices_divide(config.mesh.devices, job)
-    runtime.configure_jax(config.mesh.devices, job.processes, cache=not config.run.deterministic)
+    runtime.configure_mesh(config.mesh, job, cache=not config.run.deterministic)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
         Preemption() as signals,
     ):
-        train(config, signals, processes)
+        train(_take_devices(config, recipe.flags, processes), signals, processes)
     return 0
+
+
+def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -> Config:
+    """Return the configuration with the visible devices in place of `auto`, and print what became of them."""
+    found = visible_devices()
+    usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
+    config, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
+    if line:
+        print(line, flush=True)
+    return config
 
 
 def _train_own_model(recipe: Recipe) -> int:
@@ -144,12 +156,9 @@ def _train_own_model(recipe: Recipe) -> int:
         print(fields.to_json(config))
         return 0
     job = launchers.find_job(config.distributed, os.environ)
-    is_set = config.mesh.devices > 1  # else the mesh is all devices that there are
-    if is_set:
-        process_group.check_devices_divide(config.mesh.devices, job)
-    if is_set or job.processes > 1:
+    if config.mesh != MeshConfig() or job.processes > 1:
         runtime.check_no_device(f"--config {recipe.path}")
-    runtime.configure_jax(config.mesh.devices if is_set else None, job.processes, cache=True)
+    runtime.configure_mesh(config.mesh, job, cache=True)
     with process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes:
         train_recipe(recipe, processes)
     return 0

@@ -87,11 +87,13 @@ class Recipe:
     """Recipe as it was read.
 
     names: all names that the file defines, without modules; empty for JSON.
+    flags: settings that the command line gives.
     """
 
     config: Config
     path: Path
     names: Mapping[str, Any]
+    flags: frozenset[str] = frozenset()
 
     @property
     def has_model(self) -> bool:
@@ -210,7 +212,8 @@ def parse_recipe(arguments: list[str], program: str) -> Recipe:
     if path is None and not asks_for_help(arguments):
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
     recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
-    return dataclasses.replace(recipe, config=override_config(recipe.config, overrides, program))
+    flags = frozenset(map(_name_flag, overrides)) & {*fields.FIELDS}
+    return dataclasses.replace(recipe, config=override_config(recipe.config, overrides, program), flags=flags)
 
 
 def asks_for_help(arguments: list[str]) -> bool:
@@ -313,12 +316,16 @@ def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _refuse_unknown(overrides: list[str], own: Sequence[str]) -> None:
     for argument in overrides:
-        flag = argument.split("=")[0]
-        name = flag.removeprefix("--").replace("-", "_")
+        flag, name = argument.split("=")[0], _name_flag(argument)
         if argument.startswith("--") and flag != "--help" and name not in fields.FIELDS:
             near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) or find_settings(name)
             hint = f"did you mean {' or '.join(f'--{each}' for each in near)}?" if near else "--help lists all fields"
             raise InputError(f"{flag}: no such field; {hint}")
+
+
+def _name_flag(argument: str) -> str:
+    """Return the name of a setting as its flag gives it, with or without a value."""
+    return argument.split("=")[0].removeprefix("--").replace("-", "_")
 
 
 def find_settings(name: str) -> list[str]:

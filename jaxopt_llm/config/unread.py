@@ -46,12 +46,12 @@ def gathers_codes(config: Config) -> bool:
     mesh, sharding = config.mesh, config.sharding
     gathered = {"data"} if sharding.optimizer_over_data else set()
     gathered |= {"fsdp", "expert", "context"} if sharding.zero_stage else set()
-    return any(axis in gathered and getattr(mesh, axis) > 1 for axis in sharding.int8_gathers)
+    return any(axis in gathered and mesh.size(axis) > 1 for axis in sharding.int8_gathers)
 
 
 def divides_gradients(config: Config) -> bool:
     """Return whether `mesh.fsdp` divides gradients, so that `sharding.fsdp_gradients` is read."""
-    return config.mesh.fsdp > 1 and config.sharding.zero_stage >= 2
+    return config.mesh.size("fsdp") > 1 and config.sharding.zero_stage >= 2
 
 
 def _model_rules(model: ModelConfig) -> list[Rule]:
@@ -119,7 +119,7 @@ def _rules(config: Config) -> list[Rule]:
 
 
 def _describe_int8_gathers(config: Config) -> str:
-    axes = ", ".join(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in config.sharding.int8_gathers)
+    axes = ", ".join(f"mesh.{axis}={config.mesh.size(axis)}" for axis in config.sharding.int8_gathers)
     over_data = f"sharding.optimizer_over_data={config.sharding.optimizer_over_data}"
     stage = f"sharding.zero_stage={config.sharding.zero_stage}"
     return f"no weight is gathered over these axes ({axes}, {stage}, {over_data})"

@@ -242,8 +242,9 @@ def _check_directory(directory: Path, config: Config) -> None:
 
 def _describe(engine: Engine, directory: Path) -> str:
     count = sum(math.prod(info.shape) for info in engine.parameters)
-    devices = engine.config.mesh.devices
-    return f"{count:,} parameters on {devices} {visible_devices()[0].device_kind} device(s), run directory {directory}"
+    devices, visible = engine.config.mesh.devices, visible_devices()
+    of_all = f" of {len(visible)}" if devices < len(visible) else ""
+    return f"{count:,} parameters on {devices}{of_all} {visible[0].device_kind} device(s), run directory {directory}"
 
 
 def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> None:
