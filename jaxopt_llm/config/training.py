@@ -191,6 +191,9 @@ class ScheduleConfig:
         """First step with the final learning rate; None if the schedule has no end."""
         return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
 
+    def count_warmup(self, steps: int) -> int:
+        return self.warmup_steps
+
     def choose_end(self, steps: int) -> int:
         """Return `decay_steps`, or the step that 0 stands for in a run of so many steps."""
         fall = self.cooldown_steps if self.kind == "wsd" else 1

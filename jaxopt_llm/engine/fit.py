@@ -85,8 +85,7 @@ class EngineWorkload:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         placed = self.engine.place(batch)
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
-            new: tuple[TrainState, Metrics] = self.engine.compiled_step(state, placed)
-        return new
+            return self.engine.run_step(state, placed)
 
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")

@@ -16,7 +16,7 @@ class Executables:
     """Step and held-out loss of a run, lowered or compiled from its `Program`.
 
     Attributes:
-        step: (state, batch) -> (state, metrics).
+        step: (state, batch, hyperparameters) -> (state, metrics).
         outer_step: state -> state (local_steps.py); None without local steps.
         held_out: (state, batch) -> (sum of the loss, number of tokens where `loss_mask` is True).
     """

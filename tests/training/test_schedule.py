@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxopt_llm.config import ScheduleConfig
-from jaxopt_llm.training.schedule import make_schedule
+from jaxopt_llm.training.schedule import find_shape, make_schedule
 
 PEAK = 2.0
 SCHEDULE = ScheduleConfig(warmup_steps=4, decay_steps=20, final_share=0.1, cooldown_steps=5)
@@ -24,7 +24,7 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 def rates(config: ScheduleConfig, steps: int) -> np.ndarray:
     """Return the rates of the first steps. The argument of a schedule is the number of finished steps."""
-    return np.asarray(make_schedule(PEAK, config, 20)(np.arange(steps)))
+    return np.asarray(make_schedule(config.kind, find_shape(PEAK, config, 20))(np.arange(steps)))
 
 
 @pytest.mark.parametrize("kind", SHARES)
