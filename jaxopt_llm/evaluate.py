@@ -144,6 +144,11 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
         return {", ".join([*config.data.paths, *skipped.describe()]): stream}
     if sets := open_validation_sets(config.evaluation, config.data, tokenizer):
         return {f"the validation set {each.name}": each.documents for each in sets}
+    if not config.evaluation.holds_out:
+        raise InputError(
+            f"--checkpoint {config.run.directory}: with evaluation.every=0 it was trained on all its documents; name "
+            "others with --data.paths"
+        )
     held_out = open_corpus(config.data, tokenizer).held_out
     assert held_out is not None
     return {"the held-out split": held_out}

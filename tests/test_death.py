@@ -140,7 +140,7 @@ def test_a_run_that_is_killed_many_times_ends_equal_to_the_bit(
             wait_until(lambda before=before: max(find_checkpoints(run / "checkpoints"), default=0) > before, process)
             wait_until(lambda: writing(run), process)
         else:
-            line_with("step     ", process)
+            line_with("step ", process)
             time.sleep(chance.uniform(0, 0.3))  # the run saves during most of this time
         process.kill()
         finish(process, -signal.SIGKILL)

@@ -109,15 +109,18 @@ class Engine:
         stages = self._choice[1]
         return self.lowered_step.compile() if stages is None else stages[1]
 
+    @property
+    def hyperparameters(self) -> Hyperparameters | None:
+        """The arguments of the step that `config` sets, on the host; None with an optax transformation."""
+        return read_hyperparameters(self._job.config) if self.has_schedule else None
+
     @functools.cached_property
-    def _hyperparameters(self) -> Hyperparameters | None:
-        """The arguments of the step that `config` sets, on the devices."""
-        values = read_hyperparameters(self._job.config) if self.has_schedule else None
-        return place_hyperparameters(values, self.program.placement.replicated)
+    def _placed_hyperparameters(self) -> Hyperparameters | None:
+        return place_hyperparameters(self.hyperparameters, self.program.placement.replicated)
 
     def run_step(self, state: TrainState, placed: Any) -> tuple[TrainState, Metrics]:
         """Return the state and the metrics after a step. placed: a batch from `place`. The state is donated."""
-        new: tuple[TrainState, Metrics] = self.compiled_step(state, placed, self._hyperparameters)
+        new: tuple[TrainState, Metrics] = self.compiled_step(state, placed, self._placed_hyperparameters)
         return new
 
     @functools.cached_property
@@ -302,7 +305,7 @@ class Engine:
         config = self._job.config
         assert schedule.kind == config.schedule.kind, "the compiled step computes the kind"
         self._job = replace(self._job, config=replace(config, schedule=schedule))
-        self.__dict__.pop("_hyperparameters", None)
+        self.__dict__.pop("_placed_hyperparameters", None)
 
     def take_state(self, state: TrainState, identity: Identity | None) -> None:
         """Continue with this state, as a part of this run."""
