@@ -148,6 +148,11 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
         for each in sets:
             _print_unread(each.skipped)
         return {f"the validation set {each.name}": each.documents for each in sets}
+    if not config.evaluation.holds_out:
+        raise InputError(
+            f"--checkpoint {config.run.directory}: with evaluation.every=0 it was trained on all its documents; name "
+            "others with --data.paths"
+        )
     corpus = open_corpus(config.data, tokenizer)
     _print_unread(corpus.skipped)
     assert corpus.held_out is not None

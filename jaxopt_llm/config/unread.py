@@ -27,6 +27,11 @@ def find_unread(config: Config) -> dict[str, str]:
     }
 
 
+def find_without_effect(config: Config) -> dict[str, str]:
+    """Return what `find_unread` does, with the settings whose check reports an error because they are not read."""
+    return find_unread(config) | {f"lora.{name}": reason for name, reason in config.lora.find_unread().items()}
+
+
 def find_unread_by_model(model: ModelConfig) -> set[str]:
     """Return the fields that a model does not read, by their names in its section."""
     return set(_expand(_model_rules(model), [name for name, *_ in fields.walk_fields(ModelConfig)]))
@@ -113,6 +118,12 @@ def _rules(config: Config) -> list[Rule]:
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
+        (
+            "evaluation.patience evaluation.batches evaluation.paths evaluation.samples evaluation.sample_tokens "
+            "data.held_out checkpoint.keep_best",
+            "evaluation.every=0",
+            not config.evaluation.every,
+        ),
         ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
         ("profile.steps", "profile.start_step=0", not config.profile.start_step),
     ]
