@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from jaxopt_llm.config.data import LongDocuments
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
-from jaxopt_llm.data import best_fit
-from jaxopt_llm.data.best_fit import BestFit
+from jaxopt_llm.data.best_fit import BestFit, Lengths
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.model.batch import Batch
 
@@ -251,7 +250,7 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
     starts = _read_starts(stream, size)
     if _packs_whole(stream, long_documents):
         lengths, _ = _measure_documents(starts, size, length, long_documents)
-        with_limit, without = (best_fit.count_rows(lengths[lengths > 0], length, n) for n in (limit, 0))
+        with_limit, without = (Lengths(lengths[lengths > 0], length, n).rows for n in (limit, 0))
     else:
         with_limit, without = len(split_by_documents(starts, size, length, limit)), -(-(size - 1) // length)
     return 1 - without / with_limit if with_limit > without else 0.0
