@@ -153,7 +153,7 @@ def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -
     found = visible_devices()
     usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
     config, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
-    if line:
+    if line and processes.first:
         print(line, flush=True)
     return config
 
