@@ -141,16 +141,12 @@ class Lengths:
         lengths: the different lengths after rounding, decreasing.
         counts: number of documents of each length.
         rows: number of rows of every packing.
-        documents: indices of the documents from long to short; documents of a length are in their order.
         decreasing: packing by best-fit decreasing.
     """
 
     def __init__(self, lengths: NDArray[np.int64], size: int, limit: int) -> None:
-        _, digits = np.frexp(lengths)
-        step = 1 << np.maximum(digits.astype(np.int64) - _DIGITS, 0)
-        rounded = np.minimum(-(-lengths // step) * step, size)
-        different, of, counts = np.unique(-rounded, return_inverse=True, return_counts=True)
-        self.lengths, self.counts, self.documents = -different, counts, np.argsort(of, kind="stable")
+        different, counts = np.unique(-round_up(lengths, size), return_counts=True)
+        self.lengths, self.counts = -different, counts
         self._pack = functools.partial(pack, self.lengths, counts, size=size, limit=limit)
         self.decreasing = self._pack(range(different.size))
         self.rows = count_rows(self.decreasing)
@@ -169,10 +165,17 @@ class Lengths:
         return split_rows(groups, missing)
 
 
+def round_up(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Round lengths up to `_DIGITS` binary digits, or to the tokens of a row."""
+    _, digits = np.frexp(lengths)
+    step = 1 << np.maximum(digits.astype(np.int64) - _DIGITS, 0)
+    return np.minimum(-(-lengths // step) * step, size)
+
+
 class BestFit:
     """Rows of whole documents. `len()` is the number of rows.
 
-    It needs 12 bytes per document, and 4 more for each of at most two epochs.
+    It needs 12 bytes per document, 4 more for each of at most two epochs, and 8 bytes per row.
 
     Args:
         starts: position of each document's first token in the stream, increasing, [documents].
@@ -183,7 +186,8 @@ class BestFit:
 
     def __init__(self, starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, limit: int) -> None:
         of = Lengths(lengths, size, limit)
-        self._starts, self._lengths = starts[of.documents], lengths[of.documents].astype(np.int32)
+        order = np.argsort(-round_up(lengths, size), kind="stable")  # from long to short
+        self._starts, self._lengths = starts[order], lengths[order].astype(np.int32)
         self._bounds = np.concatenate([[0], np.cumsum(of.counts)])  # of the documents of each length
         self._fixed = _Table(of.decreasing)
         self._order = np.argsort(np.concatenate([*map(self._find_first, of.decreasing)]), kind="stable")
@@ -201,9 +205,13 @@ class BestFit:
             epoch: (seed, number of the epoch). None: the packing that depends on the documents only. Its rows are in
                 the order of their first documents.
         """
-        found = []
-        for length, places in (self._pack(*epoch) if epoch else self._fixed).find(row if epoch else self._order[row]):
-            found.append(self._bounds[length] + (self._assign(length, *epoch)[places] if epoch else places))
+        if epoch is None:
+            found = [self._bounds[length] + places for length, places in self._fixed.find(int(self._order[row]))]
+        else:
+            found = [
+                self._bounds[length] + self._assign(length, *epoch)[places]
+                for length, places in self._pack(*epoch).find(row)
+            ]
         documents = np.concatenate(found)
         return self._starts[documents], self._lengths[documents]
 

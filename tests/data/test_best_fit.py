@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +14,7 @@ from test_guides import read_blocks
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data import best_fit
-from jaxopt_llm.data.best_fit import BestFit, Group, Lengths, Part, count_rows, split_rows
+from jaxopt_llm.data.best_fit import BestFit, Group, Lengths, Part, count_rows, round_up, split_rows
 from jaxopt_llm.data.corpus import open_all_documents
 from jaxopt_llm.data.loader import Loader
 from jaxopt_llm.data.packing import PackedRows
@@ -43,7 +44,7 @@ def slow_rooms(lengths: Sequence[int], size: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_length_at_a_time_is_best_fit_decreasing(seed: int) -> None:
-    size = [20, 64, 100][seed % 3]  # lengths below 128 are not rounded
+    size = [40, 64, 100][seed % 3]  # lengths below 128 are not rounded
     lengths = random_lengths(seed, size, 300)
     groups = Lengths(lengths, size, 0).decreasing
     different = np.unique(lengths)[::-1]
@@ -67,7 +68,7 @@ def check_packing(groups: list[Group], of: Lengths, size: int, limit: int) -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_every_document_has_one_place_and_every_epoch_as_many_rows(seed: int, limit: int) -> None:
     size = 100
-    lengths = random_lengths(seed, size, 1 + 40 * seed)
+    lengths = random_lengths(seed, size, 1 + 300 * seed)
     of = Lengths(lengths, size, limit)
     for groups in (of.decreasing, *(of.pack_epoch(7, epoch) for epoch in range(5))):
         check_packing(groups, of, size, limit)
@@ -99,9 +100,9 @@ def test_rows_are_split_without_losing_a_document(more: int) -> None:
 def test_lengths_are_rounded_up_by_less_than_a_64th_and_never_beyond_a_row(size: int) -> None:
     lengths = np.arange(1, size + 1)
     of = Lengths(lengths, size, 0)
-    rounded = np.repeat(of.lengths, of.counts)  # from long to short, as `documents`
-    given = lengths[of.documents]
-    assert (rounded >= given).all() and (rounded <= np.minimum(given * (1 + 1 / 64), size)).all()
+    rounded = round_up(lengths, size)
+    assert (rounded >= lengths).all() and (rounded <= np.minimum(lengths * (1 + 1 / 64), size)).all()
+    assert np.array_equal(np.repeat(of.lengths, of.counts), rounded[::-1])
     assert of.counts.size <= 64 * (1 + np.log2(max(size / 64, 1)) + 1)
 
 
@@ -111,6 +112,20 @@ def test_a_million_documents_are_packed_a_length_at_a_time(monkeypatch: pytest.M
     of = Lengths(random_lengths(0, 2048, 10**6), 2048, 0)
     assert len(groups) < 20 * of.counts.size < 10_000
     assert len(of.decreasing) < 5 * of.counts.size
+
+
+def test_packed_documents_need_few_bytes_each() -> None:
+    lengths = random_lengths(0, 2048, 10**6)
+    starts = np.cumsum(lengths) - lengths
+    tracemalloc.start()
+    rows = BestFit(starts, lengths, 2048, 0)
+    held, _ = tracemalloc.get_traced_memory()
+    for row in range(0, len(rows), 100):
+        rows.find_documents(row, (0, 0))
+    later, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 12 * lengths.size + 8 * len(rows) + 2**20
+    assert later - held < 4 * lengths.size + 2**20
 
 
 # ---- Rows of an epoch.
