@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from chats import write_tokenizer
-from test_guides import read_blocks
+from guides import read_blocks
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data import best_fit
