@@ -296,8 +296,8 @@ def main() -> int:
         return 0
     if not paths or (directory is None) == (preview_count is None):
         raise InputError("give --input PATH and either --output DIR or --preview N, or give --verify DIR")
-    lists = {name: tuple(arguments.pop(name)) for name in ("columns", "template_arguments")}
-    config = DataConfig(paths=tuple(paths), **lists, **arguments)
+    arguments |= {name: tuple(arguments[name]) for name in ("columns", "template_arguments")}
+    config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
     if preview_count is None:

@@ -56,7 +56,8 @@ def detect_form(columns: Collection[str], where: object) -> str:
 def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter) -> str:
     """Return a row of a form as JSON text in the common form.
 
-    Null values count as absent, because Parquet gives every message every field.
+    Null values count as absent, because Parquet gives every message every field. So do empty texts in fields that the
+    form does not require, because CSV has no null.
 
     Args:
         row: the values by field.
@@ -66,7 +67,7 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     Raises:
         Malformed: the row is not a valid conversation, or has a field that cannot be used.
     """
-    row = _without_nulls(row)
+    row = {name: value for name, value in _without_nulls(row).items() if value != "" or name in FORMS[form]}
     if not row.keys() >= FORMS[form]:
         detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
@@ -81,7 +82,8 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         messages, learns = [{"role": "system", "content": row["system"]}, *messages], [False, *learns]
     speaks = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not any(message["role"] == "assistant" for message in answers):
-        raise Malformed("without an assistant message", "in the completion" if form == "pairs" else "")
+        roles = ", ".join(sorted({message["role"] for message in answers})) or "no message"
+        raise Malformed("without an assistant message", f"{'the completion' if form == 'pairs' else 'it'} has {roles}")
     if not any(learns[index] for index in speaks):
         raise Malformed("without an assistant message that is learned")
     counter.count({name for message in messages for name in message} - _RENDERED, "a message")
@@ -133,15 +135,17 @@ def _read_turns(value: Any, role: str) -> list[Any]:
 
 
 def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
-    tools = _without_nulls(_parse(row.get("tools", []), list, "tools"))
-    if form != "sharegpt":
-        return tools
-    # The function alone, as LLaMA-Factory's files have it. Templates expect it within an object.
-    is_function = [isinstance(tool, dict) and "name" in tool and "function" not in tool for tool in tools]
-    return [
-        {"type": "function", "function": tool} if alone else tool
-        for tool, alone in zip(tools, is_function, strict=True)
-    ]
+    tools = []
+    for tool in _without_nulls(_parse(row.get("tools", []), list, "tools")):
+        if form == "sharegpt" and isinstance(tool, dict) and "name" in tool and "function" not in tool:
+            # The function alone, as LLaMA-Factory's files have it. Templates expect it within an object.
+            tool = {"type": "function", "function": tool}
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+            # As Axolotl's files have it, because a column has one type. A template would write text within text.
+            tool = {**tool, "function": {**function, "parameters": _parse(function["parameters"], dict, "parameters")}}
+        tools.append(tool)
+    return tools
 
 
 def _read_arguments(row: dict[str, Any], counter: FieldCounter) -> dict[str, Any]:
@@ -178,11 +182,12 @@ def _message(message: Any) -> dict[str, Any]:
         if sender not in _SENDERS:
             detail = f"it is from {sender!r}; it must be from one of {', '.join(_SENDERS)}"
             raise Malformed("with a message from an unknown sender", detail)
-        message = {"role": _SENDERS[sender], "content": message.pop("value", None), **message}
+        message = {"role": _SENDERS[sender], **message}
         if sender == "function_call":
-            message["tool_calls"] = _parse_calls(message.pop("content"))
-    elif "content" not in message and "value" in message:
-        message["content"] = message.pop("value")
+            message["tool_calls"] = _parse_calls(message.pop("value", None))
+    if "content" not in message and "value" in message:
+        # In this order, because a template may write the message as JSON.
+        message = {"role": message.pop("role"), "content": message.pop("value"), **message}
     message["role"] = _SPEAKERS.get(message["role"], message["role"])
     if isinstance(message.get("content"), list):
         # Most templates only support text, and would write the list in Python's syntax.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import FORMS
 from jaxopt_llm.data import conversation
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.row_fields import FieldCounter, known_fields
@@ -69,11 +68,6 @@ class RowEncoder:
             return column == self.config.text_field
         return self._field(column) in known_fields(form)
 
-    def is_required(self, column: str, form: str) -> bool:
-        if form == "text":
-            return column == self.config.text_field
-        return self._field(column) in FORMS[form]
-
     def note_columns(self, rows_by_column: Mapping[str, int], form: str) -> None:
         """Note the columns of rows, and count those that are not used by their number of rows."""
         if self.config.columns:
@@ -98,7 +92,7 @@ class RowEncoder:
         if not isinstance(row, dict):
             raise Malformed("not a JSON object")
         if counts_columns:
-            self.note_columns({column: 1 for column, value in row.items() if value is not None}, form)
+            self.note_columns({column: 1 for column, value in row.items() if value not in (None, "")}, form)
         if form != "text":
             named = {field: value for column, value in row.items() if (field := self._field(column))}
             return encode_utf8(conversation.normalize_conversation(named, form, self._counter))

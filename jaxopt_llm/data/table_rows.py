@@ -82,12 +82,19 @@ def _select_columns(batches: Iterable[Any], used: list[str], form: str, encoder:
             yield batch.select(used).slice(first, 1024)
 
 
-def _choose_columns(names: list[str], file: File, encoder: RowEncoder) -> tuple[str, list[str]]:
-    """Return the form of a table's rows and the columns that are read. Raises InputError without the text column."""
+def _choose_columns(names: list[str], file: File, encoder: RowEncoder, hint: str = "") -> tuple[str, list[str]]:
+    """Return the form of a table's rows and the columns that are read.
+
+    Raises:
+        InputError: the text column is missing, with a hint, or a column that is read exists twice.
+    """
     form = encoder.detect_form(names, file)
     if form == "text" and encoder.config.text_field not in names:
-        raise InputError(f"{file}: {describe_missing_column(names, encoder.config)}")
-    return form, [name for name in names if encoder.is_used(name, form)]
+        raise InputError(f"{file}: {describe_missing_column(names, encoder.config)}{hint}")
+    used = [name for name in names if encoder.is_used(name, form)]
+    if repeated := [name for name in used if names.count(name) > 1]:
+        raise InputError(f"{file}: several columns are named {repeated[0]!r}; rename all but one")
+    return form, used
 
 
 def _read_batches(part: Part, batches: Iterable[Any], form: str, encoder: RowEncoder) -> Iterator[Row]:
@@ -169,12 +176,7 @@ def read_csv_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
         return
     if isinstance(header, Malformed):
         raise InputError(f"{part.file}, line 1: {header}; repair the header")
-    form = encoder.detect_form(header, part.file)
-    if form == "text" and encoder.config.text_field not in header:
-        raise InputError(f"{part.file}: {describe_missing_column(header, encoder.config)}; the first row is the header")
-    used = [name for name in header if encoder.is_used(name, form)]
-    if repeated := [name for name in used if header.count(name) > 1]:
-        raise InputError(f"{part.file}, line 1: several columns are named {repeated[0]!r}; rename all but one")
+    form, _ = _choose_columns(header, part.file, encoder, "; the first row is the header")
     for where, row in rows:
         try:
             if isinstance(row, Malformed):
@@ -182,11 +184,7 @@ def read_csv_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
             if len(row) != len(header):
                 detail = f"{len(row)} instead of {len(header)}"
                 raise Malformed("with a number of fields that differs from the header's", detail)
-            # CSV has no null: an empty field counts as absent, unless the form requires it.
-            values = {
-                name: value for name, value in zip(header, row, strict=True) if value or encoder.is_required(name, form)
-            }
-            yield where, encoder.encode(values, form)
+            yield where, encoder.encode(dict(zip(header, row, strict=True)), form)
         except Malformed as error:
             yield where, error
 

@@ -158,7 +158,7 @@ def test_prompts_and_completions_may_mix_texts_and_lists(config: DataConfig, tmp
     expected = text(write(tmp_path / "expected.jsonl", [pair(CHATS[1])] * 2), config)
     assert text(write(tmp_path / "a.jsonl", rows), config) == expected
     for row, message in (
-        ({"prompt": CHATS[1], "completion": []}, r"without an assistant message \(in the completion\)"),
+        ({"prompt": CHATS[1], "completion": []}, r"without an assistant message \(the completion has no message\)"),
         ({"prompt": 1, "completion": "x"}, "with a prompt or completion that is neither text nor a list of messages"),
         ({"prompt": ["x"], "completion": "x"}, "with a message without a role"),
     ):

@@ -171,6 +171,18 @@ def test_function_calls_of_sharegpt(config: DataConfig, tmp_path: Path) -> None:
             learn(write(tmp_path / "a.jsonl", [bad]), config)
 
 
+def test_the_parameters_of_a_tool_as_json_text(config: DataConfig, tmp_path: Path) -> None:
+    """Axolotl's files have them, because the types of parameters differ between rows."""
+    parameters = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": each}} for each in (parameters, "")]
+    tools[1]["function"]["parameters"] = json.dumps(parameters)
+    expected, found = (learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": [tool]}]), config) for tool in tools)
+    assert found == expected and '"parameters": {"type": "object"' in found[0]
+    tools[1]["function"]["parameters"] = "object"
+    with pytest.raises(InputError, match="line 1: with parameters that are not an object"):
+        learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": [tools[1]]}]), config)
+
+
 def test_arguments_of_the_template_in_a_row(config: DataConfig, tmp_path: Path) -> None:
     """As TRL passes them. One that the template does not read is counted."""
     template = tmp_path / "thinking.jinja"
@@ -254,6 +266,7 @@ def test_a_field_with_a_meaning_elsewhere_is_refused_by_name(case: str, config: 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_empty_values_have_no_meaning(suffix: str, config: DataConfig, tmp_path: Path) -> None:
     empty = {"images": [], "functions": None, "system_prompt": "", "weight": 1, "only_last": False, "rejected": None}
+    empty |= {"system": "", "tools": "", "chat_template_kwargs": ""}
     row = {**GOOD, **empty}
     if suffix == "parquet":
         row.pop("rejected")
@@ -265,9 +278,10 @@ def test_empty_values_have_no_meaning(suffix: str, config: DataConfig, tmp_path:
 @pytest.mark.parametrize("content", ["chat", "text"])
 def test_fields_that_nothing_reads_are_counted(content: Any, suffix: str, config: DataConfig, tmp_path: Path) -> None:
     """The counts are those of the values, in every format and after preparing."""
-    row = {"text": "x"} if content == "text" else PAIR
+    name = "text" if content == "text" else "prompt"
     config = replace(config, content=content) if content == "chat" else DataConfig()
-    rows = [{"id": "a", **row, "source": None}, {"id": "b", **row, "source": "s"}, {"id": "c", **row, "source": None}]
+    others = {} if content == "text" else {"completion": "Hello"}
+    rows = [{"id": each, name: each, **others, "source": "s" if each == "b" else None} for each in "abc"]
     path = write(tmp_path / f"a.{suffix}", rows)
     expected = "fields not read: id (3 rows), source (1 row)"
     given = replace(config, paths=(str(path),), held_out=0.5)
@@ -326,7 +340,7 @@ def test_a_column_of_messages_and_of_tools(config: DataConfig, tmp_path: Path) -
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_column_that_no_row_has(suffix: str, config: DataConfig, tmp_path: Path) -> None:
     """The message names the columns found. It is enough if a row of any file has the column."""
-    path = write(tmp_path / f"a.{suffix}", [{"id": 1, **PAIR}] * 4)
+    path = write(tmp_path / f"a.{suffix}", [{"id": number, **PAIR, "prompt": str(number)} for number in range(4)])
     config = replace(config, columns=("tools=functions",), held_out=0.5)
     given = replace(config, paths=(str(path),))
     message = r"data.columns=tools=functions: no row has the column 'functions'; the columns are completion, id, prompt"
