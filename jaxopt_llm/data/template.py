@@ -17,7 +17,7 @@ from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
-from jaxopt_llm.data.tokenizer import Tokenizer, declared_tokens, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
 
 SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
@@ -83,7 +83,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
         path, source = folder / "tokenizer_config.json", value
     if len(source.encode()) > MAX_TEMPLATE_BYTES:
         raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
-    return Template(path, source, declared_tokens(settings), tuple(tokenizer.special_tokens), config.date)
+    return Template(path, source, dict(tokenizer.named_tokens), tuple(tokenizer.special_tokens), config.date)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_the_classes_of_model_types_are_those_of_transformers() -> None:
 
     named = {kind: str(name).removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items()}
     ours = {*tokenizer_classes.CLASSES, tokenizer_classes.BACKEND}
-    assert tokenizer_classes.REGISTERED == {kind: name for kind, name in named.items() if name in ours}
+    assert {kind: name for kind, name in named.items() if name in ours} == tokenizer_classes.REGISTERED
     wrong = {
         kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if named[kind] in tokenizer_classes.CLASSES
     }
