@@ -191,8 +191,8 @@ def load_model(
         beyond = [token for token, index in tokenizer.vocabulary.items() if index >= size][:4]
         raise InputError(
             f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
-            f"({size}): {', '.join(beyond)} ...; use the tokenizer that the model was trained with, or remove such tokens "
-            "from tokenizer_config.json, special_tokens_map.json and added_tokens.json"
+            f"({size}): {', '.join(beyond)} ...; use the tokenizer that the model was trained with, or remove such "
+            "tokens from tokenizer_config.json, special_tokens_map.json and added_tokens.json"
         )
     check_tensor(tensor, config)
     restored, dtype = 0, config.precision.compute_dtype
