@@ -246,7 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a tokenizer.json, the folder that has one, a hub id, or bytes (default: bytes)",
     )
-    add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: the tokenizer's BOS)")
+    add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: as transformers)")
     add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
     formats, contents = ("auto", *source.FORMATS), get_args(Content)
     add("--format", default=default.format, choices=formats, help="format of the files (default: auto, by suffix)")

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import toy
 from commands import command, train
@@ -155,6 +157,25 @@ def test_generation_stays_within_the_learned_positions() -> None:
     source = LoadedModel(config, ByteTokenizer(), parts, parts.specs, toy.placement(), step=1)
     with pytest.raises(InputError, match="--tokens 5: with the 4 of the prompt.*8 learned positions"):
         generate(source, ["abc", "ab"], 5, Sampling(), ())
+
+
+def test_a_prompt_begins_with_what_the_tokenizer_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    class Generator:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __call__(self, ids: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
+            seen.extend(each.tolist() for each in ids)
+            yield np.full(len(ids), ByteTokenizer.eos)
+
+    monkeypatch.setattr("jaxopt_llm.generate.TokenGenerator", Generator)
+    config, tokenizer = Config(), ByteTokenizer()
+    tokenizer.prefix = (256, 65)
+    parts = Decoder(config.model)
+    source = LoadedModel(config, tokenizer, parts, parts.specs, toy.placement(), step=1)
+    assert generate(source, ["b", ""], 5, Sampling(), ()) == ["", ""]
+    assert seen == [[256, 65, 98], [256, 65]]
 
 
 @pytest.mark.core

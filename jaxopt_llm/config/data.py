@@ -83,7 +83,7 @@ class DataConfig:
     """Tokenizer: bytes (256 bytes plus BOS and EOS), the path of a Hugging Face tokenizer.json or its folder, or the id
     of a model on the Hugging Face hub. auto: the tokenizer of model.pretrained, or bytes if there is none."""
     bos: str = ""
-    """Token before each document (BOS). Empty = the tokenizer's own, if it has one."""
+    """Token before each document (BOS). Empty = what `transformers` adds with this tokenizer, which may be nothing."""
     eos: str = ""
     """Token after each document (EOS). Empty = the tokenizer's own."""
     malformed: Literal["error", "skip", "replace"] = "error"

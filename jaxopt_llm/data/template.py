@@ -18,7 +18,7 @@ from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Malformed, Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
-from jaxopt_llm.data.tokenizer import Tokenizer, declared_tokens, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
 
 SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
@@ -79,7 +79,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
         if len(text.encode()) > MAX_TEMPLATE_BYTES:
             raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
     ends, arguments = tuple(tokenizer.special_tokens), parse_arguments(config.template_arguments)
-    return Template(path, source, declared_tokens(settings), ends, config.date, arguments, tool_use)
+    return Template(path, source, dict(tokenizer.named_tokens), ends, config.date, arguments, tool_use)
 
 
 def _find_named_templates(folder: Path, settings: dict[str, Any]) -> dict[str, tuple[Path, str]]:

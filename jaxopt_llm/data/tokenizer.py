@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,8 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError, describe_error
 from jaxopt_llm.data.bounded_tokenizer import BoundedTokenizer, Refused
-from jaxopt_llm.data.tokenizer_folder import TokenizerFiles, read_json_object, read_tokenizer_files
+from jaxopt_llm.data.tokenizer_folder import TokenizerFiles, read_tokenizer_files
+from jaxopt_llm.data.tokenizer_folder import read_json_object as read_json_object
 
 # EOS of a tokenizer.json without other files, most specific first: Llama 3, Gemma, Llama 2 and Mistral, GPT-2.
 _EOS_NAMES = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
@@ -31,6 +32,7 @@ class Tokenizer(Protocol):
         eos: the last id of `suffix`.
         eos_ids: ids that end generated text: EOS, and others if the tokenizer declares several.
         special_tokens: tokens that do not stand for text.
+        named_tokens: special tokens by their names in transformers: bos_token, eos_token, ...
         vocabulary: id of each token; empty if the tokens have no names.
         sha256: hash of everything that the ids depend on, including `prefix` and `suffix`.
         note: what its files do not show about the ids, or an empty text.
@@ -43,6 +45,7 @@ class Tokenizer(Protocol):
     eos: int
     eos_ids: Sequence[int]
     special_tokens: Sequence[str]
+    named_tokens: Mapping[str, str]
     vocabulary: Mapping[str, int]
     sha256: str
     note: str
@@ -69,6 +72,7 @@ class ByteTokenizer:
     eos = 257
     eos_ids: Sequence[int] = (257,)
     special_tokens: Sequence[str] = ()
+    named_tokens: Mapping[str, str] = MappingProxyType({})
     vocabulary: Mapping[str, int] = MappingProxyType({})
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
@@ -97,9 +101,6 @@ class JsonTokenizer:
         path: the tokenizer.json, or the folder that holds it.
         bos: token before each document; if empty, the tokens that transformers adds.
         eos: token after each document; if empty, the one that the folder declares.
-
-    Attributes:
-        named_tokens: special tokens by their names in transformers: bos_token, eos_token, ...
 
     Raises:
         InputError: the file does not exist, is not a tokenizer, or does not have such a token.
@@ -134,8 +135,8 @@ class JsonTokenizer:
         self.suffix: tuple[int, ...] = suffix if suffix[-1:] == (self.eos,) else (*suffix, self.eos)
         replaced = " and ".join(self._library.replaced)
         self.note = replaced and f"{files.chosen} of transformers 5 replaces the {replaced} of {file.name}"
-        told = [files.assembly.pipeline, files.assembly.splits_special, self._library.added_tokens]
-        told += [self.prefix, self.suffix, [len(part) for part in files.parts]]
+        assembly, added = files.assembly, self._library.added_tokens
+        told = (assembly.pipeline, assembly.splits_special, added, self.prefix, self.suffix, *map(len, files.parts))
         self.sha256 = hashlib.sha256(b"".join([*files.parts, json.dumps(told).encode()])).hexdigest()
 
     def _find_eos_ids(self, files: TokenizerFiles, path: Path) -> list[int]:
@@ -182,13 +183,6 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     if config.bos or config.eos:
         raise InputError("data.bos and data.eos do not apply to data.tokenizer=bytes, which has its own: remove them")
     return ByteTokenizer()
-
-
-def declared_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token, ... of a tokenizer_config.json, which may give a token as a dict."""
-    tokens = {key: token for key, token in settings.items() if key.endswith("_token")}
-    texts = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def read_eos_ids(folder: Path, vocabulary_size: int) -> list[int]:

@@ -15,7 +15,6 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Vocabularies in formats of other libraries, which transformers converts when it loads them.
 _FOREIGN = ("tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "vocab.txt", "vocab.json")
-
 _MISTRAL = (None, "mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 Token = str | dict[str, Any]  # the text of a token, or its text as "content" with flags of tokenizers.AddedToken
@@ -99,7 +98,7 @@ def read_tokenizer_files(file: Path, name: str) -> TokenizerFiles:
         listed,
         more,
         _name_tokens(settings, specific, config),
-        [_read_token(token, config) for token in _find_extra_tokens(settings)],
+        [_read_token(token, config) for token in _find_extra_tokens(settings, config)],
         splits_special=bool(settings.get("split_special_tokens")),
         cleans_up=bool(settings.get("clean_up_tokenization_spaces")),
         # transformers 5 ignores add_bos_token and add_eos_token next to a tokenizer.json
@@ -191,7 +190,7 @@ def _merge_special_tokens_map(settings: dict[str, Any], file: Path) -> dict[str,
             settings[key] = {**value, "special": True, "__type": "AddedToken"}
         elif isinstance(value, list) and key == "extra_special_tokens":
             tokens = [{**token, "special": True} if isinstance(token, dict) else token for token in value]
-            existing = settings.get(key) or []
+            existing = _check_list(settings.get(key), key, file)
             settings[key] = [*existing, *(token for token in tokens if token not in existing)]
         else:
             settings[key] = value
@@ -199,15 +198,22 @@ def _merge_special_tokens_map(settings: dict[str, Any], file: Path) -> dict[str,
     return settings.pop("extra_special_tokens") if isinstance(extra, dict) else {}
 
 
-def _find_extra_tokens(settings: dict[str, Any]) -> list[Any]:
+def _find_extra_tokens(settings: dict[str, Any], file: Path) -> list[Any]:
     key = "extra_special_tokens" if "extra_special_tokens" in settings else "additional_special_tokens"
-    return list(settings.get(key) or [])
+    return _check_list(settings.get(key), key, file)
+
+
+def _check_list(value: Any, key: str, file: Path) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise InputError(f"{file}: {key} is no list of tokens; repair the file")
+    return value or []
 
 
 def _read_added_tokens(file: Path, settings: dict[str, Any]) -> list[tuple[int, Token]]:
     """Return the tokens of added_tokens.json. The names in the settings tell which are special."""
     named = [settings[key] for key in NAMED if settings.get(key)]
-    special = {_text(_read_token(token, file)) for token in [*named, *(settings.get("extra_special_tokens") or [])]}
+    extra = _check_list(settings.get("extra_special_tokens"), "extra_special_tokens", file)
+    special = {_text(_read_token(token, file)) for token in [*named, *extra]}
     tokens = read_json_object(file)
     if any(type(index) is not int for index in tokens.values()):
         raise InputError(f"{file}: an id is no integer; repair or remove the file")

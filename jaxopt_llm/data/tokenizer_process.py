@@ -8,9 +8,10 @@ A request may use BYTES of memory and SECONDS, and more for each byte of its tex
 
 A request on standard input is a line of JSON with "do" and "sizes", followed by byte strings of these sizes:
 
-- load: the content of a tokenizer.json, or those of vocab.json and merges.txt; and "assembly", what is built from it. The
-  answer has the "vocabulary"; the "special" tokens, and those with names ("named"); all "added" tokens with their ids and
-  flags; and the ids that transformers adds before and after a text ("prefix", "suffix"). "replaced" are the parts of the file that the assembly replaces.
+- load: the content of a tokenizer.json, or those of vocab.json and merges.txt; and "assembly", what is built from it.
+  The answer has the "vocabulary"; the "special" tokens, and those with names ("named"); all "added" tokens with their
+  ids and flags; the ids that transformers adds before and after a text ("prefix", "suffix"); and the parts of the file
+  that the assembly replaces ("replaced").
 - encode: texts. The answer has "counts", the tokens of each text, followed by all their ids, int32.
 - encode_with_offsets: the same, followed by the index of the first character of each token, int32.
 - decode: no byte strings, but "ids". The answer has "text".
@@ -51,10 +52,10 @@ class Loaded:
         self.library, in_file, self._replaced = _build(parts, assembly)
         named = _add_tokens(self.library, assembly, in_file)
         self.named = {name: str(token) for name, token in named.items() if token is not None}
-        self.prefix, self.suffix = self._find_ends(assembly["template"])
         library = self.library
         library.no_truncation()
         library.no_padding()
+        self.prefix, self.suffix = self._find_ends(assembly["template"])
         library.post_processor = None  # it does not change the ids, but can change token offsets
         library.encode_special_tokens = assembly["splits_special"]
         self._cleans_up = assembly["cleans_up"] and not isinstance(library.model, BPE)
@@ -78,25 +79,23 @@ class Loaded:
         return text
 
     def _find_ends(self, template: Sequence[bool] | None) -> tuple[list[int], list[int]]:
-        """Return the ids that are added before and after a text."""
+        """Return the ids that transformers adds before and after a text."""
         if template is not None:
-            names = ("bos_token", "eos_token")
-            texts = [self.named[name] if adds and name in self.named else None for name, adds in zip(names, template)]
-            first, last = [[] if text is None else [self.library.token_to_id(text)] for text in texts]
-            return first, last
-        if self.library.post_processor is None:
+            vocabulary, (adds_bos, adds_eos) = self.library.get_vocab(with_added_tokens=True), template
+            bos, eos = ([vocabulary[self.named[name]]] if name in self.named else [] for name in STANDARD[:2])
+            return bos * adds_bos, eos * adds_eos
+        processor, self.library.post_processor = self.library.post_processor, None
+        if processor is None:
             return [], []
-        self.library.no_truncation()
         for probe in ("a", "0", *self.library.get_vocab(with_added_tokens=False)):
-            text = self.library.encode(probe, add_special_tokens=False).ids
-            if text:
+            if text := self.library.encode(probe).ids:
                 break
+        self.library.post_processor = processor
         whole = self.library.encode(probe)
         own = [index for index, added in enumerate(whole.special_tokens_mask) if not added]
-        first, last = whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
-        if [*first, *text, *last] != whole.ids:
+        if whole.ids[own[0] : own[-1] + 1] != text:
             raise ValueError("its post-processor does more than to add tokens before and after a text")
-        return first, last
+        return whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
 
 
 def _build(

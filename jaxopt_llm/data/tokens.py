@@ -298,8 +298,8 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
 def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], ...]]:
     """Tokenize documents, a few megabytes of text at a time.
 
-    Each document becomes its tokens between those that the tokenizer adds (BOS, if it has one, and EOS), in the narrowest dtype that holds the vocabulary.
-    A conversation gets no extra BOS and EOS, because its template writes them.
+    Each document becomes the tokenizer's prefix (BOS, if there is one), its tokens and the suffix (EOS), in the
+    narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them.
 
     Yields tokens [N], int64 lengths [documents], uint64 keys [documents] and, for conversations, their mask, bool [N].
     """

@@ -189,9 +189,12 @@ def load_model(
         find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        size = config.model.vocabulary_size
+        beyond = [token for token, index in tokenizer.vocabulary.items() if index >= size][:4]
         raise InputError(
             f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
-            f"({config.model.vocabulary_size}); use the tokenizer that the model was trained with"
+            f"({size}): {', '.join(beyond)} ...; use the tokenizer that the model was trained with, or remove such "
+            "tokens from tokenizer_config.json, special_tokens_map.json and added_tokens.json"
         )
     check_tensor(tensor, config)
     restored, dtype = 0, config.precision.compute_dtype
