@@ -101,8 +101,8 @@ def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
         remedy = f"leave out {', '.join(conflicts)}"
         if len(conflicts) > 2 and name == "model":
             remedy = (
-                "take a recipe without sizes, --config finetune.py (adapters) or pretrain.py (all parameters), or "
-                f"leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
+                "take a recipe without sizes, --config finetune.py (adapters), finetune_full.py or pretrain.py (all "
+                f"parameters), or leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
             )
         raise InputError(f"{name}.pretrained={section.pretrained} sets the {owner} fields; {remedy}")
     return fields.replace_fields(section, stored)

@@ -15,8 +15,8 @@ _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:/+", re.IGNORECASE)
 _SETTINGS = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "README.md")
 _WEIGHTS = ("*.safetensors",)
-# Files in subfolders, and the second copy of all weights that Mistral publishes, are not read.
-_UNREAD = ("*/*", "consolidated*")
+# Files in subfolders except templates, and the second copy of all weights that Mistral publishes, are not read.
+_UNREAD = (*(f"*/{name}" for name in (*_SETTINGS, *_WEIGHTS) if name != "*.jinja"), "consolidated*")
 
 
 def is_hub_id(name: str | Path) -> bool:

@@ -27,6 +27,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import unbox
 from jaxopt_llm.execution.segments import model_segments
 from jaxopt_llm.inference.exported import copy_origin
+from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
@@ -155,10 +156,10 @@ class LanguageModel:
 
     def _make_context(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Context:
         segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
-        batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions=segments)
-        context = self._decoder.make_context(batch, _PLACEMENT)
-        rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        return replace(context, positions=rows - context.key_ranges.first if positions is None else positions)
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - make_document_ranges(segments).first
+        batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions)
+        return self._decoder.make_context(batch, _PLACEMENT)
 
 
 class _Unplaced(Placement):

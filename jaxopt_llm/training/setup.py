@@ -224,8 +224,9 @@ def open_documents(config: Config, processes: Processes) -> Documents:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
-    sets = open_validation_sets(config.evaluation, config.data, tokenizer, processes.main)
-    corpus = open_corpus(config.data, tokenizer, holds_out=not sets, pulse=processes.main)
+    evaluation = config.evaluation
+    sets = open_validation_sets(evaluation, config.data, tokenizer, processes.main) if evaluation.every else ()
+    corpus = open_corpus(config.data, tokenizer, evaluation.holds_out, processes.main)
     processes.check_same("data.paths", corpus.sha256)
     processes.check_same("evaluation.paths", ",".join(each.sha256 for each in sets))
     return Documents(tokenizer, corpus, sets)
@@ -293,9 +294,9 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
     except (InputError, ValueError, KeyError, TypeError, OSError) as error:
         problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
-    found = fields.forbidden_changes(old, config)
+    found = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
     changed = [change.split()[0] for change in found]
-    can_allow = all(fields.METADATA[name].resume == "if_allowed" for name in changed)
+    can_allow = all(fields.METADATA[name].resume != "never" for name in changed)
     if read_tokenizer_digest(directory) != tokenizer.sha256:
         found.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
         can_allow = False
@@ -323,6 +324,18 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
             f"the run in {directory} was trained on {problem}; to go on with other data, start a new run with "
             f"--model.pretrained {directory} and another --run.directory"
         )
+
+
+def _changes_of_held_out(old: Config, new: Config) -> list[str]:
+    """List the change of `evaluation.every` if other documents are then trained on than before."""
+    before, after = old.evaluation, new.evaluation
+    same_paths = before.paths == after.paths  # otherwise that change is named
+    if before.holds_out == after.holds_out or not same_paths:
+        return []
+    if "evaluation.every" in fields.normalize_names(new.run.allow_change):
+        return []
+    effect = "holds documents out" if after.holds_out else "also trains on the documents that were held out"
+    return [f"evaluation.every was {before.every} and is {after.every}, which {effect}"]
 
 
 def set_aside_log(log: Path) -> None:
