@@ -34,7 +34,7 @@ def write_nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a written folder keeps of a model's origin.
+    """Origin of a model, of which a written folder keeps this.
 
     Attributes:
         folder: the Hugging Face folder whose token ids and maximum sequence length are kept.

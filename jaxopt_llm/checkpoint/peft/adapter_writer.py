@@ -31,7 +31,7 @@ Adapted = Mapping[str, list[tuple[TensorPiece, LoraWeight]]]  # module name -> i
 
 @dataclass(frozen=True)
 class AdapterOrigin:
-    """What a folder of adapters says about its training.
+    """Origin of adapters, of which their folder tells this.
 
     Attributes:
         base: the path or name under which PEFT finds the base model; empty: none.
