@@ -66,10 +66,10 @@ import jax
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_layers
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, collect_leaves, write_layers
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.checkpoint.peft.adapter_writer import WholeParameters, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import hub, tree
@@ -80,6 +80,7 @@ from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
 from jaxopt_llm.training.initial_weights import find_frozen_base
@@ -156,21 +157,16 @@ def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
 
 
 def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
-    if config.training.trainable:
-        raise InputError(
-            f"--checkpoint {directory}: it also trains weights without adapters, {config.training.trainable[0]}, which "
-            "a PEFT folder cannot hold; write both with `convert merge`"
-        )
-    if config.model.resize_vocabulary:
-        raise InputError(
-            f"--checkpoint {directory}: its base has the added rows of --model.resize-vocabulary, which a PEFT folder "
-            "does not hold; write both with `convert merge`"
-        )
     family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
     base = config.model.pretrained
     _, params, _, restored = run.restore_run(directory, config, config.precision.param_dtype, "absent", step=step)
     settings = (config.lora.alpha, config.lora.rslora, "" if is_run_directory(Path(base)) else hub.repository(base))
-    write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
+    whole = None
+    if config.training.trainable or config.model.resize_vocabulary:
+        trained = {name for name, leaf in collect_leaves(params).items() if not isinstance(leaf, LoraWeight)}
+        layers = stored.open_run_layers(directory, config, restored)
+        whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0)
+    write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype, whole=whole)
     print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
 
 
