@@ -66,10 +66,10 @@ import jax
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_layers
+from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, write_layers
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapter_folder
+from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import hub, tree
@@ -82,6 +82,7 @@ from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
 from jaxopt_llm.training.initial_weights import find_frozen_base
@@ -161,16 +162,6 @@ def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
 
 
 def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
-    if config.training.trainable:
-        raise InputError(
-            f"--checkpoint {directory}: it also trains weights without adapters, {config.training.trainable[0]}, which "
-            "a PEFT folder cannot hold; write both with `convert merge`"
-        )
-    if config.model.resize_vocabulary:
-        raise InputError(
-            f"--checkpoint {directory}: its base has the added rows of --model.resize-vocabulary, which a PEFT folder "
-            "does not hold; write both with `convert merge`"
-        )
     source = pretrained.find_source_folder(config)
     family = huggingface.choose_family(config.model, source)
     base = config.model.pretrained
@@ -186,8 +177,12 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     text = card.describe_run(directory, config, restored, path.resolve().name, notes, "peft")
     files = describe_training(config.data, source, lambda folder: card.write(folder, text)).write_files
     origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base), files)
-    settings = (config.lora.alpha, config.lora.rslora, origin)
-    write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
+    whole = None
+    if config.training.trainable or config.model.resize_vocabulary:
+        trained = {name for name, leaf in collect_leaves(params).items() if not isinstance(leaf, LoraWeight)}
+        layers = stored.open_run_layers(directory, config, restored)
+        whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0)
+    write_adapter_folder(path, params, family, config.model, config.lora, origin, dtype, whole)
     print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
     for line in (*notes, *said):
         print(line)

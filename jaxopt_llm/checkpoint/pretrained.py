@@ -10,7 +10,7 @@ from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 
 
@@ -36,9 +36,33 @@ def resolve_pretrained(config: Config) -> Config:
     config = fields.replace_fields(config, {"data": _resolve_tokenizer(config.data, config.model.pretrained)})
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": hub.absolute_name(config.lora.pretrained)})
-        lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
-        config = fields.replace_fields(config, {"lora": lora})
+        config = _set_adapter_fields(config, open_pretrained_adapter(config))
     return config
+
+
+def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:
+    """Return the configuration with the fields that the folder of `lora.pretrained` sets.
+
+    Whole weights that are saved with the adapters go on training. Their tables may be larger than those of the model.
+    """
+    name, size = f"lora.pretrained={config.lora.pretrained}", adapter.model.vocabulary_size
+    values: dict[str, Any] = {"lora": _set_fields("lora", config.lora, adapter.lora)}
+    merge = "merge it (python -m jaxopt_llm.convert merge --base MODEL --adapter ADAPTER --to FOLDER) and train FOLDER"
+    if config.model.tied_head and not adapter.model.tied_head:
+        raise InputError(f"{name}: its head differs from its embedding table, which the model ties; {merge}")
+    if size != config.model.vocabulary_size:
+        if config.model.resize_vocabulary:
+            raise InputError(f"{name}: its tables have {size} rows; set --model.resize-vocabulary {size}")
+        if size < (rows := config.model.vocabulary_size):
+            raise InputError(f"{name}: its tables have {size} rows, fewer than the {rows} of the model; {merge}")
+        values |= {"model.vocabulary_size": size, "model.resize_vocabulary": size}
+    if paths := adapter.whole.paths:
+        trained = config.training.trainable
+        missing = [path for path in paths if not tree.first_match(path, trained)]
+        if trained and missing:
+            raise InputError(f"{name}: it also trains {missing[0]}; name it in --training.trainable, or leave that out")
+        values["training.trainable"] = trained or paths
+    return fields.replace_fields(config, values)
 
 
 def read_model_config(path: Path) -> ModelConfig:

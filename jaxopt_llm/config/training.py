@@ -82,9 +82,10 @@ class TrainingConfig:
     (1 + n) / (10 + n) in update n, so that the initial values do not dominate it. Held-out losses, samples, generation
     and exports use the average. It takes 4 bytes per trained parameter, divided as the optimizer's state. 0 = off."""
     trainable: tuple[str, ...] = setting((), resume="never")
-    """Globs of the paths of the parameters to train, such as */scale, where * also matches slashes; the others are
-    frozen, in precision.compute_dtype. With lora.rank, these parameters train in addition to the adapters (PEFT:
-    modules_to_save). Empty = all parameters, or with lora.rank only the adapters."""
+    """Parameters to train, such as embedding head for the two tables: parts of their paths, or globs of the paths such
+    as segment_1/*, where * also matches slashes; the others are frozen, in precision.compute_dtype. With lora.rank,
+    these parameters train in addition to the adapters (PEFT: modules_to_save). Empty = all parameters, or with
+    lora.rank only the adapters."""
     skip_limit: int = setting(10, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive skipped steps that end the run, with exit code 3. Overflows under loss scaling do not
     count."""
@@ -242,16 +243,17 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 class LoraConfig:
     pretrained: str = setting("", resume="freely")
     """Folder or hub id of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha,
-    targets, rslora and dora. Empty = new adapters."""
+    targets, rslora and dora; and with whole weights (modules_to_save) training.trainable and the size of the
+    vocabulary. Empty = new adapters."""
     rank: int = setting(0, resume="never", in_pretrained=True, bounds=NON_NEGATIVE)
     """Rank of the LoRA adapters; only they are trained (Hu et al. 2021; PEFT: r). 0 = no adapters: train the parameters
     themselves."""
     alpha: float = setting(16.0, in_pretrained=True, bounds=POSITIVE)
     """The product of an adapter is multiplied by alpha / rank (PEFT: lora_alpha)."""
     targets: tuple[str, ...] = setting((ALL_LINEAR,), resume="never", in_pretrained=True)
-    """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, or globs of paths
-    such as */attention/query, where * also matches slashes. The first match applies, and every pattern must apply to a
-    weight."""
+    """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, parts of paths such
+    as query value, or globs of paths such as */attention/*, where * also matches slashes. The first match applies, and
+    every pattern must apply to a weight."""
     base: Literal["float", "int8", "nf4"] = setting("float", resume="never")
     """Storage of the frozen base. float: precision.compute_dtype. int8: the matrices of the blocks as int8 codes. nf4:
     the matrices of the blocks as 4-bit NormalFloat (QLoRA, Dettmers et al. 2023)."""

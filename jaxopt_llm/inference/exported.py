@@ -18,7 +18,6 @@ from jaxopt_llm.data.continuation import find_eos_ids
 from jaxopt_llm.data.template import find_template, open_renderer
 from jaxopt_llm.data.tokenizer import (
     Tokenizer,
-    declared_tokens,
     find_tokenizer_folder,
     load_tokenizer,
     read_json_object,
@@ -122,10 +121,8 @@ def _find_token_ids(data: DataConfig, tokenizer: Tokenizer, base: Path | None) -
     ends = find_eos_ids(data, tokenizer, _find_turn_end(data, tokenizer))
     ordered = [tokenizer.eos, *sorted(ends - {tokenizer.eos})]
     ids: dict[str, Any] = {"eos_token_id": ordered if len(ordered) > 1 else tokenizer.eos}
-    folder = find_tokenizer_folder(data)
-    declared = declared_tokens(read_json_object(folder / SETTINGS)) if folder else {}
     for name in ("bos", "pad"):
-        if (index := tokenizer.vocabulary.get(declared.get(f"{name}_token", ""))) is not None:
+        if (index := tokenizer.vocabulary.get(tokenizer.named_tokens.get(f"{name}_token", ""))) is not None:
             ids[f"{name}_token_id"] = index
     if tokenizer.bos is not None:
         ids["bos_token_id"] = tokenizer.bos

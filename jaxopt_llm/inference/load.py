@@ -116,7 +116,7 @@ def load_pretrained(
 
 def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
-    adapters = None if adapter is None else open_adapters(adapter, folder)
+    adapters, folder = (None, folder) if adapter is None else open_adapters(adapter, folder)
     specs = stored.stored_specs(folder)
     products = devices.choose_local_grouped_matmul(precision)
     model: Model = Decoder(folder.config, grouped_matmul=products).with_specs(specs)

@@ -184,7 +184,11 @@ def load_model(
     if quantisation:
         _check_quantisation(quantisation, directory, folder, adapter)
     if adapter is not None:
-        adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
+        if folder is None:
+            adapters = open_run_adapters(adapter, directory, config)
+        else:
+            adapters, folder = open_adapters(adapter, folder)
+            config = replace(config, model=replace(folder.config, pretrained=config.model.pretrained))
     if folder is None:
         find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)

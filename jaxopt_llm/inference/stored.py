@@ -73,7 +73,7 @@ def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLa
         InputError: a folder is incomplete, or the adapters do not belong to the model.
     """
     folder = huggingface.open_model_folder(path)
-    adapters = open_adapters(adapter, folder)
+    adapters, folder = open_adapters(adapter, folder)
     specs = stored_specs(folder)
     return folder.config, StoredLayers(collect_leaves(adapters.add_to_specs(specs)), None, folder, adapters)
 

@@ -132,7 +132,7 @@ def write_layers(
     # parameter are next to each other where they are read.
     order = sorted(layouts, key=lambda name: [piece.path for piece in layouts[name].pieces])
     with NewFolder(path) as folder:
-        get_tensor = _tensor_getter(path, layouts, specs, source)
+        get_tensor = make_tensor_getter(path, layouts, specs, source)
         safetensors.write_folder(folder, specs, get_tensor, max_file_bytes, order)
         content = {
             **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
@@ -145,7 +145,7 @@ def write_layers(
         origin.write_files(folder)
 
 
-def _tensor_getter(
+def make_tensor_getter(
     path: Path, layouts: Mapping[str, TensorLayout], specs: Mapping[str, TensorSpec], source: Layers
 ) -> Callable[[str], np.ndarray]:
     """Return a function that fetches a tensor by its name."""
