@@ -102,21 +102,21 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
         ),
         program.batch_sharding,
     )
-    state, metrics = compiled(state, batch)
+    state, metrics = compiled(state, batch, program.step.placed)
     jax.block_until_ready(metrics)
     first_step = time.time() - started
 
     seconds = []
     for _ in range(steps):
         before = time.perf_counter()
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, batch, program.step.placed)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - before)
     step_seconds = statistics.median(seconds)
     if profile:
         with jax.profiler.trace(profile):
             for _ in range(2):
-                state, metrics = compiled(state, batch)
+                state, metrics = compiled(state, batch, program.step.placed)
             jax.block_until_ready(metrics)
         (Path(profile) / "step.hlo.txt").write_text(str(compiled.as_text()))
 

@@ -25,14 +25,16 @@ if __name__ == "__main__":
 import contextlib
 import functools
 import os
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.agreement import check_same_programs
@@ -48,6 +50,7 @@ from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.job_groups import JobGroup
+from jaxopt_llm.training.next_commands import list_next_commands
 from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.replicas import copies_state
 from jaxopt_llm.training.run_steps import train_workload
@@ -74,14 +77,14 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
     ):
         setup = prepare_run(requested, processes)
         config: Config = setup.config  # the requested one, with epochs as steps
-        steps, corpus = config.training.steps, setup.data.corpus.sha256
+        corpus = setup.data.corpus.sha256
         files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
         verification = Verification(find_prepared(files), (processes.index, processes.count))
         records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, (), corpus))
         stack.enter_context(verification)
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
-        if start >= steps:
-            _say_finished(directory, start, config, progress.say)
+        if records.end:
+            _say_finished(directory, records.end, config, progress.say)
             return
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)
@@ -90,11 +93,15 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         clock = time.perf_counter()
         setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
-        check_same_programs(processes, lambda: lowered.step)
+        check_same_programs(processes, lambda: lowered.step, setup.program.step.hyperparameters)
         explainer = make_explainer(setup.config, setup.program, setup.placement, checkpoints)
-        outer = {"an outer step": (lowered.outer_step, programs.outer_step)} if programs.outer_step else {}
+        pairs = {
+            STEP: (lowered.step, programs.step),
+            "an evaluation": (lowered.held_out, programs.held_out),
+            "an outer step": (lowered.outer_step, programs.outer_step),
+        }
         explainer.check_fits(
-            {STEP: (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)} | outer,
+            {name: pair for name, pair in pairs.items() if pair[0] is not None},
             copies_state(config.run.check_replicas, setup.program.state),
         )
         if processes.first:
@@ -104,11 +111,14 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         group = JobGroup(setup, progress.say, signals.requested) if config.groups.server else None
         with group or contextlib.nullcontext():
             train_workload(workload, records, signals, group)
+        if processes.first:
+            for line in list_next_commands(setup.config):
+                progress.say(line)
 
 
-def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str], None]) -> None:
-    """Say that a run is finished, and which requested changes have no effect."""
-    say(f"{directory} is finished at step {step}; train longer with --training.steps N")
+def _say_finished(directory: Path, end: str, config: Config, say: Callable[[str], None]) -> None:
+    """Say why a run has ended, and which requested changes have no effect."""
+    say(end)
     started = read_started(directory)
     changes = fields.list_changes(started.config, config) if started else []
     # The start of the run replaced each `auto` by a value, and `auto` asks for nothing else.
@@ -132,6 +142,7 @@ def main() -> int:
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
         Preemption() as signals,
+        _name_command(processes),
     ):
         train(_take_devices(config, recipe.flags, processes), signals, processes)
     return 0
@@ -142,9 +153,21 @@ def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -
     found = visible_devices()
     usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
     config, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
-    if line:
+    if line and processes.first:
         print(line, flush=True)
     return config
+
+
+@contextlib.contextmanager
+def _name_command(processes: Processes) -> Iterator[None]:
+    """Print the command that continues the run if a signal stops it. The command of a job is its launcher's."""
+    try:
+        yield
+    except Preempted:
+        if processes.count == 1:
+            with contextlib.suppress(OSError):
+                print(f"to continue: {COMMAND} {shlex.join(sys.argv[1:])}", flush=True)
+        raise
 
 
 def _train_own_model(recipe: Recipe) -> int:
@@ -159,7 +182,10 @@ def _train_own_model(recipe: Recipe) -> int:
     if config.mesh != MeshConfig() or job.processes > 1:
         runtime.check_no_device(f"--config {recipe.path}")
     runtime.configure_mesh(config.mesh, job, cache=True)
-    with process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes:
+    with (
+        process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
+        _name_command(processes),
+    ):
         train_recipe(recipe, processes)
     return 0
 

@@ -76,7 +76,7 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
     assert "choose one of 0, or best" in refused("convert", "export", "--checkpoint", run, "--to", back, "--step", 3)
     said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000, "--step", 0)
-    assert said == f"step 0 of {run} is in {back}, in float32\n"
+    assert said.splitlines()[0] == f"step 0 of {run} is in {back}, in float32"
     assert len(list(back.glob("*.safetensors"))) > 1
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     one, two = tensors(folder), tensors(back)
@@ -94,7 +94,7 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     folders_have_no_step = ("--base", folder, "--adapter", back, "--to", run / "new", "--step", 2)
     assert "--step 2: --base is a model folder" in refused("convert", "merge", *folders_have_no_step)
     assert "it has no adapters" in refused("convert", "merge", "--checkpoint", run, "--to", run / "new")
-    assert len(list(run.iterdir())) == 3  # and nothing beside
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "config.json", "corpus.json", "tokenizer"}
 
 
 def test_training_begins_from_a_folder_and_ends_as_one(folder: Path, tmp_path: Path) -> None:

@@ -75,6 +75,36 @@ def test_a_continuation_keeps_the_space_that_its_tokenizer_drops_at_a_start(tmp_
     assert continuation.text == " world world hel"
 
 
+@pytest.mark.parametrize(
+    ("stops", "tokens", "expected"),
+    [
+        (["<|im_end|>"], "hello <|im_end|> world", "hello"),
+        (["<|im_end|>"], "hello <|im_start|> world <|im_end|> hello", "hello world"),
+        (["<|im_end|> world"], "hello <|im_end|> hello <|im_end|> world hello", "hello hello"),
+        (["lo<|im_end|>"], "world hello <|im_end|> world", "world hel"),
+        (["<|im_start|>"], "hello <|im_end|> world", "hello world"),
+    ],
+)
+def test_a_special_token_stops_although_it_is_not_shown(
+    stops: list[str], tokens: str, expected: str, tmp_path: Path
+) -> None:
+    words = ["\u2581hello", "\u2581world", "</s>", "<|im_start|>", "<|im_end|>"]
+    library = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="</s>"))
+    library.decoder = decoders.Metaspace()
+    library.add_special_tokens(words[2:])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(tmp_path)
+    continuation = Continuation(tokenizer, [], {tokenizer.eos}, stops)
+    shown = ""
+    for token in tokens.split():
+        name = token if token in words else f"\u2581{token}"
+        continuation.add(tokenizer.vocabulary[name])
+        shown += continuation.take_new_text()
+        assert expected.startswith(shown)
+    continuation.finish()
+    assert (shown + continuation.take_new_text(), continuation.text) == (expected, expected)
+
+
 def test_nothing_follows_the_end_of_the_document() -> None:
     continuation = Continuation(ByteTokenizer(), (), {ByteTokenizer.eos}, ())
     for token in (104, ByteTokenizer.eos, 105):

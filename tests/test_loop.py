@@ -87,10 +87,12 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
             def memory_analysis(self) -> Any:
                 return compiled.memory_analysis()
 
-            def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+            placed = program.step.placed
+
+            def __call__(self, *arguments: Any) -> tuple[Any, Any]:
                 step = sum(event.startswith("run") for event in events) + 1
                 events.append(f"run {step}")
-                state, metrics = compiled(state, batch)
+                state, metrics = compiled(*arguments)
                 return state, {name: Watched(value, step, events) for name, value in metrics.items()}
 
         return dataclasses.replace(program, step=Watching())

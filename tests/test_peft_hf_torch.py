@@ -15,7 +15,7 @@ import pytest
 
 import jaxopt_llm
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapter_folder
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.inference.load import Pretrained
@@ -128,7 +128,7 @@ def adapted(model: Model, targets: str) -> Pretrained:
 
 def write(here: Pretrained, path: Path) -> None:
     family, _ = huggingface.read_config(here.source)
-    write_adapter_folder(path, here.params, family, here.config, ALPHA, base=str(here.source))
+    write_adapter_folder(path, here.params, family, here.config, ALPHA, origin=AdapterOrigin(str(here.source)))
 
 
 BLOCKS = "*/attention/* */mlp/*"

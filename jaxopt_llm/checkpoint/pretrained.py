@@ -101,8 +101,8 @@ def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
         remedy = f"leave out {', '.join(conflicts)}"
         if len(conflicts) > 2 and name == "model":
             remedy = (
-                "take a recipe without sizes, --config finetune.py (adapters) or pretrain.py (all parameters), or "
-                f"leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
+                "take a recipe without sizes, --config finetune.py (adapters), finetune_full.py or pretrain.py (all "
+                f"parameters), or leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
             )
         raise InputError(f"{name}.pretrained={section.pretrained} sets the {owner} fields; {remedy}")
     return fields.replace_fields(section, stored)
@@ -114,12 +114,18 @@ def find_source_folder(config: Config) -> Path | None:
     None: the model came from no folder, or the folder no longer exists. For a model of the hub, the folder holds its
     configuration and tokenizer, perhaps without weights.
     """
+    name = find_source_name(config)
+    folder = hub.find_folder(name, "model.pretrained=", weights=False) if name else None
+    return folder if folder and folder.is_dir() else None
+
+
+def find_source_name(config: Config) -> str:
+    """Return the path or the hub id of the model that a model came from, possibly through other runs; empty: none."""
     path, visited = config.model.pretrained, set[str]()
     while path and is_run_directory(Path(path)) and path not in visited:
         visited.add(path)
         path = cli.load_run_config(Path(path), "model.pretrained=").model.pretrained
-    folder = hub.find_folder(path, "model.pretrained=", weights=False) if path else None
-    return folder if folder and folder.is_dir() else None
+    return path
 
 
 def open_pretrained_adapter(config: Config) -> AdapterFolder:

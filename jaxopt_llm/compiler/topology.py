@@ -113,6 +113,7 @@ def lower_without_gpu(function: Any, *arguments: Any) -> jax.stages.Lowered:
     a topology do not have.
 
     Args:
+        function: jitted, or a BoundStep.
         arguments: ShapeDtypeStructs. Those in host memory need shardings over the abstract mesh, which keep the memory
             kind.
     """
@@ -124,7 +125,8 @@ def lower_without_gpu(function: Any, *arguments: Any) -> jax.stages.Lowered:
     with module.context:
         operands, results = (list(main.attributes[name]) for name in ("arg_attrs", "res_attrs"))
         for i, index in enumerate(kept_indices):
-            if shardings[index].memory_kind == HOST:
+            # The hyperparameters of a step, which `function` adds, follow the arguments.
+            if index < len(shardings) and shardings[index].memory_kind == HOST:
                 operands[i] = _with_host_memory(operands[i])
                 if "tf.aliasing_output" in operands[i]:
                     result = operands[i]["tf.aliasing_output"].value  # it reuses the buffer of a donated argument

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import ModelConfig
+from jaxopt_llm.config.rope import READ_BY_SCALING
 from jaxopt_llm.config.run import Config
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
@@ -24,6 +25,11 @@ def find_unread(config: Config) -> dict[str, str]:
         for name, reason in _expand(rules, fields.FIELDS).items()
         if fields.get_field(config, name) != fields.get_field(defaults, name)
     }
+
+
+def find_without_effect(config: Config) -> dict[str, str]:
+    """Return what `find_unread` does, with the settings whose check reports an error because they are not read."""
+    return find_unread(config) | {f"lora.{name}": reason for name, reason in config.lora.find_unread().items()}
 
 
 def find_unread_by_model(model: ModelConfig) -> set[str]:
@@ -56,13 +62,13 @@ def divides_gradients(config: Config) -> bool:
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
-    bounds = "rope.scaling rope.low_frequency_factor rope.high_frequency_factor rope.original_length"
-    yarn = "rope.mscale rope.mscale_all_dim"
+    scaling = {name for names in READ_BY_SCALING.values() for name in names}
+    other_scaling = " ".join(f"rope.{name}" for name in sorted(scaling - {*READ_BY_SCALING[rope.scaling]}))
     return [
         ("max_positions", f"model.positions={model.positions}", not learned),
         ("rope.*", "model.positions=learned", learned),
-        (f"{bounds} {yarn}", "model.rope.factor=1", rope.factor == 1),
-        (yarn, f"model.rope.scaling={rope.scaling}", rope.scaling != "yarn"),
+        (f"rope.scaling {' '.join(f'rope.{name}' for name in scaling)}", "model.rope.factor=1", not rope.is_scaled),
+        (other_scaling, f"model.rope.scaling={rope.scaling}", True),
         ("window", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
         ("mlp_width", "every layer has experts", all(has_experts)),
         ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
@@ -82,6 +88,7 @@ def _rules(config: Config) -> list[Rule]:
         ("data.weights", "data.paths names one path", len(data.paths) == 1),
         ("data.separator", f"data.format={data.format} has no text files", not has_text_files),
         ("data.text_field", f"data.content={data.content}", data.content != "text"),
+        ("data.columns", "data.content=text", data.content == "text"),
         ("data.held_out", "evaluation.paths names the validation sets", bool(config.evaluation.paths)),
         ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
         ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),
@@ -111,6 +118,12 @@ def _rules(config: Config) -> list[Rule]:
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
+        (
+            "evaluation.patience evaluation.batches evaluation.paths evaluation.samples evaluation.sample_tokens "
+            "data.held_out checkpoint.keep_best",
+            "evaluation.every=0",
+            not config.evaluation.every,
+        ),
         ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
         ("profile.steps", "profile.start_step=0", not config.profile.start_step),
     ]

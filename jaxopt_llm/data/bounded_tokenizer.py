@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokenizer_folder import Assembly
 
 MEMORY, SECONDS = 2**32, 120.0  # bytes, and seconds for one call: limits for empty texts
 PROGRAM = Path(__file__).with_name("tokenizer_process.py")
@@ -32,14 +34,20 @@ class BoundedTokenizer:
     Attributes:
         vocabulary: id of each token.
         special_tokens: tokens that do not stand for text.
+        named_tokens: special tokens by their names in transformers: bos_token, eos_token, ...
+        added_tokens: ids and descriptions of all added tokens.
+        prefix: ids that transformers adds before a text.
+        suffix: ids that transformers adds after a text.
+        replaced: parts of the file that were replaced.
     """
 
-    def __init__(self, name: str, content: bytes) -> None:
+    def __init__(self, name: str, parts: Sequence[bytes], assembly: Assembly) -> None:
         """Load a tokenizer.
 
         Args:
             name: what the user calls it, for messages.
-            content: the content of the file.
+            parts: see `TokenizerFiles`.
+            assembly: what is built from them.
 
         Raises:
             Refused: the library does not accept the content.
@@ -51,9 +59,14 @@ class BoundedTokenizer:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, _end, self._process)
         self._name, self._lock = name, threading.Lock()
-        answer, _ = self._request("load", [content])
+        answer, _ = self._request("load", parts, assembly=asdict(assembly))
         self.vocabulary: dict[str, int] = answer["vocabulary"]
         self.special_tokens: list[str] = answer["special"]
+        self.named_tokens: dict[str, str] = answer["named"]
+        self.added_tokens: list[tuple[int, str]] = answer["added"]
+        self.prefix: tuple[int, ...] = tuple(answer["prefix"])
+        self.suffix: tuple[int, ...] = tuple(answer["suffix"])
+        self.replaced: list[str] = answer["replaced"]
 
     def encode(self, texts: Sequence[bytes]) -> list[Ids]:
         answer, following = self._ask("encode", texts)

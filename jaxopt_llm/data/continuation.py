@@ -6,39 +6,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_eos_ids
 
 
 def find_eos_ids(config: DataConfig, tokenizer: Tokenizer, turn_end: str | None = None) -> frozenset[int]:
     """Return the ids that end generated text.
 
-    These are the tokenizer's EOS token, the special token `turn_end`, and eos_token_id of generation_config.json next
+    These are the tokenizer's EOS tokens, the special token `turn_end`, and eos_token_id of generation_config.json next
     to the tokenizer or, if that has none, of config.json. Chat models name the token that ends a turn there.
 
     Raises InputError if a file names an invalid id.
     """
-    eos_ids = {tokenizer.eos}
+    ends = set(tokenizer.eos_ids)
     if turn_end is not None:
-        eos_ids |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
+        ends |= {int(i) for i in tokenizer.encode([turn_end.encode()])[0]}
     folder = find_tokenizer_folder(config)
-    for file in [folder / "generation_config.json", folder / "config.json"] if folder else []:
-        value = read_json_object(file).get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if any(type(i) is not int or not 0 <= i < tokenizer.vocabulary_size for i in ids):
-            most = f"the tokenizer's vocabulary size {tokenizer.vocabulary_size}"
-            raise InputError(f"{file}: eos_token_id={value!r}: must be a token id or a list of them, below {most}")
-        return frozenset({*eos_ids, *ids})
-    return frozenset(eos_ids)
+    return frozenset(ends.union(read_eos_ids(folder, tokenizer.vocabulary_size) if folder else []))
 
 
 class Continuation:
     """Text that is generated after one prompt, up to an EOS token or a stop string.
 
     Tokens are decoded together with the tokens before them, because a tokenizer may drop a space at the start of the
-    text that it decodes.
+    text that it decodes. Special tokens are not part of the text, but stop strings are also found in them.
 
     Args:
         tokenizer: decodes the tokens.
@@ -55,8 +45,13 @@ class Continuation:
         self, tokenizer: Tokenizer, prompt: Sequence[int], eos_ids: Collection[int], stop_strings: Sequence[str]
     ) -> None:
         self._tokenizer, self._eos_ids, self._stop_strings = tokenizer, eos_ids, stop_strings
+        self._special = (
+            {tokenizer.vocabulary[token]: token for token in tokenizer.special_tokens} if stop_strings else {}
+        )
         self._context = list(prompt)  # the last decoded tokens (at first the prompt), and special tokens after them
         self._pending: list[int] = []  # later tokens, which end inside a character
+        self._whole = ""  # the text with the special tokens
+        self._hidden: list[tuple[int, int]] = []  # begin and end of each special token in it
         self._shown = 0
         self.done = False
         self.text = ""
@@ -70,6 +65,8 @@ class Continuation:
             return
         self._pending.append(token)
         self._decode_pending(whole_characters=True)
+        if token in self._special and not self.done:
+            self._extend(self._special[token], hidden=True)
 
     def finish(self) -> None:
         """End the text: no token follows."""
@@ -83,11 +80,24 @@ class Continuation:
         if not self._pending or (whole_characters and new.endswith("\N{REPLACEMENT CHARACTER}")):
             return
         self._context, self._pending = self._pending if new else self._context + self._pending, []
-        old = len(self.text)
-        self.text += new
-        begins = [self.text.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
+        self._extend(new)
+
+    def _extend(self, new: str, hidden: bool = False) -> None:
+        """Add text, or a special token, which is hidden; and end the text at the first stop string."""
+        old = len(self._whole)
+        self._whole += new
+        if hidden:
+            self._hidden.append((old, len(self._whole)))
+        else:
+            self.text += new
+        begins = [self._whole.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
         if found := [begin for begin in begins if begin >= 0]:
-            self.text, self.done = self.text[: min(found)], True
+            self.text, self.done = self._text_before(min(found)), True
+
+    def _text_before(self, end: int) -> str:
+        """Return the text before a position of the text with special tokens."""
+        edges = [0, *(min(edge, end) for span in self._hidden for edge in span), end]
+        return "".join(self._whole[begin:stop] for begin, stop in zip(edges[::2], edges[1::2], strict=True))
 
     def take_new_text(self) -> str:
         """Return the text that was not returned before, without a possible start of a stop string at its end."""
@@ -96,10 +106,11 @@ class Continuation:
             started = [
                 length
                 for stop in self._stop_strings
-                for length in range(1, min(len(stop), end + 1))
-                if self.text.endswith(stop[:length])
+                for length in range(1, min(len(stop), len(self._whole) + 1))
+                if self._whole.endswith(stop[:length])
             ]
-            end -= max(started, default=0)
+            if started:
+                end = len(self._text_before(len(self._whole) - max(started)))
         new = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return new

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,15 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.core import hub, json_files
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError, describe_error
-from jaxopt_llm.core.files import check_is_no_pointer, read_file
 from jaxopt_llm.data.bounded_tokenizer import BoundedTokenizer, Refused
+from jaxopt_llm.data.tokenizer_folder import TokenizerFiles, read_json_object, read_tokenizer_files
 
-# BOS and EOS names by model family, most specific first: Llama 2, Mistral and Gemma, Llama 3, OLMo, Phi, Qwen, GPT-2.
-_BOS_NAMES = ("<|begin_of_text|>", "<bos>", "<s>")
+# EOS of a tokenizer.json without other files, most specific first: Llama 3, Gemma, Llama 2 and Mistral, GPT-2.
 _EOS_NAMES = ("<|end_of_text|>", "<eos>", "</s>", "<|endoftext|>")
-MAX_TOKENIZER_BYTES = 2**28  # published ones have at most 35 MB
 
 
 class Tokenizer(Protocol):
@@ -26,22 +25,30 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocabulary_size: the largest id plus 1.
-        bos: id before each document; None if the tokenizer's family has no BOS token.
-        eos: id after each document.
+        prefix: ids before each document: the BOS token, if transformers adds one.
+        suffix: ids after each document, of which the last is EOS.
+        bos: the first id of `prefix`, or None.
+        eos: the last id of `suffix`.
+        eos_ids: ids that end generated text: EOS, and others if the tokenizer declares several.
         special_tokens: tokens that do not stand for text.
         vocabulary: id of each token; empty if the tokens have no names.
-        sha256: hash of everything that the ids depend on, including BOS and EOS.
+        sha256: hash of everything that the ids depend on, including `prefix` and `suffix`.
+        note: what its files do not show about the ids, or an empty text.
     """
 
     vocabulary_size: int
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
     bos: int | None
     eos: int
+    eos_ids: Sequence[int]
     special_tokens: Sequence[str]
     vocabulary: Mapping[str, int]
     sha256: str
+    note: str
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
-        """Return the ids [N] of each text, without BOS and EOS.
+        """Return the ids [N] of each text, without `prefix` and `suffix`.
 
         Raises UnicodeDecodeError if the tokenizer requires UTF-8 and a text is not valid UTF-8.
         """
@@ -56,12 +63,16 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer with one token per byte of UTF-8: ids 0 to 255 are the bytes, 256 is BOS, 257 is EOS."""
 
+    prefix: tuple[int, ...] = (256,)
+    suffix: tuple[int, ...] = (257,)
     bos: int | None = 256
     eos = 257
+    eos_ids: Sequence[int] = (257,)
     special_tokens: Sequence[str] = ()
     vocabulary: Mapping[str, int] = MappingProxyType({})
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
+    note = ""
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -76,17 +87,19 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """Tokenizer of a Hugging Face tokenizer.json.
+    """Tokenizer of a Hugging Face folder: a tokenizer.json and the files next to it, read as transformers 5 reads them.
 
     The library runs in a process of its own, which a file can end without ending this one.
 
-    A special token that is spelled out in a text becomes that token, as in the `tokenizers` library.
+    A special token that is spelled out in a text becomes that token, as in transformers.
 
     Args:
-        path: the file, or a folder that holds it.
-        bos: token before each document. If empty, tokenizer_config.json next to the file names it; otherwise the
-            names that the known model families use are tried.
-        eos: token after each document; found in the same way if empty.
+        path: the tokenizer.json, or the folder that holds it.
+        bos: token before each document; if empty, the tokens that transformers adds.
+        eos: token after each document; if empty, the one that the folder declares.
+
+    Attributes:
+        named_tokens: special tokens by their names in transformers: bos_token, eos_token, ...
 
     Raises:
         InputError: the file does not exist, is not a tokenizer, or does not have such a token.
@@ -95,9 +108,8 @@ class JsonTokenizer:
     def __init__(self, path: Path, bos: str = "", eos: str = "") -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            check_is_no_pointer(file)
-            content = read_file(file, MAX_TOKENIZER_BYTES)
-            self._library = BoundedTokenizer(f"data.tokenizer={path}", content)
+            files = read_tokenizer_files(file, f"data.tokenizer={path}")
+            self._library = BoundedTokenizer(f"data.tokenizer={path}", files.parts, files.assembly)
         except (OSError, ValueError, Refused) as error:
             remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
             raise InputError(
@@ -109,26 +121,36 @@ class JsonTokenizer:
             raise InputError(f"data.tokenizer={path}: the vocabulary is empty; name another tokenizer")
         self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.special_tokens: Sequence[str] = self._library.special_tokens
-        declared = declared_tokens(read_json_object(file.with_name("tokenizer_config.json")))
-
-        def find_id(setting: str, name: str, key: str, known: tuple[str, ...]) -> int | None:
-            if name and name not in vocabulary:
+        self.named_tokens: Mapping[str, str] = self._library.named_tokens
+        for setting, token in {"bos": bos, "eos": eos}.items():
+            if token and token not in vocabulary:
                 choices = f"one of its tokens, for example a special token: {self.special_tokens}"
-                raise InputError(f"data.{setting}={name}: {file} has no such token; choose {choices}")
-            names = (name, declared.get(key), *(token for token in known if token in self.special_tokens))
-            return next((vocabulary[token] for token in names if token in vocabulary), None)
+                raise InputError(f"data.{setting}={token}: {file} has no such token; choose {choices}")
+        self.eos_ids: Sequence[int] = [vocabulary[eos]] if eos else self._find_eos_ids(files, path)
+        self.eos: int = self.eos_ids[0]
+        self.prefix: tuple[int, ...] = (vocabulary[bos],) if bos else self._library.prefix
+        self.bos = self.prefix[0] if self.prefix else None
+        suffix = () if eos else self._library.suffix
+        self.suffix: tuple[int, ...] = suffix if suffix[-1:] == (self.eos,) else (*suffix, self.eos)
+        replaced = " and ".join(self._library.replaced)
+        self.note = replaced and f"{files.chosen} of transformers 5 replaces the {replaced} of {file.name}"
+        told = [files.assembly.pipeline, files.assembly.splits_special, self._library.added_tokens]
+        told += [self.prefix, self.suffix, [len(part) for part in files.parts]]
+        self.sha256 = hashlib.sha256(b"".join([*files.parts, json.dumps(told).encode()])).hexdigest()
 
-        eos_id = find_id("eos", eos, "eos_token", _EOS_NAMES)
-        if eos_id is None:
-            raise InputError(
-                f"data.tokenizer={path}: the tokenizer does not declare an EOS token; declare it as eos_token in "
-                f"tokenizer_config.json, or set --data.eos to one of its special tokens: {self.special_tokens}"
-            )
-        self.eos: int = eos_id
-        bos_id = find_id("bos", bos, "bos_token", _BOS_NAMES)
-        # GPT-2 declares one token as both BOS and EOS. It separates documents, so it is written once, as EOS.
-        self.bos = None if bos_id == self.eos and not bos else bos_id
-        self.sha256 = hashlib.sha256(content + f"\0{self.bos}\0{self.eos}".encode()).hexdigest()
+    def _find_eos_ids(self, files: TokenizerFiles, path: Path) -> list[int]:
+        """Return the ids of eos_token. If there is none: eos_token_id of the model's files, or a common name."""
+        vocabulary = self.vocabulary
+        if declared := [vocabulary[token] for token in files.eos_tokens if token in vocabulary]:
+            return declared
+        if configured := read_eos_ids(path if path.is_dir() else path.parent, self.vocabulary_size):
+            return configured
+        if known := [vocabulary[token] for token in _EOS_NAMES if token in self.special_tokens]:
+            return known[:1]
+        raise InputError(
+            f"data.tokenizer={path}: the tokenizer does not declare an EOS token; declare it as eos_token in "
+            f"tokenizer_config.json, or set --data.eos to one of its special tokens: {self.special_tokens}"
+        )
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
         for text in texts:
@@ -169,8 +191,18 @@ def declared_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file next to a tokenizer, or an empty dict if there is no such file."""
-    if not path.is_file():
-        return {}
-    return json_files.read_object(path, "repair or remove the file")
+def read_eos_ids(folder: Path, vocabulary_size: int) -> list[int]:
+    """Return eos_token_id of generation_config.json in a folder or, if that has none, of config.json.
+
+    Raises InputError if a file names an invalid id.
+    """
+    for file in folder / "generation_config.json", folder / "config.json":
+        value = read_json_object(file).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if any(type(i) is not int or not 0 <= i < vocabulary_size for i in ids):
+            most = f"the tokenizer's vocabulary size {vocabulary_size}"
+            raise InputError(f"{file}: eos_token_id={value!r}: must be a token id or a list of them, below {most}")
+        return ids
+    return []

@@ -8,7 +8,9 @@ A request may use BYTES of memory and SECONDS, and more for each byte of its tex
 
 A request on standard input is a line of JSON with "do" and "sizes", followed by byte strings of these sizes:
 
-- load: the content of a tokenizer.json. The answer has "vocabulary" and "special", the special tokens.
+- load: the content of a tokenizer.json, or those of vocab.json and merges.txt; and "assembly", what is built from it. The
+  answer has the "vocabulary"; the "special" tokens, and those with names ("named"); all "added" tokens with their ids and
+  flags; and the ids that transformers adds before and after a text ("prefix", "suffix"). "replaced" are the parts of the file that the assembly replaces.
 - encode: texts. The answer has "counts", the tokens of each text, followed by all their ids, int32.
 - encode_with_offsets: the same, followed by the index of the first character of each token, int32.
 - decode: no byte strings, but "ids". The answer has "text".
@@ -27,20 +29,153 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 MEMORY_PER_BYTE = 512  # bytes of memory for each byte of a request
 BYTES_PER_SECOND = 10_000  # the slowest tokenizers encode 30 times as many
+STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ENCODING = ("normalizer", "pre_tokenizer")
+SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # clean_up_tokenization_spaces
 
 
-def load(content: bytes) -> tuple[Tokenizer, dict[str, Any]]:
-    library = Tokenizer.from_buffer(content)
-    library.no_truncation()
-    library.no_padding()
-    library.post_processor = None  # it does not change the ids, but can change token offsets
-    added = library.get_added_tokens_decoder().values()
-    special = [str(token.content) for token in added if token.special]
-    return library, {"vocabulary": library.get_vocab(with_added_tokens=True), "special": special}
+class Loaded:
+    """Tokenizer that is put together as transformers does it.
+
+    Args:
+        parts: the content of tokenizer.json; or those of vocab.json and merges.txt.
+        assembly: see `tokenizer_folder.Assembly`.
+    """
+
+    def __init__(self, parts: Sequence[bytes], assembly: dict[str, Any]) -> None:
+        self.library, in_file, self._replaced = _build(parts, assembly)
+        named = _add_tokens(self.library, assembly, in_file)
+        self.named = {name: str(token) for name, token in named.items() if token is not None}
+        self.prefix, self.suffix = self._find_ends(assembly["template"])
+        library = self.library
+        library.no_truncation()
+        library.no_padding()
+        library.post_processor = None  # it does not change the ids, but can change token offsets
+        library.encode_special_tokens = assembly["splits_special"]
+        self._cleans_up = assembly["cleans_up"] and not isinstance(library.model, BPE)
+
+    def describe(self) -> dict[str, Any]:
+        added = self.library.get_added_tokens_decoder()
+        return {
+            "vocabulary": self.library.get_vocab(with_added_tokens=True),
+            "special": [token.content for token in added.values() if token.special],
+            "added": [[index, repr(token)] for index, token in sorted(added.items())],
+            "named": self.named,
+            "prefix": self.prefix,
+            "suffix": self.suffix,
+            "replaced": self._replaced,
+        }
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = str(self.library.decode(ids, skip_special_tokens=True))
+        for spaced in SPACED if self._cleans_up else ():
+            text = text.replace(spaced, spaced.strip() if spaced != " ' " else "'")
+        return text
+
+    def _find_ends(self, template: Sequence[bool] | None) -> tuple[list[int], list[int]]:
+        """Return the ids that are added before and after a text."""
+        if template is not None:
+            names = ("bos_token", "eos_token")
+            texts = [self.named[name] if adds and name in self.named else None for name, adds in zip(names, template)]
+            first, last = [[] if text is None else [self.library.token_to_id(text)] for text in texts]
+            return first, last
+        if self.library.post_processor is None:
+            return [], []
+        self.library.no_truncation()
+        for probe in ("a", "0", *self.library.get_vocab(with_added_tokens=False)):
+            text = self.library.encode(probe, add_special_tokens=False).ids
+            if text:
+                break
+        whole = self.library.encode(probe)
+        own = [index for index, added in enumerate(whole.special_tokens_mask) if not added]
+        first, last = whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
+        if [*first, *text, *last] != whole.ids:
+            raise ValueError("its post-processor does more than to add tokens before and after a text")
+        return first, last
+
+
+def _build(
+    parts: Sequence[bytes], assembly: dict[str, Any]
+) -> tuple[Tokenizer, list[tuple[int, AddedToken]], list[str]]:
+    """Return the tokenizer, the added tokens of its file if the assembly does not list them, and the replaced parts."""
+    pipeline, lists = assembly["pipeline"], assembly["listed"] is not None
+    if pipeline is None and lists:
+        return Tokenizer.from_buffer(parts[0]), [], []
+    if len(parts) == 1:
+        content = json.loads(parts[0])
+        vocabulary, merges = content["model"]["vocab"], content["model"].get("merges")
+        merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges or []]
+    else:
+        content, vocabulary = {}, json.loads(parts[0])
+        lines = parts[1].decode().removesuffix("\n").split("\n")
+        merges = [tuple(line.removesuffix("\r").split(" ")) for line in lines if not line.startswith("#version")]
+    in_file = [] if lists else [(token.pop("id"), AddedToken(**token)) for token in content.get("added_tokens") or []]
+    if pipeline is None:
+        return Tokenizer.from_buffer(parts[0]), in_file, []
+    if not isinstance(vocabulary, dict) or (content and "merges" not in content["model"]):
+        raise ValueError("its class in transformers needs a BPE with merges")
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    kept = {key: content.get(key) for key in ("post_processor", "truncation", "padding")}
+    shell = {"version": "1.0", "added_tokens": [], **kept, **pipeline, "model": empty}
+    library = Tokenizer.from_str(json.dumps(shell))
+    own = Tokenizer.from_str(json.dumps({**shell, **{part: content.get(part) for part in ENCODING}}))
+    replaced = [part for part in ENCODING if content and _state(own, part) != _state(library, part)]
+    library.model = BPE(vocabulary, merges, dropout=None, **pipeline["model"])
+    return library, in_file, replaced
+
+
+def _state(library: Tokenizer, part: str) -> bytes | None:
+    value = getattr(library, part)
+    return None if value is None else value.__getstate__()
+
+
+def _add_tokens(
+    library: Tokenizer, assembly: dict[str, Any], in_file: Sequence[tuple[int, AddedToken]]
+) -> dict[str, str | AddedToken | None]:
+    """Add the tokens that the files next to tokenizer.json name. Returns the special tokens by name.
+
+    It follows `from_pretrained` and `TokenizersBackend.__init__` of transformers 5 step by step, because the ids of new
+    tokens depend on their order.
+    """
+    given = assembly["more"] if assembly["listed"] is None else assembly["listed"]
+    numbered = [*((index, make_token(token)) for index, token in given), *in_file]
+    by_text = {str(token): token for _, token in numbered}
+    named = {name: None if token is None else make_token(token) for name, token in assembly["named"].items()}
+    for name in STANDARD:
+        if named.get(name) is not None:
+            named[name] = by_text.get(str(named[name]), named[name])
+    if library.padding is not None:
+        named.setdefault("pad_token", library.padding["pad_token"])
+    named = {name: named.get(name) for name in [*STANDARD, *named]}
+    extra = [make_token(token) for token in assembly["extra"]]
+    special = [*(token for token in named.values() if token is not None), *extra]
+
+    tokens = [token for _, token in sorted(dict(numbered).items(), key=lambda item: item[0])]
+    known = {*(token.content for token in library.get_added_tokens_decoder().values()), *map(str, tokens)}
+    for token in special:
+        if str(token) not in known and token not in tokens:
+            tokens.append(token)
+    names = {str(token) for token in named.values() if token}
+    for index, token in enumerate(tokens):
+        if isinstance(token, str):
+            tokens[index] = AddedToken(token, special=True)
+        elif not token.special and str(token) in names:
+            token.special = True
+    library.add_tokens(tokens)
+    if assembly["adds_again"]:
+        library.add_tokens([AddedToken(text, special=True) for text in dict.fromkeys(map(str, special))])
+    if assembly["marks_again"]:
+        library.add_special_tokens(special)
+    return named
+
+
+def make_token(token: str | dict[str, Any]) -> str | AddedToken:
+    return token if isinstance(token, str) else AddedToken(**token)
 
 
 def encode(library: Tokenizer, texts: Sequence[bytes], offsets: bool) -> tuple[dict[str, Any], bytes]:
@@ -51,13 +186,14 @@ def encode(library: Tokenizer, texts: Sequence[bytes], offsets: bool) -> tuple[d
     return {"counts": [len(each) for each in ids]}, b"".join([*ids, *starts])
 
 
-def answer(library: Tokenizer | None, request: dict[str, Any], parts: Sequence[bytes]) -> tuple[Any, dict, bytes]:
+def answer(loaded: Loaded | None, request: dict[str, Any], parts: Sequence[bytes]) -> tuple[Loaded, dict, bytes]:
     """Return the tokenizer, the answer, and the bytes that follow it."""
-    if library is None:
-        return *load(parts[0]), b""
+    if loaded is None:
+        loaded = Loaded(parts, request["assembly"])
+        return loaded, loaded.describe(), b""
     if request["do"] == "decode":
-        return library, {"text": library.decode(request["ids"], skip_special_tokens=True)}, b""
-    return library, *encode(library, parts, offsets=request["do"] == "encode_with_offsets")
+        return loaded, {"text": loaded.decode(request["ids"])}, b""
+    return loaded, *encode(loaded.library, parts, offsets=request["do"] == "encode_with_offsets")
 
 
 def bound_memory(most: int) -> None:
@@ -76,7 +212,7 @@ def main() -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
-    library = None
+    loaded = None
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     bound_memory(memory)  # now, because a module cannot be imported later
     with open(os.devnull, "w") as null:
@@ -89,7 +225,7 @@ def main() -> None:
             faulthandler.dump_traceback_later(seconds + size / BYTES_PER_SECOND, exit=True, file=null)
             try:
                 parts = [source.read(each) for each in request["sizes"]]
-                library, told, following = answer(library, request, parts)
+                loaded, told, following = answer(loaded, request, parts)
                 head = json.dumps({**told, "size": len(following)})
             except BaseException as error:  # a panic of the library is no Exception
                 head, following = json.dumps({"error": f"{type(error).__name__}: {error}"}), b""

@@ -215,11 +215,12 @@ def join_all(pieces: Sequence[Piece]) -> TokenStream:
 def split_held_out(pieces: Sequence[Piece], share: float) -> tuple[list[GroupRanges], list[GroupRanges]]:
     """Split the groups of each piece into training and held-out ranges.
 
-    Groups with a key in the lowest `share` of all keys are held out. If at least two groups are not empty, each split
-    gets at least one of them. Memory grows only with the number of held-out groups.
+    Groups with a key in the lowest `share` of all keys are held out. Groups in a row with the same key, such as the
+    documents of one conversation, are in the same split. If there are at least two such rows that are not empty, each
+    split gets at least one of them. Memory grows only with the number of held-out groups.
 
     A larger share only adds held-out documents. New documents do not move existing ones to the other split, except the
-    one document that was held out because the share was too small to hold out any.
+    one row that was held out because the share was too small to hold out any.
     """
     held_out = [_groups_below(piece, share) for piece in pieces]
     size = sum(piece.size for piece in pieces)
@@ -228,11 +229,11 @@ def split_held_out(pieces: Sequence[Piece], share: float) -> tuple[list[GroupRan
         return sum(map(_count_tokens, pieces, map(_single_ranges, held_out)))
 
     if size and not count_held_out():
-        index, group = _find_extreme_group(pieces, lowest=True)
-        held_out[index] = np.union1d(held_out[index], [group])
+        index, groups = _find_extreme_groups(pieces, lowest=True)
+        held_out[index] = np.union1d(held_out[index], groups)
     if size and count_held_out() == size:
-        index, group = _find_extreme_group(pieces, lowest=False)
-        held_out[index] = np.setdiff1d(held_out[index], [group])
+        index, groups = _find_extreme_groups(pieces, lowest=False)
+        held_out[index] = np.setdiff1d(held_out[index], groups)
     training = [_complement(groups, piece.groups) for piece, groups in zip(pieces, held_out, strict=True)]
     return training, [_single_ranges(groups) for groups in held_out]
 
@@ -247,8 +248,8 @@ def _groups_below(piece: Piece, share: float) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
-def _find_extreme_group(pieces: Sequence[Piece], lowest: bool) -> tuple[int, int]:
-    """Return the indices of the piece and of its group with the lowest or highest key of all.
+def _find_extreme_groups(pieces: Sequence[Piece], lowest: bool) -> tuple[int, NDArray[np.int64]]:
+    """Return the index of a piece, and its group with the lowest or highest key of all with neighbours of the same key.
 
     Empty groups count only if there are no others.
     """
@@ -259,7 +260,20 @@ def _find_extreme_group(pieces: Sequence[Piece], lowest: bool) -> tuple[int, int
             ranks = keys if lowest else ~keys
             at = int(np.lexsort([ranks, empty])[0])
             best = min(best, (bool(empty[at]), int(ranks[at]), index, first + at))
-    return best[2:]
+    index, group = best[2:]
+    piece = pieces[index]
+
+    def has_same_key(other: int) -> bool:
+        return 0 <= other < piece.groups and bool(
+            piece.group_keys(other, other + 1)[0] == piece.group_keys(group, group + 1)[0]
+        )
+
+    first = last = group
+    while has_same_key(first - 1):
+        first -= 1
+    while has_same_key(last + 1):
+        last += 1
+    return index, np.arange(first, last + 1)
 
 
 def _single_ranges(groups: NDArray[np.int64]) -> GroupRanges:
@@ -293,21 +307,21 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
 def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], ...]]:
     """Tokenize documents, a few megabytes of text at a time.
 
-    Each document becomes BOS (if there is one), its tokens and EOS, in the narrowest dtype that holds the vocabulary.
+    Each document becomes its tokens between those that the tokenizer adds (BOS, if it has one, and EOS), in the narrowest dtype that holds the vocabulary.
     A conversation gets no extra BOS and EOS, because its template writes them.
 
     Yields tokens [N], int64 lengths [documents], uint64 keys [documents] and, for conversations, their mask, bool [N].
     """
     dtype = token_dtype(tokenizer.vocabulary_size)
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    prefix, suffix = tokenizer.prefix, tokenizer.suffix
     for batch in _make_batches(documents):
         texts = [document.content for document in batch]
         mask: tuple[NDArray[np.bool_], ...] = ()
         if batch[0].spans is None:
             encoded = tokenizer.encode(texts)
-            arrays = [array for ids in encoded for array in (bos, ids, [tokenizer.eos])]
+            arrays = [array for ids in encoded for array in (prefix, ids, suffix)]
             tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
-            lengths = np.array([len(bos) + ids.size + 1 for ids in encoded], np.int64)
+            lengths = np.array([len(prefix) + ids.size + len(suffix) for ids in encoded], np.int64)
         else:
             encoded, offsets = zip(*tokenizer.encode_with_offsets(texts), strict=True)
             tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")

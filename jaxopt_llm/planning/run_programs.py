@@ -76,7 +76,7 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
         reason = f"; chosen anew because {changes}" if changes else ""
         say(f"chosen: {format_choices(chosen)}{reason}")
     candidate, lowered, step = choice.compiled
-    held_out = compile_program(candidate, lowered.held_out)
+    held_out = lowered.held_out and compile_program(candidate, lowered.held_out)
     outer_step = lowered.outer_step and compile_program(candidate, lowered.outer_step)
     return candidate, lowered, Executables(step, held_out, outer_step)
 

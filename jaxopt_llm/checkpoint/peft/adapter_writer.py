@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, fetch_layer
+from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, fetch_layer, write_nothing
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorPiece
 from jaxopt_llm.checkpoint.peft import modules as peft
@@ -28,6 +29,19 @@ from jaxopt_llm.model.model import Params
 Adapted = Mapping[str, list[tuple[TensorPiece, LoraWeight]]]  # module name -> its pieces with adapters
 
 
+@dataclass(frozen=True)
+class AdapterOrigin:
+    """What a folder of adapters says about its training.
+
+    Attributes:
+        base: the path or name under which PEFT finds the base model; empty: none.
+        write_files: writes the files that are not the adapters', such as the tokenizer's, into the new folder.
+    """
+
+    base: str = ""
+    write_files: Callable[[Path], None] = write_nothing
+
+
 def write_adapter_folder(
     path: Path,
     params: Params,
@@ -35,7 +49,7 @@ def write_adapter_folder(
     config: ModelConfig,
     alpha: float,
     rslora: bool = False,
-    base: str = "",
+    origin: AdapterOrigin | None = None,
     dtype: Any = None,
 ) -> None:
     """Write a new folder of the adapters among a model's parameters, which PEFT can load on top of the base model.
@@ -47,12 +61,13 @@ def write_adapter_folder(
         config: the model.
         alpha: `lora.alpha`.
         rslora: `lora.rslora`.
-        base: the path or name under which PEFT finds the base model.
+        origin: what the folder says about its training; None: nothing.
         dtype: dtype of the tensors instead of the adapters' dtype.
 
     Raises:
         InputError: PEFT cannot express the adapters, the path already exists, or a value is not finite in the dtype.
     """
+    origin = origin or AdapterOrigin()
     weights = {name: leaf for name, leaf in collect_leaves(params).items() if isinstance(leaf, LoraWeight)}
     first = next(iter(weights.values()))
     rank, dora = first.lora_a.shape[-1], first.magnitude is not None
@@ -79,7 +94,8 @@ def write_adapter_folder(
     )
     with NewFolder(path) as folder:
         safetensors.write_file(folder / WEIGHTS, specs, _tensor_getter(path, adapted, modules, specs))
-        write_peft_config(folder, peft_config, family.input_first, base)
+        write_peft_config(folder, peft_config, family.input_first, origin.base)
+        origin.write_files(folder)
 
 
 def _describe_targets(
