@@ -336,6 +336,7 @@ def on_simulated(count: int, *arguments: object) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_a_recipe_without_a_mesh_takes_every_device_and_learns_the_same(tmp_path: Path) -> None:
     """finetune.py, with its rows and microbatches, on one device and on two."""
     base = folder_with_tokenizer(tmp_path / "base")
@@ -350,6 +351,7 @@ def test_a_recipe_without_a_mesh_takes_every_device_and_learns_the_same(tmp_path
         "schedule.warmup-steps": 0,
         "precision.compute-dtype": "float32",
         "evaluation.samples": 0,
+        "lora.rank": 8,
         "logging.every": 1,
     }
     recipe = ("--config", "finetune.py", *(f"--{name}={value}" for name, value in settings.items()))
