@@ -14,7 +14,6 @@ import jaxopt_llm
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import OutOfMemory
-from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.planning import oom
 from jaxopt_llm.planning.oom import OomExplainer
 

@@ -60,7 +60,6 @@ def start(device: jax.Device) -> tuple[Any, TrainState, Batch]:
     program, executable = compiled(device)
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement(device))
 
-
     def step(state: TrainState, batch: Batch) -> Any:
         return executable(state, batch, program.step.placed)
 
