@@ -249,7 +249,7 @@ def _groups_below(piece: Piece, share: float) -> NDArray[np.int64]:
 
 
 def _find_extreme_groups(pieces: Sequence[Piece], lowest: bool) -> tuple[int, NDArray[np.int64]]:
-    """Return the index of a piece, and its group with the lowest or highest key of all with neighbours of the same key.
+    """Return the index of a piece, and its groups in a row with the lowest or highest key of all.
 
     Empty groups count only if there are no others.
     """
@@ -260,20 +260,11 @@ def _find_extreme_groups(pieces: Sequence[Piece], lowest: bool) -> tuple[int, ND
             ranks = keys if lowest else ~keys
             at = int(np.lexsort([ranks, empty])[0])
             best = min(best, (bool(empty[at]), int(ranks[at]), index, first + at))
-    index, group = best[2:]
-    piece = pieces[index]
-
-    def has_same_key(other: int) -> bool:
-        return 0 <= other < piece.groups and bool(
-            piece.group_keys(other, other + 1)[0] == piece.group_keys(group, group + 1)[0]
-        )
-
-    first = last = group
-    while has_same_key(first - 1):
-        first -= 1
-    while has_same_key(last + 1):
-        last += 1
-    return index, np.arange(first, last + 1)
+    index, group = best[2:]  # the first one with this key
+    piece, end = pieces[index], group + 1
+    while end < piece.groups and (piece.group_keys(end, end + 1) == piece.group_keys(group, group + 1)).all():
+        end += 1
+    return index, np.arange(group, end)
 
 
 def _single_ranges(groups: NDArray[np.int64]) -> GroupRanges:

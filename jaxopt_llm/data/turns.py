@@ -75,16 +75,18 @@ class Specials:
 
     def __init__(self, tokens: Sequence[str], eos: str) -> None:
         self.eos = eos
-        self._tokens = tuple(token for token in tokens if token)
-        escaped = "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True)))
+        self._tokens = {token for token in tokens if token}
+        self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
+        escaped = "|".join(map(re.escape, sorted(self._tokens, key=lambda token: (-len(token), token))))
         self._pattern = re.compile(escaped or "(?!)")
         # Tokens such as <think> are not special, but one token too.
         self._whole = re.compile(rf"{escaped}|</?\w+>" if escaped else r"</?\w+>")
-        self._longest = max(map(len, self._tokens), default=0) + 32
+        self._longest = max(self._lengths, default=0) + 32
 
     def end(self, text: str) -> str:
         """Return the special token that ends a text, or an empty text."""
-        return max((token for token in self._tokens if text.endswith(token)), key=len, default="")
+        ends = (text[-length:] for length in self._lengths)
+        return next((end for end in ends if end in self._tokens), "")
 
     def following(self, text: str, index: int) -> str:
         """Return the special token at an index of a text, with the whitespace before it, or an empty text."""
@@ -239,7 +241,13 @@ class Conversation:
 
     def read_turn(self, index: int, ending: Ending) -> Turn:
         """Return a turn as the model is served."""
-        prompt, whole = self.render_first(index, prompts=True), self.render_first(index + 1)
+        try:
+            prompt = self.render_first(index, prompts=True)
+        except Refused as error:
+            if index > 0:
+                raise
+            raise Refused(f"the assistant begins it, and there is no prompt without messages: {error}") from None
+        whole = self.render_first(index + 1)
         start, joined = len(prompt), False
         if not whole.startswith(prompt):
             start, turn = self._find_start(index, prompt, whole)

@@ -289,7 +289,7 @@ def test_what_the_template_leaves_out_is_refused(case: str, folders: dict[str, P
 
 REFUSED: dict[str, tuple[str, list[Row], str]] = {
     "a system message": ("GEMMA_2", [SYSTEM, *TWO], "System role not supported"),
-    "the assistant begins": ("QWEN_3", TWO[1:], "list object has no element 0"),
+    "the assistant begins": ("QWEN_3", TWO[1:], "the assistant begins it, and there is no prompt"),
     "the assistant begins, and roles must alternate": ("MISTRAL_3", TWO[1:], "roles must alternate"),
     "a message of another role": ("COMMAND_R", [*TWO[:2], RESULT, TWO[3]], "has no attribute 'tool'"),
 }
