@@ -34,6 +34,7 @@ from jaxopt_llm.compiler.instructions import Computation, Instruction
 from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.model import layers
+from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
@@ -55,7 +56,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    rotary = layers.Rotary.from_config(model)
+    rotary = Rotary.from_config(model)
     placement = Placement(make_mesh(MeshConfig(), [device]), ShardingConfig(), PrecisionConfig())
     specs = layers.norm_specs("rms", False, (model.width,), ("embed",))
 

@@ -54,7 +54,7 @@ def work(config: "Config") -> Work:
     if config.lora.rank:
         found.append(f"lora.rank={config.lora.rank}: the peer trains all parameters; set --lora.rank 0")
     found += [
-        f"{name} is not installed; pip install 'jaxopt_llm[peer]'"
+        f"{name} is not installed; run: pip install -e '.[peer]'"
         for name in ("torch", "transformers")
         if importlib.util.find_spec(name) is None
     ]

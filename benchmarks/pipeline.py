@@ -224,6 +224,7 @@ class Contender:
         placement = Placement(mesh, config.sharding, config.precision)
         program = make_program(config, placement)
         self.step = program.step.lower(program.state, program.batch).compile()
+        self.hyperparameters = program.step.placed
         self.state = training_state.initialize_state(program.specs, program.optimizers, config.run.seed, placement)
         random, shape = np.random.default_rng(0), program.batch.tokens.shape
         ids = random.integers(0, config.model.vocabulary_size, (2, *shape), np.int32)
@@ -254,7 +255,7 @@ class Contender:
 
     def seconds(self) -> float:
         clock = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.batch)
+        self.state, metrics = self.step(self.state, self.batch, self.hyperparameters)
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - clock
 

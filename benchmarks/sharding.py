@@ -39,7 +39,7 @@ def placed(config: Config, devices: int, stage: int, tensor: int) -> Config:
     mesh = MeshConfig(fsdp=devices // tensor, tensor=tensor)
     return dataclasses.replace(
         config,
-        training=dataclasses.replace(config.training, batch_size=rows * mesh.fsdp, accumulation=1),
+        training=dataclasses.replace(config.training, batch_size=rows * mesh.batch_shards, accumulation=1),
         mesh=mesh,
         sharding=dataclasses.replace(config.sharding, zero_stage=stage),  # type: ignore[arg-type]
     )
@@ -51,7 +51,7 @@ def formula(config: Config) -> dict[str, float]:
     For AdamW, bf16 compute, float32 reductions, and remat full. Stage 3 gathers the tables once a step and all other
     weights twice. Tensor parallelism reduces five activations per layer, one of them recomputed.
     """
-    n, tensor, stage = config.mesh.fsdp, config.mesh.tensor, config.sharding.zero_stage
+    n, tensor, stage = config.mesh.batch_shards, config.mesh.tensor, config.sharding.zero_stage
     specs = param_specs(config.model)
     non_layer = param.count_parameters(specs["non_layer"]) / tensor
     parameters = param.count_parameters(specs) / tensor

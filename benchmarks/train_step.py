@@ -61,8 +61,9 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.model.linear import leaves
     from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.placement import Placement
-    from jaxopt_llm.planning.run_candidates import count_usable_bytes, list_run_candidates
-    from jaxopt_llm.planning.settings_choice import choose_settings
+    from jaxopt_llm.planning.free_memory import count_usable_bytes
+    from jaxopt_llm.planning.prediction import describe_cluster
+    from jaxopt_llm.planning.settings_choice import choose_settings, list_candidates
     from jaxopt_llm.training import state as training_state
     from jaxopt_llm.training.program import Program, make_program
     from jaxopt_llm.training.utilisation import utilisation_per_token
@@ -78,7 +79,9 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
         return program, program.step.lower(program.state, program.batch).compile()
 
     device, lowering = jax.devices()[0], time.time()
-    candidates = list_run_candidates(config, device, count_usable_bytes(device))
+    candidates = list_candidates(
+        config, describe_cluster(config.mesh.devices), count_usable_bytes(device), device.platform == "gpu"
+    )
     choice = choose_settings(candidates, compile_with, lambda compiled: hlo.read_memory(compiled[1]).peak)
     config, (program, compiled) = choice.config, choice.compiled
     compile_seconds, memory = time.time() - lowering, hlo.read_memory(compiled)
@@ -99,21 +102,21 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
         ),
         program.batch_sharding,
     )
-    state, metrics = compiled(state, batch)
+    state, metrics = compiled(state, batch, program.step.placed)
     jax.block_until_ready(metrics)
     first_step = time.time() - started
 
     seconds = []
     for _ in range(steps):
         before = time.perf_counter()
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, batch, program.step.placed)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - before)
     step_seconds = statistics.median(seconds)
     if profile:
         with jax.profiler.trace(profile):
             for _ in range(2):
-                state, metrics = compiled(state, batch)
+                state, metrics = compiled(state, batch, program.step.placed)
             jax.block_until_ready(metrics)
         (Path(profile) / "step.hlo.txt").write_text(str(compiled.as_text()))
 

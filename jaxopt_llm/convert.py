@@ -66,20 +66,23 @@ import jax
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_layers
+from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, write_layers
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.inference import devices, run, stored
+from jaxopt_llm.data.tokenizer_files import keep_tokenizer
+from jaxopt_llm.inference import base_difference, card, devices, run, stored
+from jaxopt_llm.inference.exported import describe_merge, describe_training, list_tokenizer_notes
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.training import lora
 from jaxopt_llm.training.initial_weights import find_frozen_base
@@ -106,6 +109,7 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
         corpus = {"name": str(path), "summary": "", "sha256": "", "tokenizer_sha256": vocabulary.sha256}
         (working / "corpus.json").write_text(json.dumps(corpus))
         (working / "config.json").write_text(fields.to_json(config))
+        keep_tokenizer(config.data, vocabulary, working)
         with Checkpoints(working / "checkpoints", CheckpointConfig()) as checkpoints:
             checkpoints.save(0, {"masters": params}, {"tokens": 0})
         if checkpoints.last_save_failed:
@@ -142,9 +146,11 @@ def merge_run(
 
 def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
     """Merge the adapters of a PEFT folder into the model of a Hugging Face folder, and write it as another one."""
-    source = hub.find_folder(base, "--base ")
+    source, adapters = hub.find_folder(base, "--base "), hub.find_folder(adapter, "--adapter ")
     model, layers = stored.open_folder_layers(source, adapter)
-    write_layers(path, layers, model, Origin(source, source), dtype, max_file_bytes)
+    text = card.describe_merge(str(base), source, str(adapter), path.resolve().name)
+    origin = describe_merge(source, adapters, model.vocabulary_size, lambda folder: card.write(folder, text))
+    write_layers(path, layers, model, origin, dtype, max_file_bytes)
     print(f"{base} with the adapters of {adapter} is in {path}")
 
 
@@ -156,22 +162,30 @@ def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
 
 
 def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
-    if config.training.trainable:
-        raise InputError(
-            f"--checkpoint {directory}: it also trains weights without adapters, {config.training.trainable[0]}, which "
-            "a PEFT folder cannot hold; write both with `convert merge`"
-        )
-    if config.model.resize_vocabulary:
-        raise InputError(
-            f"--checkpoint {directory}: its base has the added rows of --model.resize-vocabulary, which a PEFT folder "
-            "does not hold; write both with `convert merge`"
-        )
-    family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
+    source = pretrained.find_source_folder(config)
+    family = huggingface.choose_family(config.model, source)
     base = config.model.pretrained
     _, params, _, restored = run.restore_run(directory, config, config.precision.param_dtype, "absent", step=step)
-    settings = (config.lora.alpha, config.lora.rslora, "" if is_run_directory(Path(base)) else hub.repository(base))
-    write_adapter_folder(path, params, family, config.model, *settings, dtype=dtype)
+    notes, said = [], []
+    if config.lora.base != "float":
+        try:
+            notes.append(base_difference.measure(directory, config, restored).describe(config.lora.base))
+        except InputError as error:  # the adapters can be used all the same
+            said.append(
+                f"the logits over the original weights of the base were not compared with the training's: {error}"
+            )
+    text = card.describe_run(directory, config, restored, path.resolve().name, notes, "peft")
+    files = describe_training(config.data, source, lambda folder: card.write(folder, text)).write_files
+    origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base), files)
+    whole = None
+    if config.training.trainable or config.model.resize_vocabulary:
+        trained = {name for name, leaf in collect_leaves(params).items() if not isinstance(leaf, LoraWeight)}
+        layers = stored.open_run_layers(directory, config, restored)
+        whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0)
+    write_adapter_folder(path, params, family, config.model, config.lora, origin, dtype, whole)
     print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
+    for line in (*notes, *said):
+        print(line)
 
 
 def _export_model(
@@ -181,16 +195,25 @@ def _export_model(
     source = pretrained.find_source_folder(config)
     if source is None and config.model.pretrained and not is_run_directory(Path(config.model.pretrained)):
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
-        print(f"warning: {problem}: its token ids are not copied", file=sys.stderr)
-    dtype = dtype or _read_dtype(source)
+        print(f"warning: {problem}: the fields of its config.json are not copied", file=sys.stderr)
+    dtype, family = dtype or _read_dtype(source), huggingface.choose_family(config.model, source)
+    notes = list_tokenizer_notes(config.data, family.model_type)
+    if config.lora.rank and config.lora.base != "float":
+        notes.append(
+            f"The adapters are merged into the base as it was trained over, rounded to {config.lora.base} and "
+            "dequantised, not into the original weights."
+        )
 
     def write(checkpoints: Checkpoints, found: int) -> int:
         layers = stored.open_run_layers(directory, config, found)
-        write_layers(path, layers, config.model, run.find_origin(config), dtype, max_file_bytes)
+        origin = run.find_origin(directory, config, found, path.resolve().name, notes)
+        write_layers(path, layers, config.model, origin, dtype, max_file_bytes)
         return found
 
     written = use_checkpoint(directory, step, write)
     print(f"step {written} of {directory} is in {path}, in {dtype}")
+    for note in notes:
+        print(note)
 
 
 def _read_dtype(source: Path | None) -> str:

@@ -43,6 +43,7 @@ from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, field
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import open_all_documents, open_corpus, open_validation_sets
 from jaxopt_llm.data.packing import PackedRows
+from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.execution import scan
@@ -141,12 +142,26 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
     """Return the documents to evaluate by name: all of data.paths, the validation sets, or the held-out split."""
     if all_of_paths:
         stream, skipped = open_all_documents(config.data, tokenizer)
+        _print_unread(skipped)
         return {", ".join([*config.data.paths, *skipped.describe()]): stream}
     if sets := open_validation_sets(config.evaluation, config.data, tokenizer):
+        for each in sets:
+            _print_unread(each.skipped)
         return {f"the validation set {each.name}": each.documents for each in sets}
-    held_out = open_corpus(config.data, tokenizer).held_out
-    assert held_out is not None
-    return {"the held-out split": held_out}
+    if not config.evaluation.holds_out:
+        raise InputError(
+            f"--checkpoint {config.run.directory}: with evaluation.every=0 it was trained on all its documents; name "
+            "others with --data.paths"
+        )
+    corpus = open_corpus(config.data, tokenizer)
+    _print_unread(corpus.skipped)
+    assert corpus.held_out is not None
+    return {"the held-out split": corpus.held_out}
+
+
+def _print_unread(skipped: Skipped) -> None:
+    if unread := skipped.describe_unread():
+        print(unread, file=sys.stderr)
 
 
 def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> Config:

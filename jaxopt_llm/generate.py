@@ -40,9 +40,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="tokenizer.json, or folder or hub id with one (default: the model's)",
     )
-    add(
-        "--chat-template", default="", metavar="FILE", help="file with a Jinja chat template (default: the tokenizer's)"
+    template = "file with a Jinja chat template, or name of one of the tokenizer's (default: the tokenizer's)"
+    add("--chat-template", default="", metavar="FILE", help=template)
+    variables = (
+        "variables of the chat template, with values in JSON or as text: enable_thinking=false (default: the run's)"
     )
+    add("--template-arguments", nargs="+", default=[], metavar="NAME=VALUE", help=variables)
     add("--system", metavar="TEXT", help="system message at the start of the conversation")
     context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
     add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
@@ -63,6 +66,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from jaxopt_llm.config import DataConfig, ModelConfig
+from jaxopt_llm.config.data import find_argument_problems
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
@@ -107,12 +111,18 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-@errors.own_flags({"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"})
+@errors.own_flags(
+    {
+        "data.tokenizer": "--tokenizer",
+        "data.chat_template": "--chat-template",
+        "data.template_arguments": "--template-arguments",
+    }
+)
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    _check_mode(arguments.chat, prompts, arguments.system, arguments.context, arguments.chat_template)
+    _check_mode(arguments, prompts)
     default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
     _check_sampling(count, sampling, arguments.stop)
@@ -145,6 +155,8 @@ def main() -> int:
 def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
     """Return the settings of the tokenizer and of its chat template; None: those of the model."""
     given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
+    if arguments.template_arguments:
+        given["template_arguments"] = tuple(arguments.template_arguments)
     return replace(run.open_config(arguments.checkpoint, arguments.base).data, **given) if given else None
 
 
@@ -171,15 +183,20 @@ def _resolve_context(given: int | None, model: ModelConfig) -> int:
     return given
 
 
-def _check_mode(chats: bool, prompts: list[str], system: str | None, context: int | None, template: str) -> None:
-    if chats and prompts:
+def _check_mode(arguments: argparse.Namespace, prompts: list[str]) -> None:
+    context = arguments.context
+    if arguments.chat and prompts:
         raise InputError("--chat answers the lines of standard input: leave out --prompt and --prompts")
-    if not chats and (system is not None or context is not None or template):
-        raise InputError("--system, --context and --chat-template apply to a conversation: add --chat")
-    if not chats and not prompts:
+    of_template = arguments.chat_template or arguments.template_arguments
+    if not arguments.chat and (arguments.system is not None or context is not None or of_template):
+        flags_of_chat = "--system, --context, --chat-template and --template-arguments"
+        raise InputError(f"{flags_of_chat} apply to a conversation: add --chat")
+    if not arguments.chat and not prompts:
         raise InputError("no prompt is given: give --prompt TEXT, --prompts FILE, or --chat")
     if context is not None and not 2 <= context <= MAX_TOKENS:
         raise InputError(f"--context {context}: must lie between 2 and {MAX_TOKENS:,}")
+    if problems := find_argument_problems("--template-arguments", tuple(arguments.template_arguments)):
+        raise InputError("; ".join(problems))
 
 
 def _check_sampling(tokens: int, sampling: Sampling, stops: list[str]) -> None:

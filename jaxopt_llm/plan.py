@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--gpu", type=str.lower, choices=sorted(CHIPS), help=f"GPU to compile for (default: {DEFAULT_GPU})")
-    hosts, gpus = "those that the mesh needs; with --search 1", "8, or fewer for a smaller mesh; with --search 8"
+    hosts, gpus = "those that the mesh needs; with --search 1", "8, or as few as the mesh needs; with --search 8"
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
     add(
@@ -74,6 +74,7 @@ import jax
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import topology
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
@@ -83,6 +84,8 @@ from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
+from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
+from jaxopt_llm.planning.free_memory import count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
 from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
@@ -109,6 +112,7 @@ def format_plan(plan: Plan) -> str:
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {_format_attention(plan.attention)}",
         *([f"experts' tokens: {plan.exchange}"] if plan.exchange else []),
+        *(f"refused: {line}" for line in plan.refused),
         *([f"chosen: {format_choices(plan.chosen)}"] if plan.chosen else []),
         "",
         *format_kinds(plan.memory),
@@ -193,9 +197,10 @@ def main() -> int:
     if options.search:
         config = _without_illegal_mesh(config)
     validate(config)
-    _choose_hosts(options, config)
     _choose_gpu(options)
+    _choose_hosts(options, config)
     prepare_jax()
+    config = _fill_mesh(config, options, recipe.flags)
     if options.search:
         if config.groups.server:
             raise InputError("--search knows no groups.server: leave out --groups.*, and search for one group")
@@ -231,7 +236,7 @@ def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     _choose_gpu(options)
     prepare_jax()
     gpus = options.gpus_per_host or GPUS_PER_HOST
-    wanted = recipe.config.mesh.devices if recipe.config.mesh.devices > 1 else gpus
+    wanted = gpus if recipe.config.mesh.fsdp == AUTO else recipe.config.mesh.devices
     count = wanted if options.hosts is None else options.hosts * gpus
     plan = make_engine(recipe).plan(options.gpu, count, gpus, options.rows)
     values = dataclasses.asdict(plan) | {"spare": plan.spare, "fits": plan.spare >= 0}
@@ -286,9 +291,26 @@ def _choose_hosts(options: argparse.Namespace, config: Config) -> None:
         )
         return
     if gpus is None:
-        options.gpus_per_host = min(GPUS_PER_HOST, config.mesh.devices)
+        whole = config.mesh.fsdp == AUTO and hosts is not None
+        options.gpus_per_host = GPUS_PER_HOST if whole else min(GPUS_PER_HOST, config.mesh.devices)
     if hosts is None:
         options.hosts = max(config.mesh.devices // max(options.gpus_per_host, 1), 1)
+
+
+def _fill_mesh(config: Config, options: argparse.Namespace, flags: frozenset[str]) -> Config:
+    """Return the configuration with the planned GPUs in place of `auto`, and print what became of them."""
+    hosts, count = options.hosts, options.hosts * options.gpus_per_host
+    if config.mesh.fsdp != AUTO or (options.search and not divides_over(config, hosts)):
+        return config
+    devices = Devices(count, hosts, count_chip_bytes(CHIPS[options.gpu]))
+    if options.search:  # it tries all meshes, and this one for comparison
+        return fill_mesh(config, devices)[0]
+    filled, line = fill_mesh(config, devices, flags)
+    if filled.mesh.devices < count:  # what divides no batch stays idle
+        options.gpus_per_host = filled.mesh.devices // hosts
+    if not options.json:
+        print(line or "1 device; a run takes all that it sees: --gpus-per-host N plans N", flush=True)
+    return filled
 
 
 def prepare_jax() -> None:
@@ -310,7 +332,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     topology.gpu_topology(*place)  # raises an error now, before the search
     rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
     clusters = [Cluster(*place, dataclasses.replace(rates, network=each)) for each in options.network or [None]]
-    limit = int(clusters[0].chip.memory_bytes * float(MEMORY_FRACTION))
+    limit = count_chip_bytes(clusters[0].chip)
     config = _with_policy(config, clusters[0], limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
     plan_config = functools.partial(make_plans, clusters=clusters)
@@ -328,7 +350,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
 
         results = networks.search_networks(config, clusters, limit, allowed, compile_all, compiles)
     seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
-    steps = [] if found.winner else find_remedies(found, allowed, float(MEMORY_FRACTION))
+    steps = [] if found.winner else find_remedies(found, allowed)
     _print_search(results, seconds, steps, options)
     if found.winner is None:
         lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB

@@ -79,14 +79,19 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
         else:
             merger = prepared.ShardMerger(directory, plan["dtype"], config.content != "text")
             _write_shards(shards, merger, config, directory, workers, console)
+            skipped = prepared.add_skipped(merger.shards, shards)
+            skipped.check_columns(config)
             if not sum(record["tokens"] for record in merger.shards):
-                paths, skipped = " ".join(config.paths), _describe_skipped(merger.shards, shards) or "empty"
-                raise InputError(f"--input {paths}: no tokens to train on ({skipped}); give other files")
+                paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
+                raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
             merger.finish(plan)
     records = prepared.read_shard_records(directory)
     documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
-    skipped = _describe_skipped(records, shards) or "nothing"
-    console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {skipped}", markup=False)
+    skipped = prepared.add_skipped(records, shards)
+    reasons = "; ".join(skipped.describe()) or "nothing"
+    console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {reasons}", markup=False)
+    if unread := skipped.describe_unread():
+        console.print(unread, markup=False)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
 
@@ -112,6 +117,8 @@ def preview(config: DataConfig, count: int) -> None:
             console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
     if reasons := skipped.describe():
         console.print(f"skipped: {'; '.join(reasons)}", markup=False)
+    if unread := skipped.describe_unread():
+        console.print(unread, markup=False)
 
 
 def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool_], coloured: bool) -> Text:
@@ -222,17 +229,14 @@ def _write_shard(directory: Path, index: int, parts: list[Part]) -> None:
     prepared.write_shard(directory, index, parts, *_worker)
 
 
-def _describe_skipped(records: list[dict[str, Any]], shards: list[list[Part]]) -> str:
-    return "; ".join(prepared.add_skipped(records, shards).describe())
-
-
 def make_parser() -> argparse.ArgumentParser:
     default = DataConfig()
     parser = errors.ArgumentParser(
         prog=errors.program_name("prepare"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", metavar="PATH", help="files, folders, globs or URLs of text, JSONL, JSON, CSV or Parquet")
+    paths = "files, folders, globs or URLs of text, JSONL, JSON, CSV, Parquet or Arrow"
+    add("--input", nargs="+", metavar="PATH", help=paths)
     add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
     add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
     add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")
@@ -250,10 +254,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--separator", default=default.separator, metavar="TEXT", help=separator)
     content = "content of a row; chat: conversations, in the format that their fields show (default: text)"
     add("--content", default=default.content, choices=contents, help=content)
-    template = "file with a Jinja chat template (default: the tokenizer's)"
+    template = "file with a Jinja chat template, or name of one of the tokenizer's (default: the tokenizer's)"
     add("--chat-template", default=default.chat_template, metavar="FILE", help=template)
+    variables = "variables of the chat template, with values in JSON or as text: enable_thinking=false"
+    add("--template-arguments", nargs="+", default=(), metavar="NAME=VALUE", help=variables)
     add("--date", default=default.date, metavar="DAY", help="date for chat templates that write it, as 2026-01-31")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
+    columns = "columns of conversations that have other names (messages=dialog), or that are not read (images=)"
+    add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"
     add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
@@ -288,6 +296,7 @@ def main() -> int:
         return 0
     if not paths or (directory is None) == (preview_count is None):
         raise InputError("give --input PATH and either --output DIR or --preview N, or give --verify DIR")
+    arguments |= {name: tuple(arguments[name]) for name in ("columns", "template_arguments")}
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))

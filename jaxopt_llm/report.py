@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.extras import describe_install
 from jaxopt_llm.core.files import replace_durably
 
 PROGRAM = errors.program_name("report")
@@ -38,7 +39,7 @@ def _load_plotly() -> str:
     try:
         source: str = importlib.import_module("plotly.offline").get_plotlyjs()
     except ImportError as error:
-        raise InputError(f"report requires plotly ({error}); run: pip install 'jaxopt_llm[report]'") from error
+        raise InputError(f"report requires plotly ({error}); run: {describe_install('report')}") from error
     return source
 
 

@@ -12,7 +12,7 @@ from jaxopt_llm.core import stop_signals
 if __name__ == "__main__":
     stop_signals.end_at_signals()  # before the imports, which a signal does not wait for
 
-from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.config import Config, MeshConfig, cli, fields
 from jaxopt_llm.core import errors
 
 COMMAND = errors.program_name("train")
@@ -25,26 +25,32 @@ if __name__ == "__main__":
 import contextlib
 import functools
 import os
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.data.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.parallel.mesh import visible_devices
+from jaxopt_llm.planning.device_mesh import Devices, fill_mesh
+from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
 from jaxopt_llm.training.job_groups import JobGroup
+from jaxopt_llm.training.next_commands import list_next_commands
 from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.replicas import copies_state
 from jaxopt_llm.training.run_steps import train_workload
@@ -71,14 +77,14 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
     ):
         setup = prepare_run(requested, processes)
         config: Config = setup.config  # the requested one, with epochs as steps
-        steps, corpus = config.training.steps, setup.data.corpus.sha256
+        corpus = setup.data.corpus.sha256
         files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
         verification = Verification(find_prepared(files), (processes.index, processes.count))
         records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, (), corpus))
         stack.enter_context(verification)
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
-        if start >= steps:
-            _say_finished(directory, start, config, progress.say)
+        if records.end:
+            _say_finished(directory, records.end, config, progress.say)
             return
         initial = open_initial_weights(config, setup.program, start, progress.say, processes)
         print_report(setup, progress.say)
@@ -87,11 +93,15 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         clock = time.perf_counter()
         setup, lowered, programs = compile_fitting(setup, checkpoints, progress.say)
         progress.say(f"compiled in {time.perf_counter() - clock:.1f} s; {programs}")
-        check_same_programs(processes, lambda: lowered.step)
+        check_same_programs(processes, lambda: lowered.step, setup.program.step.hyperparameters)
         explainer = make_explainer(setup.config, setup.program, setup.placement, checkpoints)
-        outer = {"an outer step": (lowered.outer_step, programs.outer_step)} if programs.outer_step else {}
+        pairs = {
+            STEP: (lowered.step, programs.step),
+            "an evaluation": (lowered.held_out, programs.held_out),
+            "an outer step": (lowered.outer_step, programs.outer_step),
+        }
         explainer.check_fits(
-            {STEP: (lowered.step, programs.step), "an evaluation": (lowered.held_out, programs.held_out)} | outer,
+            {name: pair for name, pair in pairs.items() if pair[0] is not None},
             copies_state(config.run.check_replicas, setup.program.state),
         )
         if processes.first:
@@ -101,11 +111,14 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         group = JobGroup(setup, progress.say, signals.requested) if config.groups.server else None
         with group or contextlib.nullcontext():
             train_workload(workload, records, signals, group)
+        if processes.first:
+            for line in list_next_commands(setup.config):
+                progress.say(line)
 
 
-def _say_finished(directory: Path, step: int, config: Config, say: Callable[[str], None]) -> None:
-    """Say that a run is finished, and which requested changes have no effect."""
-    say(f"{directory} is finished at step {step}; train longer with --training.steps N")
+def _say_finished(directory: Path, end: str, config: Config, say: Callable[[str], None]) -> None:
+    """Say why a run has ended, and which requested changes have no effect."""
+    say(end)
     started = read_started(directory)
     changes = fields.list_changes(started.config, config) if started else []
     # The start of the run replaced each `auto` by a value, and `auto` asks for nothing else.
@@ -125,14 +138,36 @@ def main() -> int:
         return 0
     job = launchers.find_job(config.distributed, os.environ)
     check_inputs(config, first=job.index == 0)
-    process_group.check_devices_divide(config.mesh.devices, job)
-    runtime.configure_jax(config.mesh.devices, job.processes, cache=not config.run.deterministic)
+    runtime.configure_mesh(config.mesh, job, cache=not config.run.deterministic)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
         Preemption() as signals,
+        _name_command(processes),
     ):
-        train(config, signals, processes)
+        train(_take_devices(config, recipe.flags, processes), signals, processes)
     return 0
+
+
+def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -> Config:
+    """Return the configuration with the visible devices in place of `auto`, and print what became of them."""
+    found = visible_devices()
+    usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
+    config, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
+    if line and processes.first:
+        print(line, flush=True)
+    return config
+
+
+@contextlib.contextmanager
+def _name_command(processes: Processes) -> Iterator[None]:
+    """Print the command that continues the run if a signal stops it. The command of a job is its launcher's."""
+    try:
+        yield
+    except Preempted:
+        if processes.count == 1:
+            with contextlib.suppress(OSError):
+                print(f"to continue: {COMMAND} {shlex.join(sys.argv[1:])}", flush=True)
+        raise
 
 
 def _train_own_model(recipe: Recipe) -> int:
@@ -144,13 +179,13 @@ def _train_own_model(recipe: Recipe) -> int:
         print(fields.to_json(config))
         return 0
     job = launchers.find_job(config.distributed, os.environ)
-    is_set = config.mesh.devices > 1  # else the mesh is all devices that there are
-    if is_set:
-        process_group.check_devices_divide(config.mesh.devices, job)
-    if is_set or job.processes > 1:
+    if config.mesh != MeshConfig() or job.processes > 1:
         runtime.check_no_device(f"--config {recipe.path}")
-    runtime.configure_jax(config.mesh.devices if is_set else None, job.processes, cache=True)
-    with process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes:
+    runtime.configure_mesh(config.mesh, job, cache=True)
+    with (
+        process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,
+        _name_command(processes),
+    ):
         train_recipe(recipe, processes)
     return 0
 

@@ -68,8 +68,8 @@ def rows(section: type, name: str) -> Iterator[str]:
     yield f"\n## {name}\n"
     if section.__doc__ and not section.__doc__.startswith(f"{section.__name__}("):
         yield f"{' '.join(section.__doc__.split())}\n"
-    yield "| setting | type | default | resume | description |"
-    yield "|---|---|---|---|---|"
+    yield "| setting | values | description |"
+    yield "|---|---|---|"
     for field in dataclasses.fields(section):
         if dataclasses.is_dataclass(hints[field.name]):
             nested.append((hints[field.name], f"{name}.{field.name}"))
@@ -78,7 +78,7 @@ def rows(section: type, name: str) -> Iterator[str]:
         kind = ", ".join(filter(None, (type_name(hints[field.name]), str(metadata.bounds or ""))))
         text = texts[field.name].replace("|", "\\|")
         default = default_value(field.default)
-        yield f"| `{field.name}` | {kind} | {default} | {RESUME[metadata.resume]} | {text} |"
+        yield f"| `{field.name}` | {kind}; default {default}; resume: {RESUME[metadata.resume]} | {text} |"
     for each in nested:
         yield from rows(*each)
 

@@ -16,13 +16,14 @@ from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 
 RANK, ALPHA = 2, 3.0
+LORA = LoraConfig(rank=RANK, alpha=ALPHA)
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -44,7 +45,7 @@ def add_adapters(config: ModelConfig, targets: str, dora: bool = False) -> Param
 
 def write_adapters(path: Path, params: Params, config: ModelConfig = folders.CONFIG) -> Path:
     family = huggingface.choose_family(config)
-    write_adapter_folder(path, jax.device_put(params, toy.placement().replicated), family, config, ALPHA)
+    write_adapter_folder(path, jax.device_put(params, toy.placement().replicated), family, config, LORA)
     return path
 
 

@@ -1,6 +1,7 @@
 """Conversations, chat templates like the published ones, and tokenizer folders with a chat template."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,13 @@ def write_chats(path: Path, chats: list[Messages]) -> Path:
     return path
 
 
-def write_tokenizer(folder: Path, template: str | None = CHATML, **settings: Any) -> Path:
+def write_tokenizer(
+    folder: Path, template: str | None = CHATML, special: Sequence[str] = SPECIAL, **settings: Any
+) -> Path:
     """Write a folder like Hugging Face's: a byte-level BPE with special tokens, and its configuration."""
     folder.mkdir(exist_ok=True)
     words = [message["content"] for number in range(9) for message in [*CONVERSATION, *conversation(number)]]
-    train_tokenizer(folder / "tokenizer.json", [*words, "::)" * 20], 420, SPECIAL)
+    train_tokenizer(folder / "tokenizer.json", [*words, "::)" * 20], 420, special)
     described = {"__type": "AddedToken", "content": "<|bos|>", "normalized": False, "special": True}
     declared = {"eos_token": "</s>", "bos_token": described, **settings}
     if template is not None:

@@ -39,6 +39,10 @@ class ReferenceConfig:
     rope_low_frequency_factor: float = 1.0
     rope_high_frequency_factor: float = 4.0
     rope_original_length: int = 8192
+    rope_attention_factor: float = 0.0
+    rope_truncate: bool = True
+    rope_short_factors: tuple[float, ...] = ()
+    rope_long_factors: tuple[float, ...] = ()
     norm: str = "rms"
     norm_placement: str = "pre"
     norm_zero_centered: bool = False
@@ -132,10 +136,45 @@ def softcap(x: Array, cap: float) -> tuple[Array, Callable[[Array], Array]]:
     return cap * tanh, lambda d_out: d_out * (1 - tanh**2)
 
 
-def rotary_frequencies(config: ReferenceConfig) -> Array:
-    """Return radians per token of each pair, [K/2], scaled case by case as in the code of Llama 3.1, or of YaRN."""
+def rotary_angles(config: ReferenceConfig, segment_ids: Array, positions: Array) -> Array:
+    """Return the angles of each token's pairs, [B, S, K/2], with the frequencies that its document has alone."""
+    rows = []
+    for row_ids, row_positions in zip(segment_ids, positions, strict=True):
+        for segment, position in zip(row_ids, row_positions, strict=True):
+            length = row_positions[row_ids == segment].max() + 1
+            rows.append(position * rotary_frequencies(config, length))
+    return np.array(rows).reshape(*positions.shape, -1)
+
+
+def rotary_magnitude(config: ReferenceConfig) -> float:
+    """Return the factor of rotated queries and keys."""
+    if config.rope_scaling not in ("yarn", "longrope"):
+        return 1.0
+    if config.rope_attention_factor:
+        return config.rope_attention_factor
+    if config.rope_scaling == "longrope":
+        return np.sqrt(1 + np.log(config.rope_factor) / np.log(config.rope_original_length))
+    above, below = (1 + m * np.log(config.rope_factor) / 10 for m in (config.rope_mscale, config.rope_mscale_all_dim))
+    return above / below
+
+
+def rotary_frequencies(config: ReferenceConfig, length: int) -> Array:
+    """Return radians per token of each pair, [K/2], scaled case by case as in transformers.
+
+    length: tokens of the document.
+    """
     size = config.rotary_head_dim if config.kv_rank else config.head_dim
     frequencies = config.rope_theta ** (-np.arange(0, size, 2) / size)
+    if config.rope_scaling == "linear":
+        return frequencies / config.rope_factor
+    if config.rope_scaling == "dynamic":
+        ratio = max(length, config.rope_original_length) / config.rope_original_length
+        theta = config.rope_theta * (config.rope_factor * ratio - config.rope_factor + 1) ** (size / (size - 2))
+        return theta ** (-np.arange(0, size, 2) / size)
+    if config.rope_scaling == "longrope":
+        is_long = length > config.rope_original_length
+        factors = config.rope_long_factors if is_long else config.rope_short_factors
+        return frequencies / (factors or np.ones(size // 2))
     scaled = []
     if config.rope_scaling == "yarn":
 
@@ -144,8 +183,10 @@ def rotary_frequencies(config: ReferenceConfig) -> Array:
             wavelength = config.rope_original_length / turns
             return size / 2 * np.log(wavelength / (2 * np.pi)) / np.log(config.rope_theta)
 
-        first = max(np.floor(pair(config.rope_high_frequency_factor)), 0)
-        last = min(np.ceil(pair(config.rope_low_frequency_factor)), size - 1)
+        first, last = pair(config.rope_high_frequency_factor), pair(config.rope_low_frequency_factor)
+        if config.rope_truncate:
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
         for number, frequency in enumerate(frequencies):
             slowed = min(max((number - first) / (last - first), 0), 1)
             scaled.append(slowed * frequency / config.rope_factor + (1 - slowed) * frequency)
@@ -223,12 +264,9 @@ def latent_attention(
         out, tape[name] = norm_if(True, name, x, weights, of_latents)
         return out
 
-    growth, of_scores = 1.0, 1.0
+    growth, of_scores = rotary_magnitude(config), 1.0
     if config.rope_scaling == "yarn":
-        growth, of_scores = (
-            1 + m * np.log(config.rope_factor) / 10 for m in (config.rope_mscale, config.rope_mscale_all_dim)
-        )
-        growth /= of_scores
+        of_scores = 1 + config.rope_mscale_all_dim * np.log(config.rope_factor) / 10
 
     if config.query_rank:
         q = by("query_up", "bsq,qhk->bshk", normed("query_latent_norm", by("query_down", "bsd,dq->bsq", x)))
@@ -280,16 +318,17 @@ def attention(
     v, v_backward = project("bsd,dgk->bsgk", x, projections, "value", biased)  # [B, S, G, K]
     q, query_norm_backward = norm_if(config.qk_norm != "none", "query_norm", q, weights, config)
     k, key_norm_backward = norm_if(config.qk_norm != "none", "key_norm", k, weights, config)
+    growth = rotary_magnitude(config) if angles.any() else 1.0  # 0: a layer without rotation
     heads, attend_backward = attend(
-        rotate(q, angles), rotate(k, angles), v, visible, config.attention_scale, config.attention_softcap
+        *(growth * rotate(x, angles) for x in (q, k)), v, visible, config.attention_scale, config.attention_softcap
     )  # [B, S, H, K]
     out, out_backward = project("bshk,hkd->bsd", heads, projections, "output", all_biased)  # [B, S, D]
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_heads, d_output = out_backward(d_out)
         d_q, d_k, d_v = attend_backward(d_heads)
-        d_q, d_query_norm = query_norm_backward(rotate(d_q, -angles))
-        d_k, d_key_norm = key_norm_backward(rotate(d_k, -angles))
+        d_q, d_query_norm = query_norm_backward(growth * rotate(d_q, -angles))
+        d_k, d_key_norm = key_norm_backward(growth * rotate(d_k, -angles))
         dx_q, d_query = q_backward(d_q)
         dx_k, d_key = k_backward(d_k)
         dx_v, d_value = v_backward(d_v)
@@ -490,7 +529,7 @@ def decoder(
     head_name = "head" if "head" in non_layer else "embedding"
     # Dropping the padding rows of the head excludes them from the softmax.
     head = non_layer[head_name]["table"][: config.vocabulary_size]  # [V, D]
-    angles = positions[:, :, None] * rotary_frequencies(config)  # [B, S, K/2]
+    angles = rotary_angles(config, segment_ids, positions)
     learned = config.positions == "learned"
     embedding_scale = np.sqrt(head.shape[1]) if config.scale_embedding else 1.0
 

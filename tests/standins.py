@@ -44,6 +44,27 @@ MODEL = ModelConfig(
     rope=RopeConfig(theta=500_000.0, scaling="llama3", factor=32.0, original_length=8192),
 )
 
+# config.json of Llama-3.2-1B-Instruct, as far as the sizes of its arrays and its computation need it.
+SETTINGS = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "max_position_embeddings": 131_072},
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    **{"attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16"},
+    **{"bos_token_id": 128_000, "eos_token_id": [128_001, 128_008, 128_009]},
+}
+
+
+def write_settings_of_llama(path: Path) -> None:
+    """Write config.json of Llama-3.2-1B-Instruct, without weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SETTINGS))
+
 
 def write_llama(path: Path) -> Path:
     """Write random weights in bfloat16, with the files and the fields of Llama-3.2-1B-Instruct."""

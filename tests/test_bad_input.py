@@ -44,7 +44,7 @@ CASES = {
     "indivisible sizes, all named": (
         ["--mesh.tensor", "3", "--mesh.data", "3", "--sharding.sequence-parallel", "True"],
         [
-            "training.batch_size=4 is not divisible by training.accumulation=1 × mesh.data=3",
+            "training.batch_size=4 is not divisible by mesh.data=3",
             *("model.heads=2", "model.mlp_width=16", "training.sequence_length=32", "mesh.tensor=3 (nearest"),
         ],
     ),
@@ -156,7 +156,7 @@ CASES = {
         ["pipeline.split=(3, 4): chunk 1 ends after 3 layers", "end it after 2 or 4 layers"],
     ),
     "devices that do not divide": (
-        ["--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
+        ["--mesh.fsdp", "1", "--distributed.processes", "2", "--distributed.coordinator", "127.0.0.1:7000"],
         ["mesh: 1 device(s) do not divide over 2 processes", "--distributed.processes"],
     ),
     "no address": (

@@ -307,7 +307,10 @@ def test_a_new_setting_is_written_in_one_place(tmp_path: Path) -> None:
     checked = run("-c", script).stdout
     assert "model.wheels was 4 and is 5" in checked and "model.wheels='x'" in checked
     assert run("scripts/settings_page.py").returncode == 0
-    assert "| `wheels` | integer | `4` | no | Number of wheels. |" in (tmp_path / "docs/configuration.md").read_text()
+    assert (
+        "| `wheels` | integer; default `4`; resume: no | Number of wheels. |"
+        in (tmp_path / "docs/configuration.md").read_text()
+    )
 
 
 def test_a_section_within_a_section_may_be_a_dict() -> None:

@@ -310,6 +310,20 @@ def test_a_template_can_be_named(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert_one_line(err, f"--tokenizer {bare}: not a readable tokenizer.json", "with --tokenizer")
 
 
+def test_arguments_of_the_template(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    talking = talker(tmp_path / "model", TURNS.replace("'assistant'", "('good ' if polite else 'again ')"))
+    given = ("--checkpoint", talking, "--chat", "--tokens", 1)
+    for value, answer in (("true", "day"), ("false", ""), ("yes", "day")):
+        options = (*given, "--template-arguments", f"polite={value}")
+        code, out, err = run_command("ask\n", *options, monkeypatch=monkeypatch, capsys=capsys)
+        assert (code, out.strip(), err) == (0, answer, "")
+    for value, message in (("polite", "must be NAME=VALUE"), ("tools=[]", "the name tools is reserved")):
+        options = (*given, "--template-arguments", value)
+        code, _, err = run_command("ask\n", *options, monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 2
+        assert_one_line(err, f"--template-arguments: {value}: ", message)
+
+
 def test_a_model_of_bytes_has_no_template(folder: Path) -> None:
     loaded = run.load_model(folder)
     bytes_ = replace(loaded.config.data, tokenizer="bytes")
@@ -319,7 +333,7 @@ def test_a_model_of_bytes_has_no_template(folder: Path) -> None:
 
 
 def test_options_of_a_conversation_require_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for option in (("--system", "x"), ("--context", 9), ("--chat-template", "x")):
+    for option in (("--system", "x"), ("--context", 9), ("--chat-template", "x"), ("--template-arguments", "a=1")):
         given = ("--checkpoint", folder, "--prompt", "x", *option)
         code, _, err = run_command("", *given, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2

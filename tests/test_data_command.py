@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from chats import conversation, write_tokenizer
 from commands import checkpoint, command, metrics, start_python, start_training, tiny, train
 from gates import after_step, finish, start_gated, wait_until
-from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_text
+from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, write_saved_dataset, write_text
 
 from jaxopt_llm.checkpoint.native.step_directories import find_checkpoints
 from jaxopt_llm.config import DataConfig
@@ -221,3 +223,25 @@ def test_a_run_killed_at_random_moments_gives_the_same_bits(
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
     ended = [checkpoint(tmp_path / name, steps) for name in ("killed", "whole")]
     jax.tree.map(np.testing.assert_array_equal, *ended)
+
+
+def test_a_run_and_its_evaluation_name_the_fields_that_are_not_read(tmp_path: Path) -> None:
+    """Conversations in a column of another name, saved by the library datasets. An answer of each is not learned."""
+    chats = [conversation(number) for number in range(40)]
+    for chat in chats:
+        chat[1]["weight"] = 0
+    rows = [{"id": number, "dialog": chat} for number, chat in enumerate(chats)]
+    write_saved_dataset(tmp_path / "saved", [rows[:10], rows[10:]])
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({**row, "topic": "x"}) + "\n" for row in rows[:4]))
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    settings = ("--data.content", "chat", "--data.tokenizer", folder, "--data.columns", "messages=dialog")
+    sizes = ("--model.vocabulary-size", 512, "--training.sequence-length", 128, "--training.steps", 1)
+    paths = ("--data.paths", tmp_path / "saved", "--evaluation.paths", f"own={tmp_path / 'held.jsonl'}")
+    done = train(tmp_path / "run", *settings, *sizes, *paths)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nfields not read: id (40 rows)\n" in done.stdout
+    assert re.search(r"\nvalidation set own: .*; fields not read: id \(4 rows\), topic \(4 rows\)\n", done.stdout)
+    told = command("evaluate", "--checkpoint", tmp_path / "run")
+    assert told.returncode == 0 and "fields not read: id (4 rows), topic (4 rows)\n" in told.stderr
+    other = command("evaluate", "--checkpoint", tmp_path / "run", "--data.paths", tmp_path / "saved")
+    assert other.returncode == 0 and "fields not read: id (40 rows)\n" in other.stderr

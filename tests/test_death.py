@@ -56,7 +56,9 @@ def test_a_signal_stops_the_run_after_its_step_and_a_save(sent: signal.Signals, 
     wait_until(lambda: logged(run) >= 3, process)
     process.send_signal(sent)
     gate.open()
-    _, stderr = finish(process, 75)
+    stdout, stderr = finish(process, 75)
+    assert f"to continue: python -m jaxopt_llm.train --config quickstart.py --run.directory {run} --" in stdout
+    assert "next:" not in stdout
     step = int(stderr.removeprefix("preempted at step ").split(";")[0])
     assert stderr == f"preempted at step {step}; run again to continue\n"
     assert 3 <= step == logged(run) <= 20
@@ -140,7 +142,7 @@ def test_a_run_that_is_killed_many_times_ends_equal_to_the_bit(
             wait_until(lambda before=before: max(find_checkpoints(run / "checkpoints"), default=0) > before, process)
             wait_until(lambda: writing(run), process)
         else:
-            line_with("step     ", process)
+            line_with("step ", process)
             time.sleep(chance.uniform(0, 0.3))  # the run saves during most of this time
         process.kill()
         finish(process, -signal.SIGKILL)

@@ -77,6 +77,18 @@ YARN_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
+DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # the original length is max_position_embeddings
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.5, 2.5, 4.0, 8.0],
+    "original_max_position_embeddings": 14,
+}
+LONGER = LONG_ROPE | {"original_max_position_embeddings": 32}  # than the tokens below, which have the short factors
+PLAIN_YARN = {key: each for key, each in YARN_ROPE.items() if "mscale" not in key}
+
 # The class, and what it is given.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("Llama", SIZES | {"num_key_value_heads": 4}),
@@ -87,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2": ("Qwen2", SIZES),
     "qwen 2.5, yarn": (
         "Qwen2",
-        SIZES | {"rope_parameters": {key: each for key, each in YARN_ROPE.items() if "mscale" not in key}},
+        SIZES | {"rope_parameters": PLAIN_YARN},
     ),
     "qwen 2 tied, windows": ("Qwen2", SIZES | WINDOWS | {"tie_word_embeddings": True}),
     "qwen 3": ("Qwen3", SIZES | {"head_dim": 16}),
@@ -158,6 +170,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek 3 unscaled": (
         "DeepseekV3",
         LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_mtp_layers": 0},
+    ),
+    "llama, linear": ("Llama", SIZES | {"rope_parameters": LINEAR_ROPE}),
+    "gemma 2, linear": ("Gemma2", SIZES | {"head_dim": 8, "rope_parameters": LINEAR_ROPE}),
+    "llama, dynamic": ("Llama", SIZES | {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 14}),
+    "qwen 2, dynamic, short": ("Qwen2", SIZES | {"rope_parameters": DYNAMIC_ROPE}),
+    "olmo 2, dynamic": ("Olmo2", SIZES | {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 9}),
+    "qwen 3, yarn with factor": (
+        "Qwen3",
+        SIZES | {"head_dim": 16, "rope_parameters": PLAIN_YARN | {"attention_factor": 1.7, "truncate": False}},
+    ),
+    "llama, yarn with mscale": (
+        "Llama",
+        SIZES | {"rope_parameters": YARN_ROPE | {"mscale": 1.5, "mscale_all_dim": 0.5}},
+    ),
+    "mistral, yarn without length": (
+        "Mistral",
+        SIZES
+        | {"rope_parameters": {key: each for key, each in PLAIN_YARN.items() if "original" not in key}}
+        | {"max_position_embeddings": 24},
+    ),
+    "olmo 2, yarn of the lengths": ("Olmo2", SIZES | {"rope_parameters": PLAIN_YARN | {"factor": None}}),
+    "phi 3, longrope": ("Phi3", SIZES | {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 14}),
+    "phi 3, longrope, short": ("Phi3", SIZES | {"rope_parameters": LONGER, "original_max_position_embeddings": 32}),
+    "phi 3, su": (
+        "Phi3",
+        SIZES
+        | {"rope_parameters": LONG_ROPE | {"rope_type": "su", "attention_factor": 1.3}}
+        | {"original_max_position_embeddings": 14},
+    ),
+    "qwen 2, longrope": ("Qwen2", SIZES | {"rope_parameters": LONG_ROPE | {"factor": 32.0}}),
+    "deepseek 2, dynamic": (
+        "DeepseekV2",
+        LATENT
+        | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": DYNAMIC_ROPE}
+        | {"max_position_embeddings": 14},
+    ),
+    "deepseek 3, yarn with factor": (
+        "DeepseekV3",
+        LATENT
+        | {"q_lora_rank": 16, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": YARN_ROPE | {"mscale": None, "attention_factor": 1.7, "truncate": False}},
+    ),
+    "deepseek 3, yarn without mscale": (
+        "DeepseekV3",
+        LATENT
+        | {"q_lora_rank": 16, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": {key: each for key, each in YARN_ROPE.items() if key != "mscale"}},
     ),
     "gpt 2": ("GPT2", GPT),
     "gpt 2 untied": ("GPT2", GPT | {"n_inner": 48, "tie_word_embeddings": False}),

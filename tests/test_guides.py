@@ -2,59 +2,35 @@
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
+import guides
 import jinja2
 import pytest
-from commands import ENVIRONMENT, ROOT
-from standins import TEMPLATE, write_llama
+from commands import ROOT
+from guides import RUN, Done, read_blocks, run
+from standins import TEMPLATE
 
 PAGES = sorted(path.stem for path in (ROOT / "docs/guides").glob("*.md"))
-RUN = ("bash", "python")
-SHOWN = ("text", "console")  # what a block prints; commands that need a cluster, a terminal, the network or minutes
-
-
-class Block(NamedTuple):
-    language: str
-    code: str
-
-    def command(self) -> str:
-        """Return what the shell runs."""
-        return self.code if self.language == "bash" else f"python - <<'END_OF_BLOCK'\n{self.code}END_OF_BLOCK\n"
-
-
-class Done(NamedTuple):
-    code: str
-    printed: str  # standard output
-
-
-def read_blocks(page: str) -> list[Block]:
-    text = (ROOT / f"docs/guides/{page}.md").read_text()
-    return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+SHOWN = ("text", "console")
+# The version whose outputs the pages show.
+SHOWS = metadata.version("jax").startswith("0.10.")
 
 
 def follow(page: str, folder: Path, leave_out: tuple[str, ...] = ()) -> list[Done]:
-    """Run the blocks of a page in one shell, without those that contain one of the texts of `leave_out`."""
-    blocks = [block for block in read_blocks(page) if block.language in RUN]
-    blocks = [block for block in blocks if not any(text in block.code for text in leave_out)]
-    done = run(folder, "".join(f"{block.command()}\nprintf '\\0'\n" for block in blocks))
-    *printed, rest = done.stdout.split("\0")
-    if done.returncode:
-        pytest.fail(f"{page}.md, this block fails:\n{blocks[len(printed)].code}\n{rest}\n{done.stderr}")
-    return [Done(block.code, text) for block, text in zip(blocks, printed, strict=True)]
-
-
-def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` and `jaxopt-llm`
-    environment = os.environ | ENVIRONMENT | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["bash", "-c", f"set -euo pipefail\n{script}"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    """Run a page, and check that its blocks print what it shows."""
+    done = guides.follow(page, folder / "reader", leave_out)
+    shown = guides.shown_outputs(page)
+    for code, printed in done if SHOWS else ():
+        if code in shown:
+            output = guides.plan_of_the_model(code, folder) if guides.plans_the_model(code) else printed
+            assert not guides.find_differences(shown[code], output), f"{page}.md:\n{code}prints\n{output}"
+    return done
 
 
 def printed_by(done: list[Done], text: str) -> str:
@@ -72,7 +48,6 @@ NATS = r"([0-9.]+) nats per token"
 
 @pytest.mark.slow
 def test_finetune(tmp_path: Path) -> None:
-    write_llama(tmp_path / "models/Llama-3.2-1B-Instruct")
     serves = importlib.util.find_spec("transformers") is not None  # only the older Python's test extra has it
     done = follow("finetune", tmp_path, () if serves else ("transformers",))
     assert "⟧" in printed_by(done, "--preview 1") and "fits, spare" in printed_by(done, " plan ")
@@ -84,12 +59,12 @@ def test_finetune(tmp_path: Path) -> None:
     held_out = losses(trained, r"held-out ([0-9.]+)")
     assert len(held_out) > 2 and min(held_out) == pytest.approx(after, abs=2e-4) and before > after
     sample = json.loads(printed_by(done, "samples.jsonl"))
-    assert sample["step"] > 20 and sample["reference"] in (tmp_path / "val.jsonl").read_text()
+    assert sample["step"] > 20 and sample["reference"] in (tmp_path / "reader/val.jsonl").read_text()
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= {
         *printed_by(done, "convert merge").splitlines()
     }
     if serves:
-        serves_the_same_answer(tmp_path)
+        serves_the_same_answer(tmp_path / "reader")
 
 
 def serves_the_same_answer(folder: Path) -> None:
@@ -124,7 +99,7 @@ def test_pretrain(tmp_path: Path) -> None:
     assert [line.split()[0] for line in printed_by(done, "checkpoint list").splitlines()[1:]] == [step, "150"]
     assert losses(printed_by(done, "evaluate"), NATS)[0] < 6
     assert printed_by(done, "generate").startswith("def get")
-    assert "plotly" in (tmp_path / "report.html").read_text().lower()
+    assert "plotly" in (tmp_path / "reader/report.html").read_text().lower()
 
 
 @pytest.mark.slow
@@ -171,7 +146,7 @@ def test_any_model(tmp_path: Path) -> None:
     assert "['Dense_0', 'Dense_1']" in printed_by(done, "nn.compact")
     assert "'up': (16, 64)" in printed_by(done, "make_parameters")
     assert "'accuracy': 1.0" in printed_by(done, "LanguageModel(")
-    assert (tmp_path / "reward/model.safetensors").is_file()
+    assert (tmp_path / "reader/reward/model.safetensors").is_file()
     assert "\nattention: cudnn, the fastest at head_dim 64 in bfloat16" in printed_by(done, "import Transformer")
     recipe = losses(printed_by(done, "deep_recipe.py"))
     assert len(recipe) == 2 and recipe[0] > recipe[1]

@@ -213,7 +213,7 @@ def test_a_wrong_token_file_is_found_before_the_run_directory_exists(job: Job) -
 def test_a_stop_does_not_wait_for_the_other_groups(job: Job) -> None:
     job.serve()
     alone = job.start(0, 6)
-    line_with("step      2", alone)
+    line_with("step 2/6", alone)
     wait_until(lambda: (job.directory(0) / "metrics.jsonl").exists(), alone)
     time.sleep(1)  # it waits for group 1 now, which does not come
     clock = time.monotonic()
@@ -241,7 +241,7 @@ def test_two_groups_of_two_processes_learn_what_one_program_learns(job: Job) -> 
 def test_a_stop_of_one_process_ends_the_wait_of_its_group(job: Job) -> None:
     job.serve()
     first, second = job.start_pair(0, 6)
-    line_with("step      2", first)
+    line_with("step 2/6", first)
     wait_until(lambda: (job.directory(0) / "metrics.jsonl").exists(), first)
     time.sleep(2)  # both wait for group 1 now, which does not come
     clock = time.monotonic()

@@ -25,7 +25,7 @@ from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
-from jaxopt_llm.planning import run_candidates
+from jaxopt_llm.planning import free_memory
 from jaxopt_llm.planning.settings_choice import format_choices, list_settings
 from jaxopt_llm.training import attention_choice, compile, decoder_workload, divergence, guard, setup, utilisation
 from jaxopt_llm.training.evaluation import LossSum
@@ -87,10 +87,12 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
             def memory_analysis(self) -> Any:
                 return compiled.memory_analysis()
 
-            def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+            placed = program.step.placed
+
+            def __call__(self, *arguments: Any) -> tuple[Any, Any]:
                 step = sum(event.startswith("run") for event in events) + 1
                 events.append(f"run {step}")
-                state, metrics = compiled(state, batch)
+                state, metrics = compiled(*arguments)
                 return state, {name: Watched(value, step, events) for name, value in metrics.items()}
 
         return dataclasses.replace(program, step=Watching())
@@ -154,7 +156,7 @@ def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps
     }
     assert line == f"chosen: {format_choices(chosen)}"
     # From now on "full" would be chosen.
-    monkeypatch.setattr(run_candidates, "CPU_SHARE", 1e-9)
+    monkeypatch.setattr(free_memory, "CPU_SHARE", 1e-9)
     chosen, line = train(**{"training.steps": 3})
     assert chosen["remat.policy"] == "none" and "anew" not in line
     chosen, line = train(**{"training.steps": 4, "mesh.fsdp": 4, "mesh.data": 2})

@@ -3,29 +3,44 @@
 Over small models of Hugging Face's; values are random, and B is never zero.
 """
 
+import copy
+import json
 import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
+import toy
 
 import jaxopt_llm
+from jaxopt_llm import convert
+from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapter_folder
+from jaxopt_llm.config import CheckpointConfig, Config, LoraConfig
+from jaxopt_llm.config.fields import replace_fields, to_json
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.inference.load import Pretrained
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.training import lora, pretrained_weights
+from jaxopt_llm.training.initial_weights import open_initial_weights
+from jaxopt_llm.training.state import StateSpecs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 library = pytest.importorskip("peft")
 
 LAYERS, RANK, ALPHA = 3, 3, 1.5
+LORA = LoraConfig(rank=RANK, alpha=ALPHA)
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 150, "attn_implementation": "eager"}
 SIZES = IDS | {
     "hidden_size": 32,
@@ -128,7 +143,7 @@ def adapted(model: Model, targets: str) -> Pretrained:
 
 def write(here: Pretrained, path: Path) -> None:
     family, _ = huggingface.read_config(here.source)
-    write_adapter_folder(path, here.params, family, here.config, ALPHA, base=str(here.source))
+    write_adapter_folder(path, here.params, family, here.config, LORA, origin=AdapterOrigin(str(here.source)))
 
 
 BLOCKS = "*/attention/* */mlp/*"
@@ -224,11 +239,171 @@ def test_what_peft_writes_is_loaded(
     same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path).logits(model.tokens), expected)
 
 
+def start_run(settings: dict[str, Any]) -> tuple[Config, Params]:
+    """Return the configuration of a run over a folder, and its trained parameters at the start: None for factors."""
+    config = replace_fields(Config(), settings | {"precision.compute_dtype": "float32"})
+    config = pretrained.resolve_pretrained(config)
+    trainable, placement = config.training.trainable, toy.placement()
+    assert not lora.problems(param_specs(config.model), config.lora, trainable)
+    _, trained, frozen = lora.adapt_model(Decoder(config.model), config.lora, config.precision, trainable)
+    specs = StateSpecs(trained, {}, frozen, {}, {})
+    initial = open_initial_weights(config, cast(Any, None), 0, print, cast(Any, None))
+    assert initial.weights is not None
+    params = pretrained_weights.read_parameters(initial.weights, specs, placement)
+    if initial.adapter is not None:
+        params = pretrained_weights.add_adapter(params, initial.adapter, specs, placement)
+    return config, tree.map_with_path(lambda path, spec: dict(tree.leaves_with_path(params)).get(path), trained)
+
+
+def write_run(directory: Path, config: Config, params: Params) -> None:
+    """Write a run with one checkpoint."""
+    directory.mkdir()
+    (directory / "config.json").write_text(to_json(config))
+    digest = huggingface.open_model_folder(Path(config.model.pretrained)).sha256
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": digest}))
+    with Checkpoints(directory / "checkpoints", CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, {"masters": params}, {"tokens": 0})
+
+
+# Whole weights that PEFT saves with adapters, by model: what get_peft_model is given, and the rows of resized tables.
+WHOLE: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 0, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("llama", 0, {"modules_to_save": ["lm_head"]}),
+    ("llama", 0, {"modules_to_save": ["norm", "mlp"]}),
+    ("llama", 157, {}),
+    ("llama", 140, {"modules_to_save": ["embed_tokens", "lm_head"]}),  # as many as the tokenizer has
+    ("llama", 157, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("llama", 157, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    ("phi3", 0, {"target_modules": ["o_proj"], "modules_to_save": ["gate_up_proj"]}),
+    ("gpt2", 0, {"target_modules": ["c_attn"], "modules_to_save": ["wte", "ln_f", "wpe"], "ensure_weight_tying": True}),
+    ("qwen2", 0, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ("qwen2", 0, {"modules_to_save": ["embed_tokens"]}),  # the head keeps the table of the base
+    ("qwen2", 0, {"modules_to_save": ["lm_head"]}),
+    ("qwen2", 0, {"modules_to_save": ["embed_tokens", "lm_head"]}),  # two tables of a model that ties them
+    ("qwen2", 157, {}),
+    ("qwen2", 157, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("qwen2", 0, {"modules_to_save": ["q_proj"]}),  # with its bias
+    ("qwen3 moe", 0, {"modules_to_save": ["embed_tokens", "q_norm"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "settings"), WHOLE, ids=str)
+def test_whole_weights_that_peft_writes_are_loaded(
+    name: str, rows: int, settings: dict[str, Any], models: dict[str, Model], tmp_path: Path
+) -> None:
+    """And they are in the merged folder, which transformers loads."""
+    model = models[name]
+    own = model.fresh()
+    if rows:
+        own.resize_token_embeddings(rows)
+    config = library.LoraConfig(
+        **{"r": 4, "task_type": "CAUSAL_LM", "target_modules": ["k_proj"]} | copy.deepcopy(settings)
+    )
+    theirs = library.get_peft_model(own, config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in theirs.named_parameters():
+            if "lora_" in parameter_name or "modules_to_save" in parameter_name:
+                parameter += torch.empty_like(parameter).normal_(0, 1 / math.sqrt(max(parameter.shape)))
+    tokens = model.tokens % (rows or 150)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens), use_cache=False).logits.numpy()
+    theirs.save_pretrained(tmp_path / "adapter")
+    found = jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path / "adapter")
+    same(found.logits(tokens), expected)
+
+    convert.merge_folders(model.folder, tmp_path / "adapter", tmp_path / "merged", None, 10**9)
+    with torch.no_grad():
+        same(model.fresh(tmp_path / "merged")(torch.tensor(tokens), use_cache=False).logits.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            # PEFT does not save the other table, whose rows were added at random.
+            {"target_modules": ["embed_tokens"]},
+            "lm_head.weight' is missing, and the tables have another size",
+        ),
+        (
+            {"modules_to_save": ["layers.1.mlp"]},
+            "modules_to_save without .*layers.0.mlp.*: weights of some layers only",
+        ),
+        (
+            {"trainable_token_indices": [1, 2]},
+            "trainable_token_indices=.*: single rows of a table.*merge_and_unload",
+        ),
+    ],
+    ids=str,
+)
+def test_other_trained_weights_of_peft_are_refused(
+    settings: dict[str, Any], message: str, models: dict[str, Model], tmp_path: Path
+) -> None:
+    model = models["llama"]
+    own = model.fresh()
+    own.resize_token_embeddings(157 if "target_modules" in settings else 150)
+    config = library.LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": ["k_proj"]} | settings)
+    library.get_peft_model(own, config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=message):
+        jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "trainable"),
+    [
+        ("llama", 0, "embedding head"),
+        ("llama", 157, ""),
+        ("llama", 157, "*/embedding/table */head/table */scale"),
+        ("llama", 0, "final_norm"),  # whose name ends others
+        ("qwen2", 0, "embedding"),
+        ("qwen2", 157, "embedding"),
+        ("phi3", 0, "*/mlp/up"),  # a part of a fused matrix
+        ("qwen3 moe", 0, "head query_norm"),
+    ],
+)
+def test_peft_loads_whole_weights_of_a_run(
+    name: str, rows: int, trainable: str, models: dict[str, Model], tmp_path: Path
+) -> None:
+    """Onto a base whose tables were resized there, if the run has more rows."""
+    model = models[name]
+    directory, random = tmp_path / "run", np.random.default_rng(1)
+    settings = {"model.pretrained": str(model.folder), "model.resize_vocabulary": rows, "lora.rank": 4}
+    config, params = start_run(
+        settings | {"lora.targets": ("*/attention/*",), "training.trainable": tuple(trainable.split())}
+    )
+    _, specs, _ = lora.adapt_model(Decoder(config.model), config.lora, config.precision, config.training.trainable)
+
+    def change(path: str, spec: Any, value: Any) -> Any:
+        change = random.normal(size=spec.shape) / math.sqrt(spec.fan_in or 1)
+        if "vocabulary" in spec.axes:
+            change[config.model.vocabulary_size :] = 0
+        return jax.device_put(
+            (change if value is None else value + change).astype(np.float32), toy.placement().replicated
+        )
+
+    write_run(directory, config, tree.map_with_path(change, specs, params))
+    convert.export_run(directory, tmp_path / "adapter", None, 10**9)
+    own = model.fresh()
+    if rows:
+        own.resize_token_embeddings(rows)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys|.*unexpected")
+        theirs = library.PeftModel.from_pretrained(own, tmp_path / "adapter").eval()
+    here = jaxopt_llm.load_pretrained(directory)
+    expected = np.asarray(here.logits(model.tokens))
+    assert np.abs(expected[..., :150] - model.logits(model.own)).max() > 0.01 * np.abs(expected).max()
+    same(model.logits(theirs), expected)
+    same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path / "adapter").logits(model.tokens), expected)
+    if trainable:  # training with them goes on: the same parameters, with the same values
+        again = start_run({"model.pretrained": str(model.folder), "lora.pretrained": str(tmp_path / "adapter")})
+        write_run(tmp_path / "again", *again)
+        same(jaxopt_llm.load_pretrained(tmp_path / "again").logits(model.tokens), expected)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate"], ["w1", "w2", "w3"]], ids=str)
 def test_what_peft_writes_of_experts_is_refused(targets: Any, models: dict[str, Model], tmp_path: Path) -> None:
     """Where it turns modules of older versions into parameters."""
     model = models["mixtral"]
     config = library.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets)
     library.get_peft_model(model.fresh(), config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="adapter_config.json: target_parameters=.*: not supported"):
+    with pytest.raises(InputError, match="target_parameters=.*: adapters of bare parameters, .* are not supported"):
         jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)

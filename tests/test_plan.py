@@ -591,4 +591,4 @@ def test_without_the_plan_extra_the_error_names_it(tmp_path: Path) -> None:
     process = start("plan", "--config", "quickstart.py", "--gpus-per-host", 1, PYTHONPATH=f"{tmp_path}:{ROOT}")
     _, complaint = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert complaint == "error: compiling for GPUs requires JAX's CUDA plugin; run: pip install 'jaxopt_llm[plan]'\n"
+    assert complaint == f"error: compiling for GPUs requires JAX's CUDA plugin; run: pip install -e '{ROOT}[plan]'\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import conversation, write_tokenizer
 from commands import command, start_python
 from gates import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_text
@@ -282,3 +283,33 @@ def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, (given, refused.stderr)
         assert refused.stderr.startswith("error: ") and message in refused.stderr
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_columns_of_conversations_and_fields_that_are_not_read(tmp_path: Path) -> None:
+    """A wrong name of a column ends the command, and the same command with the right name starts over."""
+    folder, out = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "out"
+    tool = {"type": "function", "function": {"name": "f"}}
+    row = {"id": 1, "dialog": conversation(1), "kit": [tool], "images": ["a.png"]}
+    rows = [row, {"id": 2, "dialog": conversation(2)}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    same = ("prepare", "--input", tmp_path / "a.jsonl", "--content", "chat", "--tokenizer", folder, "--workers", 1)
+    output = ("--output", out)
+    for columns, problem in (
+        ((), "match no form of conversations; name the columns of a form with --columns FIELD=COLUMN"),
+        (("messages=dialog",), "line 1: with images, which is no text (--columns images= leaves it unread)"),
+        (
+            ("messages=dialog", "images=", "tools=tool"),
+            "no row has the column 'tool'; the columns are dialog, id, images, kit",
+        ),
+    ):
+        refused = command(*same, *output, *(("--columns", *columns) if columns else ()))
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and problem in refused.stderr
+    right = ("--columns", "messages=dialog", "images=", "tools=kit")
+    done = command(*same, *output, *right)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "starting over\n" in done.stdout and "\n2 documents, " in done.stdout
+    unread = "fields not read: id (2 rows), images (1 row)\n"
+    assert unread in done.stdout
+    shown = command(*same, *right, "--preview", 2)
+    assert (shown.returncode, shown.stderr) == (0, "") and shown.stdout.endswith(unread)
+    assert command(*same, *output, *right[:-1]).returncode == 2  # a finished corpus is not replaced

@@ -98,7 +98,7 @@ def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> Non
     assert f"--config {name}.py" in docstring(name)
 
 
-@pytest.mark.parametrize("name", ["finetune", "pretrain"])
+@pytest.mark.parametrize("name", ["finetune", "finetune_full", "pretrain"])
 def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: Path) -> None:
     folder = folders.folder(tmp_path / "folder")
     small = ["--lora.rank", "2"] if name == "finetune" else []
@@ -114,8 +114,9 @@ def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: P
         pretrained.resolve_pretrained(cli.parse_config(["--config", "10b.py", *arguments[2:4]], "train"))
 
 
-def test_fine_tuning_saves_every_step_whose_loss_is_compared() -> None:
-    config = cli.load_recipe("finetune.py")
+@pytest.mark.parametrize("name", ["finetune", "finetune_full"])
+def test_fine_tuning_saves_every_step_whose_loss_is_compared(name: str) -> None:
+    config = cli.load_recipe(f"{name}.py")
     assert config.checkpoint.every == config.evaluation.every < 50 and config.checkpoint.keep_best == 1
 
 

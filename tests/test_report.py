@@ -159,7 +159,7 @@ def test_without_plotly_nothing_is_read(tmp_path: Path) -> None:
     script = hidden + "runpy.run_module('jaxopt_llm.report', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert_one_line(done.stderr, "report requires plotly", "pip install 'jaxopt_llm[report]'")
+    assert_one_line(done.stderr, "report requires plotly", "pip install -e '.[report]'")
 
 
 def test_the_help_does_not_import_jax() -> None:

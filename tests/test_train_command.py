@@ -11,10 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, tiny, train
+from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, start, tiny, train
+from folders import folder_with_tokenizer
 from test_bad_input import assert_one_line
 
-from jaxopt_llm.config import Config, DataConfig, EvaluationConfig, cli
+from jaxopt_llm.config import Config, DataConfig, EvaluationConfig, MeshConfig, cli
 from jaxopt_llm.config.fields import from_json
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.launchers import Job
@@ -325,3 +326,53 @@ def test_a_run_that_ended_before_it_began_is_started_again(tmp_path: Path) -> No
     (tmp_path / "corpus.json").unlink()
     with pytest.raises(InputError, match="holds config.json"):
         check_directory_is_free(tmp_path)
+
+
+def on_simulated(count: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `train` where the environment simulates this number of devices."""
+    process = start("train", *arguments, JAX_NUM_CPU_DEVICES=str(count))
+    output = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
+
+
+@pytest.mark.core
+@pytest.mark.slow
+def test_a_recipe_without_a_mesh_takes_every_device_and_learns_the_same(tmp_path: Path) -> None:
+    """finetune.py, with its rows and microbatches, on one device and on two."""
+    base = folder_with_tokenizer(tmp_path / "base")
+    rows = [{"prompt": f"say {number}", "completion": f"{number} " * 5} for number in range(200)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "model.pretrained": base,
+        "data.paths": tmp_path / "chats.jsonl",
+        "data.content": "pairs",
+        "data.chat-template": cli.RECIPES / "quickstart_chat.jinja",
+        "training.sequence-length": 64,
+        "schedule.warmup-steps": 0,
+        "precision.compute-dtype": "float32",
+        "evaluation.samples": 0,
+        "lora.rank": 8,
+        "logging.every": 1,
+    }
+    recipe = ("--config", "finetune.py", *(f"--{name}={value}" for name, value in settings.items()))
+    losses = {}
+    for count in (1, 2):
+        done = on_simulated(count, *recipe, "--training.steps", 3, "--run.directory", tmp_path / f"on-{count}")
+        assert done.returncode == 0, done.stderr
+        line = "2 devices: mesh.data 2, training.accumulation 16 → 8 (1 row of each device at a time)"
+        assert (line in done.stdout) is (count == 2)
+        losses[count] = [record["loss"] for record in metrics(tmp_path / f"on-{count}")]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6) and len(losses[1]) == 3
+    written = from_json((tmp_path / "on-2" / "config.json").read_text())
+    assert written.mesh == MeshConfig(data=2, fsdp=1) and written.training.accumulation == 8
+    # A resume takes what there is then.
+    done = on_simulated(1, *recipe, "--training.steps", 4, "--run.directory", tmp_path / "on-2")
+    assert done.returncode == 0, done.stderr
+    assert from_json((tmp_path / "on-2" / "config.json").read_text()).mesh == MeshConfig(fsdp=1)
+
+
+def test_numbers_that_leave_devices_without_rows_are_refused(tmp_path: Path) -> None:
+    done = on_simulated(2, *tiny(tmp_path / "run"), "--training.batch-size", 3)
+    assert done.returncode == 2
+    parts = ("2 devices: training.batch_size=3 is not divisible by mesh.fsdp=2", "or set --mesh.fsdp 1, and 1 of them")
+    assert_one_line(done.stderr, *parts)

@@ -8,9 +8,9 @@ import pytest
 import toy
 from commands import ROOT, command, some_text, tiny, train
 
-from jaxopt_llm.config import Config, MeshConfig, cli
-from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.config.unread import describe_unread, find_unread
+from jaxopt_llm.config import Config, MeshConfig, cli, fields
+from jaxopt_llm.config.fields import get_field, replace_fields
+from jaxopt_llm.config.unread import describe_unread, find_unread, find_without_effect
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.program import make_program
@@ -52,6 +52,52 @@ def test_a_setting_is_unread_until_another_one_needs_it(settings: dict[str, Any]
     assert find_unread(replace_fields(Config(), settings)).keys() == settings.keys()
     assert not find_unread(replace_fields(Config(), settings | read)).keys() & settings.keys()
     assert not find_unread(Config())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("finetune.py", ("--lora.rank", "0")),
+        ("finetune.py", ("--evaluation.every", "0")),
+        ("finetune.py", ("--evaluation.samples", "0")),
+        ("llama3_8b_qlora.py", ("--lora.base", "float")),
+        ("llama2_70b_pipeline.py", ("--mesh.pipeline", "1")),
+        ("qwen3_30b_a3b.py", ("--model.moe.experts", "0")),
+        ("quickstart.py", ("--schedule.kind", "constant")),
+    ],
+)
+def test_what_flags_switch_off_is_not_named(recipe: str, flags: tuple[str, ...]) -> None:
+    """The user of a recipe did not give its settings. Their values are then the defaults, also in config.json."""
+    config = cli.parse_config(["--config", recipe, *flags], "train")
+    assert not [*describe_unread(config)] and not config.lora.problems()
+    read = {name for name in fields.FIELDS if get_field(cli.load_recipe(recipe), name) != get_field(config, name)}
+    named = flags[0].removeprefix("--")
+    assert read - {named} <= {*find_without_effect(replace_fields(cli.load_recipe(recipe), {named: cast(flags[1])}))}
+
+
+def cast(text: str) -> Any:
+    return int(text) if text.isdigit() else text
+
+
+def test_what_was_given_without_effect_is_named() -> None:
+    flags = ["--config", "finetune.py", "--lora.rank", "0", "--lora.alpha", "8", "--optimizer.momentum", "0.5"]
+    config = cli.parse_config(flags, "train")
+    assert config.lora.problems() == [
+        "lora.alpha=8.0 has no effect with lora.rank=0, which trains no adapters: set --lora.rank, or leave out "
+        "--lora.alpha"
+    ]
+    assert [*describe_unread(config)] == ["no effect: optimizer.momentum=0.5, because optimizer.name=adamw"]
+
+
+def test_what_a_recipe_itself_gives_without_effect_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from jaxopt_llm.config import Config\n"
+        "def get_config(): return Config(lora=dict(alpha=8.0), optimizer=dict(momentum=0.5))\n"
+    )
+    config = cli.parse_config(["--config", str(recipe), "--training.steps", "3"], "train")
+    assert config.lora.alpha == 8.0 and config.lora.problems()
+    assert [*describe_unread(config)] == ["no effect: optimizer.momentum=0.5, because optimizer.name=adamw"]
 
 
 def test_a_pretrained_model_decides_its_own_fields() -> None:

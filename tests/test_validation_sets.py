@@ -219,6 +219,6 @@ def test_data_that_does_not_fill_a_row_is_named(tmp_path: Path) -> None:
     assert "has 13 tokens, and a row has --training.sequence-length 32: the rest of the row is padding" in done.stderr
 
 
-@pytest.mark.parametrize("recipe", ["finetune.py", "pretrain.py"])
+@pytest.mark.parametrize("recipe", ["finetune.py", "finetune_full.py", "pretrain.py"])
 def test_recipes_without_sizes_write_samples(recipe: str) -> None:
     assert cli.load_recipe(recipe).evaluation.samples

@@ -5,6 +5,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,3 +84,30 @@ def train_tokenizer(
     library.train_from_iterator(documents, vocab_size=size, special_tokens=[*special], show_progress=False)
     library.save(str(path))
     return path
+
+
+def write_arrow(path: Path, rows: Sequence[Any], stream: bool = True) -> Path:
+    """Write rows as an Arrow stream with batches of 7 rows, or as a file with an index.
+
+    Rows are objects or, for short, texts.
+    """
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist([{"text": row} if isinstance(row, str) else row for row in rows])
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def write_saved_dataset(folder: Path, shards: Sequence[Sequence[Any]]) -> Path:
+    """Write a folder as `save_to_disk` of the library datasets does, with the cache of a later computation."""
+    folder.mkdir(parents=True)
+    names = [f"data-{index:05}-of-{len(shards):05}.arrow" for index in range(len(shards))]
+    for name, rows in zip(names, shards, strict=True):
+        write_arrow(folder / name, rows)
+    write_arrow(folder / "cache-db1da12eb801df68.arrow", ["never read"])
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    return folder

@@ -101,9 +101,10 @@ def make_step(
     settings: StepSettings,
 ) -> Any:
     """Return the jitted step of a decoder from its parts."""
-    advance = make_decoder_advance(model, executor, placement, optimizers, specs, settings)
-    function = step.make_step_function(advance, schedule, placement)
-    return step.jit_step(function, specs, placement, placement.activation(None, "batch", "sequence"))
+    advance = make_decoder_advance(model, executor, placement, lambda _: optimizers, specs, settings)
+    function = step.make_step_function(advance, lambda _: schedule, placement)
+    jitted = step.jit_step(function, specs, placement, placement.activation(None, "batch", "sequence"))
+    return step.BoundStep(jitted, None, placement)
 
 
 def params(specs: Params) -> Params:

@@ -10,7 +10,7 @@ from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
-from jaxopt_llm.core import hub
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 
 
@@ -36,9 +36,33 @@ def resolve_pretrained(config: Config) -> Config:
     config = fields.replace_fields(config, {"data": _resolve_tokenizer(config.data, config.model.pretrained)})
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": hub.absolute_name(config.lora.pretrained)})
-        lora = _set_fields("lora", config.lora, open_pretrained_adapter(config).lora)
-        config = fields.replace_fields(config, {"lora": lora})
+        config = _set_adapter_fields(config, open_pretrained_adapter(config))
     return config
+
+
+def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:
+    """Return the configuration with the fields that the folder of `lora.pretrained` sets.
+
+    Whole weights that are saved with the adapters go on training. Their tables may be larger than those of the model.
+    """
+    name, size = f"lora.pretrained={config.lora.pretrained}", adapter.model.vocabulary_size
+    values: dict[str, Any] = {"lora": _set_fields("lora", config.lora, adapter.lora)}
+    merge = "merge it (python -m jaxopt_llm.convert merge --base MODEL --adapter ADAPTER --to FOLDER) and train FOLDER"
+    if config.model.tied_head and not adapter.model.tied_head:
+        raise InputError(f"{name}: its head differs from its embedding table, which the model ties; {merge}")
+    if size != config.model.vocabulary_size:
+        if config.model.resize_vocabulary:
+            raise InputError(f"{name}: its tables have {size} rows; set --model.resize-vocabulary {size}")
+        if size < (rows := config.model.vocabulary_size):
+            raise InputError(f"{name}: its tables have {size} rows, fewer than the {rows} of the model; {merge}")
+        values |= {"model.vocabulary_size": size, "model.resize_vocabulary": size}
+    if paths := adapter.whole.paths:
+        trained = config.training.trainable
+        missing = [path for path in paths if not tree.first_match(path, trained)]
+        if trained and missing:
+            raise InputError(f"{name}: it also trains {missing[0]}; name it in --training.trainable, or leave that out")
+        values["training.trainable"] = trained or paths
+    return fields.replace_fields(config, values)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -101,8 +125,8 @@ def _set_fields(name: str, section: Any, stored: dict[str, Any]) -> Any:
         remedy = f"leave out {', '.join(conflicts)}"
         if len(conflicts) > 2 and name == "model":
             remedy = (
-                "take a recipe without sizes, --config finetune.py (adapters) or pretrain.py (all parameters), or "
-                f"leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
+                "take a recipe without sizes, --config finetune.py (adapters), finetune_full.py or pretrain.py (all "
+                f"parameters), or leave out {', '.join(conflicts[:2])} and {len(conflicts) - 2} more"
             )
         raise InputError(f"{name}.pretrained={section.pretrained} sets the {owner} fields; {remedy}")
     return fields.replace_fields(section, stored)
@@ -114,12 +138,18 @@ def find_source_folder(config: Config) -> Path | None:
     None: the model came from no folder, or the folder no longer exists. For a model of the hub, the folder holds its
     configuration and tokenizer, perhaps without weights.
     """
+    name = find_source_name(config)
+    folder = hub.find_folder(name, "model.pretrained=", weights=False) if name else None
+    return folder if folder and folder.is_dir() else None
+
+
+def find_source_name(config: Config) -> str:
+    """Return the path or the hub id of the model that a model came from, possibly through other runs; empty: none."""
     path, visited = config.model.pretrained, set[str]()
     while path and is_run_directory(Path(path)) and path not in visited:
         visited.add(path)
         path = cli.load_run_config(Path(path), "model.pretrained=").model.pretrained
-    folder = hub.find_folder(path, "model.pretrained=", weights=False) if path else None
-    return folder if folder and folder.is_dir() else None
+    return path
 
 
 def open_pretrained_adapter(config: Config) -> AdapterFolder:

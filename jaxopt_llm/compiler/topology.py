@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 
 from jaxopt_llm.compiler.chips import CHIPS, Chip
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.extras import describe_install
 
 HOST = "pinned_host"  # memory kind of offloaded arrays
 
@@ -36,7 +37,7 @@ def gpu_topology(chip: str = "h200", hosts: int = 1, gpus_per_host: int = 8) -> 
     if hosts < 1 or gpus_per_host < 1:
         raise InputError(f"{hosts} hosts with {gpus_per_host} GPUs each: give at least 1 host and at least 1 GPU")
     if not _is_cuda_plugin_installed():
-        raise InputError("compiling for GPUs requires JAX's CUDA plugin; run: pip install 'jaxopt_llm[plan]'")
+        raise InputError(f"compiling for GPUs requires JAX's CUDA plugin; run: {describe_install('plan')}")
     # Without this variable the plugin requires a driver. JAX reads it only once, when it first looks for devices and
     # loads its plugins.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -112,6 +113,7 @@ def lower_without_gpu(function: Any, *arguments: Any) -> jax.stages.Lowered:
     a topology do not have.
 
     Args:
+        function: jitted, or a BoundStep.
         arguments: ShapeDtypeStructs. Those in host memory need shardings over the abstract mesh, which keep the memory
             kind.
     """
@@ -123,7 +125,8 @@ def lower_without_gpu(function: Any, *arguments: Any) -> jax.stages.Lowered:
     with module.context:
         operands, results = (list(main.attributes[name]) for name in ("arg_attrs", "res_attrs"))
         for i, index in enumerate(kept_indices):
-            if shardings[index].memory_kind == HOST:
+            # The hyperparameters of a step, which `function` adds, follow the arguments.
+            if index < len(shardings) and shardings[index].memory_kind == HOST:
                 operands[i] = _with_host_memory(operands[i])
                 if "tf.aliasing_output" in operands[i]:
                     result = operands[i]["tf.aliasing_output"].value  # it reuses the buffer of a donated argument

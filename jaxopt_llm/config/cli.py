@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import runpy
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import fields
+from jaxopt_llm.config import unread as unread_settings
+from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error, report_error
@@ -28,6 +31,9 @@ _PACKAGE = Path(__file__).parent.parent
 RECIPES = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 
 OWN_MODEL = {"model", "loss"}  # names that make a recipe one of a model of its own
+
+# Pairs of settings for the same: a flag of one of them sets the other to 0.
+EITHER = ({"training.steps", "training.epochs"}, {"schedule.warmup_steps", "schedule.warmup_share"})
 
 # Settings by the names that other trainers and papers use; the names that are ours are found without this table.
 KNOWN_AS = {
@@ -48,6 +54,7 @@ KNOWN_AS = {
     "optimizer.clip_norm": ("clip_grad", "grad_clip", "max_grad_norm", "max_norm", "gradient_clipping"),
     "optimizer.name": ("optim",),
     "schedule.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_steps"),
+    "schedule.warmup_share": ("warmup_ratio",),
     "schedule.kind": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_decay_style"),
     "lora.rank": ("r", "lora_r", "lora_rank"),
     "lora.alpha": ("lora_alpha",),
@@ -65,6 +72,7 @@ KNOWN_AS = {
     "run.seed": ("random_seed",),
     "checkpoint.every": ("save_steps", "save_interval", "checkpoint_interval"),
     "evaluation.every": ("eval_steps", "eval_interval"),
+    "evaluation.patience": ("early_stopping_patience", "early_stopping"),
     "logging.every": ("logging_steps", "log_interval", "log_every"),
     "logging.wandb_project": ("wandb", "report_to"),
     "mesh.tensor": ("tp", "tensor_parallel", "tensor_model_parallel_size", "tensor_parallel_degree"),
@@ -85,11 +93,13 @@ class Recipe:
     """Recipe as it was read.
 
     names: all names that the file defines, without modules; empty for JSON.
+    flags: settings that the command line gives.
     """
 
     config: Config
     path: Path
     names: Mapping[str, Any]
+    flags: frozenset[str] = frozenset()
 
     @property
     def has_model(self) -> bool:
@@ -208,7 +218,8 @@ def parse_recipe(arguments: list[str], program: str) -> Recipe:
     if path is None and not asks_for_help(arguments):
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
     recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
-    return dataclasses.replace(recipe, config=override_config(recipe.config, overrides, program))
+    flags = frozenset(map(_name_flag, overrides)) & {*fields.FIELDS}
+    return dataclasses.replace(recipe, config=override_config(recipe.config, overrides, program), flags=flags)
 
 
 def asks_for_help(arguments: list[str]) -> bool:
@@ -233,7 +244,7 @@ def print_help(arguments: list[str], program: str) -> int:
 
 
 def load_run_config(directory: Path, prefix: str) -> Config:
-    """Load the configuration that a run directory was trained with.
+    """Load the configuration that a run directory was trained with, which names its own copies of the tokenizer.
 
     prefix: text before the path in the error message, such as "--checkpoint " or "model.pretrained=".
 
@@ -241,9 +252,13 @@ def load_run_config(directory: Path, prefix: str) -> Config:
         InputError: the directory is not a run directory.
     """
     try:
-        return fields.from_json(json_files.read_bytes(directory / "config.json"))
+        config = fields.from_json(json_files.read_bytes(directory / "config.json"))
     except (InputError, OSError, ValueError, TypeError) as error:
         raise InputError(f"{prefix}{directory}: not a run directory ({explain_no_run(directory, error)})") from error
+    # The files that the user named may have moved or changed since.
+    kept = {"tokenizer": directory / TOKENIZER_FOLDER, "chat_template": directory / TEMPLATE_FILE}
+    found = {f"data.{name}": os.path.abspath(path) for name, path in kept.items() if path.exists()}
+    return fields.replace_fields(config, found)
 
 
 def explain_no_run(directory: Path, error: BaseException) -> str:
@@ -265,16 +280,17 @@ def override_config(config: Config, overrides: list[str], program: str, own: Seq
     _refuse_unknown(overrides, own)
     if not overrides:
         return config
-    given = {argument.split("=")[0] for argument in overrides} & {"--training.steps", "--training.epochs"}
-    if len(given) == 1:  # the recipe's value of the other one does not count
-        other = "training.epochs" if given == {"--training.steps"} else "training.steps"
-        config = fields.replace_fields(config, {other: type(fields.get_field(config, other))()})
+    given = {argument.split("=")[0].removeprefix("--").replace("-", "_") for argument in overrides}
+    for pair in EITHER:
+        if len(given & pair) == 1:  # the recipe's value of the other one does not count
+            (other,) = pair - given
+            config = fields.replace_fields(config, {other: type(fields.get_field(config, other))()})
     import tyro  # imported here, because loading a recipe does not need it: see scripts/gpu_check
 
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(
+            changed = tyro.cli(
                 Config,
                 args=overrides,
                 default=config,
@@ -284,11 +300,24 @@ def override_config(config: Config, overrides: list[str], program: str, own: Seq
                 "below. With --print-config, the command checks the whole configuration, prints it as JSON and stops.",
                 config=(tyro.conf.FlagConversionOff,),
             )
+        return _leave_out_unread(changed, config, given)
     except SystemExit as stop:
         if stop.code == 0:
             raise
         hint = "; separate the values of one field by spaces" * any("," in argument for argument in overrides)
         raise InputError(_describe_value(_first_paragraph(errors.getvalue()), overrides) + hint) from stop
+
+
+def _leave_out_unread(config: Config, recipe: Config, given: set[str]) -> Config:
+    """Return the configuration with the defaults of the settings that flags have made without effect.
+
+    The user of a recipe did not give them, and is not told that they do nothing.
+
+    given: names of the settings that have a flag.
+    """
+    unread = unread_settings.find_without_effect(config).keys() - unread_settings.find_without_effect(recipe).keys()
+    defaults = Config()
+    return fields.replace_fields(config, {name: fields.get_field(defaults, name) for name in unread - given})
 
 
 def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -307,12 +336,16 @@ def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _refuse_unknown(overrides: list[str], own: Sequence[str]) -> None:
     for argument in overrides:
-        flag = argument.split("=")[0]
-        name = flag.removeprefix("--").replace("-", "_")
+        flag, name = argument.split("=")[0], _name_flag(argument)
         if argument.startswith("--") and flag != "--help" and name not in fields.FIELDS:
             near = difflib.get_close_matches(name, own, n=1, cutoff=0.8) or find_settings(name)
             hint = f"did you mean {' or '.join(f'--{each}' for each in near)}?" if near else "--help lists all fields"
             raise InputError(f"{flag}: no such field; {hint}")
+
+
+def _name_flag(argument: str) -> str:
+    """Return the name of a setting as its flag gives it, with or without a value."""
+    return argument.split("=")[0].removeprefix("--").replace("-", "_")
 
 
 def find_settings(name: str) -> list[str]:

@@ -1,14 +1,42 @@
 """Settings of the training data and of the tokenizer."""
 
+import json
 from dataclasses import dataclass
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, setting
 
-Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "prepared", "megatron", "numpy"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
+# What a run directory keeps of the files that these settings name.
+TOKENIZER_FOLDER = "tokenizer"
+TEMPLATE_FILE = "chat_template.jinja"
+
+# Names that a chat template gets from elsewhere, or that are arguments of apply_chat_template in transformers.
+RESERVED_ARGUMENTS = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "conversation", "chat_template", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+    )
+)
+
+# Fields that a row of each form of conversations must have, and fields that are used if a row has them.
+FORMS: dict[str, frozenset[str]] = {
+    "messages": frozenset({"messages"}),
+    "pairs": frozenset({"prompt", "completion"}),
+    "sharegpt": frozenset({"conversations"}),
+    "alpaca": frozenset({"instruction", "output"}),
+}
+_OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
+_ALPACA = frozenset({"input", "history"})
+
+
+def fields_of_form(form: str) -> frozenset[str]:
+    """Return the fields of a row that a form of conversations uses."""
+    return FORMS[form] | _OPTIONAL | (_ALPACA if form == "alpaca" else frozenset())
 
 
 @dataclass(frozen=True)
@@ -20,20 +48,28 @@ class DataConfig:
     """Share of the rows that each of data.paths gives, relative to the sum of the weights. Empty = an epoch reads every
     token once."""
     format: Format = "auto"
-    """Format of the files. auto: by suffix; json: one array of objects, or one object per line; prepared: the
-    output of jaxopt_llm.prepare; megatron: a .bin/.idx pair; numpy: a one-dimensional .npy of token ids."""
+    """Format of the files. auto: by suffix; json: one array of objects, or one object per line; arrow: files of Apache
+    Arrow, such as those of a folder of datasets.save_to_disk; prepared: the output of jaxopt_llm.prepare; megatron: a
+    .bin/.idx pair; numpy: a one-dimensional .npy of token ids."""
     separator: str = ""
     """Text between two documents of a text file, for example <|endoftext|>. Empty = each file is one document. A
     document may have up to 1 GiB."""
     text_field: str = "text"
-    """Column of JSONL, JSON, CSV and Parquet files that holds the text."""
+    """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the text."""
+    columns: tuple[str, ...] = ()
+    """Columns of conversations that have other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a
+    field of a form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
     content: Content = "text"
-    """Content of a row of a JSONL, JSON, CSV or Parquet file: text, or a conversation. The chat template renders a
-    conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content; pairs:
-    prompt and completion, each a text or a list of messages; sharegpt: a list of from and value; alpaca: instruction,
-    input and output; chat: detect the form from the fields of each file."""
+    """Content of a row of a JSONL, JSON, CSV, Parquet or Arrow file: text, or a conversation. The chat template renders
+    a conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content;
+    pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
+    alpaca: instruction, input and output; chat: detect the form from the fields of each file."""
     chat_template: str = ""
-    """File with a chat template in Jinja. Empty = the template that comes with data.tokenizer."""
+    """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
+    tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
+    template_arguments: tuple[str, ...] = ()
+    """Variables of the chat template, each as NAME=VALUE with VALUE in JSON or as plain text, for example
+    enable_thinking=false. The field chat_template_kwargs of a row overrides them."""
     date: str = ""
     """Current date for chat templates that write it, for example 2026-01-31. Empty = none."""
     long_documents: LongDocuments = "auto"
@@ -63,10 +99,16 @@ class DataConfig:
         """Use of the byte tokenizer. `resolve_pretrained` replaces `auto` if there is a pretrained model."""
         return self.tokenizer in ("auto", "bytes")
 
+    def column_names(self) -> dict[str, str]:
+        """Return the column of each field that data.columns names; empty for a column that is not read."""
+        return dict((name, column) for name, _, column in (text.partition("=") for text in self.columns))
+
     def problems(self) -> list[str]:
-        found = find_out_of_range("data", self)
-        if self.content == "text" and (self.chat_template or self.date):
-            found.append("data.chat_template and data.date apply only to conversations: also set data.content=chat")
+        found = find_out_of_range("data", self) + self._find_wrong_columns()
+        if self.content == "text" and (self.chat_template or self.template_arguments or self.date):
+            names = "data.chat_template, data.template_arguments and data.date"
+            found.append(f"{names} apply only to conversations: also set data.content=chat")
+        found += find_argument_problems("data.template_arguments", self.template_arguments)
         if self.content != "text" and not self.paths:
             found.append(f"data.content={self.content}: there are no files to read; name them with data.paths")
         if self.date and not _is_date(self.date):
@@ -83,6 +125,51 @@ class DataConfig:
         elif self.weights and not any(self.weights):
             found.append("data.weights: all weights are 0, so no data would be read; give a source a positive weight")
         return found
+
+    def _find_wrong_columns(self) -> list[str]:
+        known = sorted(frozenset().union(*map(fields_of_form, FORMS)))
+        found, names, columns = [], self.column_names(), [column for column in self.column_names().values() if column]
+        for text in self.columns:
+            name, is_pair, column = text.partition("=")
+            if not (name and is_pair):
+                found.append(f"data.columns: {text}: write FIELD=COLUMN, as in messages=dialog")
+            elif column and name == "text":
+                found.append(f"data.columns: {text}: name the column of texts with data.text_field={column}")
+            elif column and name not in known:
+                found.append(
+                    f"data.columns: {text}: {name} is no field of a conversation; use one of {', '.join(known)}"
+                )
+            elif columns.count(column) > 1:
+                found.append(f"data.columns: {text}: another field has the column {column} too; name it once")
+        if len(names) < len(self.columns):
+            found.append(f"data.columns={' '.join(self.columns)}: a field is named twice; name each field once")
+        return found
+
+
+def parse_arguments(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Return the variables of a chat template, each written as NAME=VALUE. A value that is not JSON is a text."""
+    parsed = {}
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        try:
+            parsed[name] = json.loads(value)
+        except ValueError:
+            parsed[name] = value
+    return parsed
+
+
+def find_argument_problems(setting: str, arguments: tuple[str, ...]) -> list[str]:
+    """List the problems of variables of a chat template. setting: its name, for the messages."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    found = []
+    for argument, name in zip(arguments, names, strict=True):
+        if not name.isidentifier() or "=" not in argument:
+            found.append(f"{setting}: {argument}: must be NAME=VALUE, as in enable_thinking=false")
+        elif name in RESERVED_ARGUMENTS:
+            found.append(f"{setting}: {argument}: the name {name} is reserved; leave it out")
+        elif names.count(name) > 1:
+            found.append(f"{setting}: {argument}: {name} has several values; give one")
+    return found
 
 
 def _is_date(day: str) -> bool:

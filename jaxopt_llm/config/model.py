@@ -116,7 +116,7 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("model", self)
-        found += self.rope.problems() + self.mla.problems(self.head_dim) + self.moe.problems(self.layers)
+        found += self.rope.problems(self.rotary_dim) + self.mla.problems(self.head_dim) + self.moe.problems(self.layers)
         found += self._latent_problems() if self.mla.kv_rank else []
         if self.resize_vocabulary and not self.pretrained:
             found.append(
@@ -127,12 +127,12 @@ class ModelConfig:
             found.append(f"model.last_layers={self.last_layers}: must be below model.layers={self.layers}")
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")
-        learned, factor = self.positions == "learned", self.rope.factor
+        learned, rope = self.positions == "learned", self.rope
         if learned and "global_nope" in self.pattern:
             found.append("model.pattern: global_nope requires model.positions=rotary; write global")
-        if learned and factor > 1:
+        if learned and rope.factor > 1:
             found.append(
-                f"model.rope.factor={factor}: no effect with model.positions=learned; set --model.rope.factor 1"
+                f"model.rope.factor={rope.factor}: no effect with model.positions=learned; set --model.rope.factor 1"
             )
         if self.kv_heads >= 1 and self.heads % self.kv_heads:
             found.append(f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}")

@@ -1,11 +1,11 @@
 """Settings of the device mesh, and of the division of state, activations, layers and processes over it."""
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxopt_llm.config.addresses import find_problem
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, Bounds, find_out_of_range, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, Bounds, find_out_of_range, setting
 
 # Outermost first. `tensor` is innermost, so it uses the fastest links. `pipeline` moves the least data, so it crosses
 # hosts first. XLA also requires `pipeline` first: it accepts a nested shard_map only if its axes come later.
@@ -22,9 +22,12 @@ class MeshConfig:
     data: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of replicas (data parallelism, DP). Across nodes, with fsdp inside a node, this is hybrid sharding (HSDP;
     torchtitan: data_parallel_replicate_degree)."""
-    fsdp: int = setting(1, bounds=AT_LEAST_ONE)
+    fsdp: int | Literal["auto"] = setting("auto", bounds=AT_LEAST_ONE)
     """Number of devices that split the batch and, according to sharding.zero_stage, the training state (FSDP, ZeRO;
-    torchtitan: data_parallel_shard_degree)."""
+    torchtitan: data_parallel_shard_degree). auto: all visible devices that the other axes leave, as many as divide
+    training.batch_size. Where the whole state takes at most a quarter of a device's memory, mesh.data gets them
+    instead, unless a setting of sharding.* is set. training.accumulation falls, so that a device has no more rows at
+    a time than on one device. The start of the run resolves them in config.json."""
     expert: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split the experts and the batch (expert parallelism, EP). In a dense model it is another
     axis like fsdp, over which gradients are reduced in every microbatch."""
@@ -33,14 +36,24 @@ class MeshConfig:
     tensor: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split heads, MLP width and vocabulary (tensor parallelism, TP)."""
 
+    def size(self, axis: str) -> int:
+        """Return the number of devices along an axis. `auto` counts as 1 until the start of a run resolves it."""
+        size = getattr(self, axis)
+        return 1 if size == AUTO else int(size)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of devices along each axis, outermost first."""
+        return {axis: self.size(axis) for axis in AXES}
+
     @property
     def devices(self) -> int:
-        return math.prod(astuple(self))
+        return math.prod(self.sizes.values())
 
     @property
     def batch_shards(self) -> int:
         """Number of parts into which the rows of a microbatch are split."""
-        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
+        return math.prod(self.size(axis) for axis in BATCH_AXES)
 
     def problems(self) -> list[str]:
         return find_out_of_range("mesh", self)

@@ -249,6 +249,10 @@ class Config:
             "offload.parameters=True": (self.offload.parameters, "--offload.parameters False"),
             f"training.ema_decay={self.training.ema_decay}": (self.training.ema_decay > 0, "--training.ema-decay 0"),
             "training.on_spike=rollback": (self.training.on_spike == "rollback", "--training.on-spike off"),
+            f"evaluation.patience={self.evaluation.patience}": (
+                self.evaluation.patience > 0,  # the groups would wait for one that has ended
+                "--evaluation.patience 0",
+            ),
         }
         return found + [
             f"groups.server does not support {name}: set {remedy}" for name, (no, remedy) in refused.items() if no
@@ -266,6 +270,11 @@ class Config:
             found.append(
                 f"checkpoint.keep_best={best} compares only steps that are evaluated: make checkpoint.every={every} a "
                 f"multiple of evaluation.every={evaluated}"
+            )
+        if self.evaluation.patience and evaluated and not best:
+            found.append(
+                f"evaluation.patience={self.evaluation.patience} ends a run some time after its lowest held-out loss: "
+                "set --checkpoint.keep-best 1 to keep the checkpoint with that loss"
             )
         offloads = self.offload.optimizer or self.offload.parameters
         if self.checkpoint.replicate_every and offloads:

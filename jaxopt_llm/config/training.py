@@ -82,9 +82,10 @@ class TrainingConfig:
     (1 + n) / (10 + n) in update n, so that the initial values do not dominate it. Held-out losses, samples, generation
     and exports use the average. It takes 4 bytes per trained parameter, divided as the optimizer's state. 0 = off."""
     trainable: tuple[str, ...] = setting((), resume="never")
-    """Globs of the paths of the parameters to train, such as */scale, where * also matches slashes; the others are
-    frozen, in precision.compute_dtype. With lora.rank, these parameters train in addition to the adapters (PEFT:
-    modules_to_save). Empty = all parameters, or with lora.rank only the adapters."""
+    """Parameters to train, such as embedding head for the two tables: parts of their paths, or globs of the paths such
+    as segment_1/*, where * also matches slashes; the others are frozen, in precision.compute_dtype. With lora.rank,
+    these parameters train in addition to the adapters (PEFT: modules_to_save). Empty = all parameters, or with
+    lora.rank only the adapters."""
     skip_limit: int = setting(10, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive skipped steps that end the run, with exit code 3. Overflows under loss scaling do not
     count."""
@@ -173,7 +174,11 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     warmup_steps: int = setting(100, bounds=NON_NEGATIVE)
-    """Steps over which the learning rate rises linearly from 0 to the peak."""
+    """Steps over which the learning rate rises linearly from 0 to the peak. A flag of this setting or of warmup_share
+    sets the other to 0."""
+    warmup_share: float = setting(0.0, bounds=SHARE)
+    """Steps of that rise as a share of decay_steps, by default of the steps of the run, rounded up (Hugging Face:
+    warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
     decay_steps: int = setting(0, bounds=NON_NEGATIVE)
     """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
     a run can be extended. 0 = training.steps at the first start of the run, or the end of the warm-up if that is
@@ -191,15 +196,36 @@ class ScheduleConfig:
         """First step with the final learning rate; None if the schedule has no end."""
         return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
 
+    def count_warmup(self, steps: int) -> int:
+        """Return the steps of the warm-up in a run of so many steps."""
+        return self._share_of(self.choose_end(steps)) if self.warmup_share else self.warmup_steps
+
     def choose_end(self, steps: int) -> int:
         """Return `decay_steps`, or the step that 0 stands for in a run of so many steps."""
+        if self.decay_steps:
+            return self.decay_steps
         fall = self.cooldown_steps if self.kind == "wsd" else 1
-        return self.decay_steps or max(steps, self.warmup_steps + fall)
+        if not self.warmup_share:
+            return max(steps, self.warmup_steps + fall)
+        # The first end that leaves room for the fall after its share.
+        end = math.floor(fall / (1 - self.warmup_share))
+        while end - self._share_of(end) < fall:
+            end += 1
+        return max(steps, end)
+
+    def _share_of(self, end: int) -> int:
+        return math.ceil(self.warmup_share * end - 1e-9)  # 0.07 * 100 is above 7 in floating point
 
     def problems(self) -> list[str]:
-        found, warmup, end = find_out_of_range("schedule", self), self.warmup_steps, self.decay_steps
-        if not end:  # it will be after the warm-up: see `choose_end`
+        found, end = find_out_of_range("schedule", self), self.decay_steps
+        if self.warmup_steps and self.warmup_share:
+            found.append(
+                f"schedule.warmup_steps={self.warmup_steps} and schedule.warmup_share={self.warmup_share}: set one of "
+                "them to 0"
+            )
+        if found or not end:  # it will be after the warm-up: see `choose_end`
             return found
+        warmup = self.count_warmup(end)
         if self.end_step is not None and warmup >= end:
             found.append(f"schedule.warmup_steps={warmup}: must be below schedule.decay_steps={end}")
         elif self.kind == "wsd" and self.cooldown_steps > end - warmup:
@@ -217,16 +243,17 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 class LoraConfig:
     pretrained: str = setting("", resume="freely")
     """Folder or hub id of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha,
-    targets, rslora and dora. Empty = new adapters."""
+    targets, rslora and dora; and with whole weights (modules_to_save) training.trainable and the size of the
+    vocabulary. Empty = new adapters."""
     rank: int = setting(0, resume="never", in_pretrained=True, bounds=NON_NEGATIVE)
     """Rank of the LoRA adapters; only they are trained (Hu et al. 2021; PEFT: r). 0 = no adapters: train the parameters
     themselves."""
     alpha: float = setting(16.0, in_pretrained=True, bounds=POSITIVE)
     """The product of an adapter is multiplied by alpha / rank (PEFT: lora_alpha)."""
     targets: tuple[str, ...] = setting((ALL_LINEAR,), resume="never", in_pretrained=True)
-    """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, or globs of paths
-    such as */attention/query, where * also matches slashes. The first match applies, and every pattern must apply to a
-    weight."""
+    """Weights that get adapters (PEFT: target_modules): all-linear for the matrices of the blocks, parts of paths such
+    as query value, or globs of paths such as */attention/*, where * also matches slashes. The first match applies, and
+    every pattern must apply to a weight."""
     base: Literal["float", "int8", "nf4"] = setting("float", resume="never")
     """Storage of the frozen base. float: precision.compute_dtype. int8: the matrices of the blocks as int8 codes. nf4:
     the matrices of the blocks as 4-bit NormalFloat (QLoRA, Dettmers et al. 2023)."""
@@ -251,22 +278,33 @@ class LoraConfig:
         found = find_out_of_range("lora", self)
         if self.rank > 0 and not self.targets:
             found.append(f"lora.targets is empty: give {ALL_LINEAR} or at least one pattern")
+        return found + [
+            f"lora.{name}={getattr(self, name)} has no effect with {reason}, or leave out --lora.{name}"
+            for name, reason in self.find_unread().items()
+        ]
+
+    def find_unread(self) -> dict[str, str]:
+        """Return the fields with another value than the default that are not read: why, and what would read them."""
+        found = {}
+        if self.base != "nf4":
+            found["double_quantisation"] = f"lora.base={self.base}: set --lora.base nf4"
         if self.rank == 0 and not self.pretrained:
-            found += [
-                f"lora.{name}={getattr(self, name)} has no effect with lora.rank=0, which trains no adapters: set "
-                f"--lora.rank, or leave out --lora.{name}"
-                for name in ("alpha", "targets", "base", "rslora", "dora", "dropout")
-                if getattr(self, name) != getattr(LoraConfig, name)
-            ]
-        if self.double_quantisation and self.base != "nf4":
-            found.append(f"lora.double_quantisation=True has no effect with lora.base={self.base}: set --lora.base nf4")
-        return found
+            reason = "lora.rank=0, which trains no adapters: set --lora.rank"
+            names = ("alpha", "targets", "base", "rslora", "dora", "dropout")
+            found |= dict.fromkeys(names, reason)
+        return {name: reason for name, reason in found.items() if getattr(self, name) != getattr(LoraConfig, name)}
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    every: int = setting(200, bounds=AT_LEAST_ONE)
-    """Steps between two evaluations of the held-out loss (eval_steps). The last step is always evaluated."""
+    every: int = setting(200, bounds=NON_NEGATIVE)
+    """Steps between two evaluations of the held-out loss (eval_steps). The last step is always evaluated. 0 = no
+    evaluation, also not of the last step (eval_strategy: no): without evaluation.paths, the documents of data.held_out
+    are then trained on, too. A resume cannot change between 0 and a number unless run.allow_change names it."""
+    patience: int = setting(0, bounds=NON_NEGATIVE)
+    """Early stopping: evaluations without a new lowest held-out loss that end the run (early_stopping_patience). It
+    ends as after its last step, with a checkpoint, and checkpoint.keep_best keeps the one with the lowest loss. Started
+    again, the run goes on only with a larger number or with 0. 0 = off."""
     batches: int = setting(16, bounds=AT_LEAST_ONE)
     """Maximum number of batches per evaluation and validation set, each of training.batch_size sequences."""
     paths: tuple[str, ...] = setting((), resume="if_allowed")
@@ -291,6 +329,11 @@ class EvaluationConfig:
                     f"evaluation.paths: {text}: another set is named {name} too; write NAME=PATH with a new name"
                 )
         return found
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether the held-out loss is that of data.held_out of the documents, which are then not trained on."""
+        return self.every > 0 and not self.paths
 
     def named_paths(self) -> list[tuple[str, str]]:
         """Return the name and the path of each validation set. The name is empty if there is none to derive."""

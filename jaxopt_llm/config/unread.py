@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import ModelConfig
+from jaxopt_llm.config.rope import READ_BY_SCALING
 from jaxopt_llm.config.run import Config
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
@@ -26,6 +27,11 @@ def find_unread(config: Config) -> dict[str, str]:
     }
 
 
+def find_without_effect(config: Config) -> dict[str, str]:
+    """Return what `find_unread` does, with the settings whose check reports an error because they are not read."""
+    return find_unread(config) | {f"lora.{name}": reason for name, reason in config.lora.find_unread().items()}
+
+
 def find_unread_by_model(model: ModelConfig) -> set[str]:
     """Return the fields that a model does not read, by their names in its section."""
     return set(_expand(_model_rules(model), [name for name, *_ in fields.walk_fields(ModelConfig)]))
@@ -45,24 +51,24 @@ def gathers_codes(config: Config) -> bool:
     mesh, sharding = config.mesh, config.sharding
     gathered = {"data"} if sharding.optimizer_over_data else set()
     gathered |= {"fsdp", "expert", "context"} if sharding.zero_stage else set()
-    return any(axis in gathered and getattr(mesh, axis) > 1 for axis in sharding.int8_gathers)
+    return any(axis in gathered and mesh.size(axis) > 1 for axis in sharding.int8_gathers)
 
 
 def divides_gradients(config: Config) -> bool:
     """Return whether `mesh.fsdp` divides gradients, so that `sharding.fsdp_gradients` is read."""
-    return config.mesh.fsdp > 1 and config.sharding.zero_stage >= 2
+    return config.mesh.size("fsdp") > 1 and config.sharding.zero_stage >= 2
 
 
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
-    bounds = "rope.scaling rope.low_frequency_factor rope.high_frequency_factor rope.original_length"
-    yarn = "rope.mscale rope.mscale_all_dim"
+    scaling = {name for names in READ_BY_SCALING.values() for name in names}
+    other_scaling = " ".join(f"rope.{name}" for name in sorted(scaling - {*READ_BY_SCALING[rope.scaling]}))
     return [
         ("max_positions", f"model.positions={model.positions}", not learned),
         ("rope.*", "model.positions=learned", learned),
-        (f"{bounds} {yarn}", "model.rope.factor=1", rope.factor == 1),
-        (yarn, f"model.rope.scaling={rope.scaling}", rope.scaling != "yarn"),
+        (f"rope.scaling {' '.join(f'rope.{name}' for name in scaling)}", "model.rope.factor=1", not rope.is_scaled),
+        (other_scaling, f"model.rope.scaling={rope.scaling}", True),
         ("window", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
         ("mlp_width", "every layer has experts", all(has_experts)),
         ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
@@ -82,6 +88,7 @@ def _rules(config: Config) -> list[Rule]:
         ("data.weights", "data.paths names one path", len(data.paths) == 1),
         ("data.separator", f"data.format={data.format} has no text files", not has_text_files),
         ("data.text_field", f"data.content={data.content}", data.content != "text"),
+        ("data.columns", "data.content=text", data.content == "text"),
         ("data.held_out", "evaluation.paths names the validation sets", bool(config.evaluation.paths)),
         ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
         ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),
@@ -111,13 +118,19 @@ def _rules(config: Config) -> list[Rule]:
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
+        (
+            "evaluation.patience evaluation.batches evaluation.paths evaluation.samples evaluation.sample_tokens "
+            "data.held_out checkpoint.keep_best",
+            "evaluation.every=0",
+            not config.evaluation.every,
+        ),
         ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
         ("profile.steps", "profile.start_step=0", not config.profile.start_step),
     ]
 
 
 def _describe_int8_gathers(config: Config) -> str:
-    axes = ", ".join(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in config.sharding.int8_gathers)
+    axes = ", ".join(f"mesh.{axis}={config.mesh.size(axis)}" for axis in config.sharding.int8_gathers)
     over_data = f"sharding.optimizer_over_data={config.sharding.optimizer_over_data}"
     stage = f"sharding.zero_stage={config.sharding.zero_stage}"
     return f"no weight is gathered over these axes ({axes}, {stage}, {over_data})"

@@ -13,10 +13,10 @@ from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 # org/name or org/name@revision. The name of a JSON file is a path.
 _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(?<!\.json)")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:/+", re.IGNORECASE)
-_SETTINGS = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
+_SETTINGS = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "README.md")
 _WEIGHTS = ("*.safetensors",)
-# Files in subfolders, and the second copy of all weights that Mistral publishes, are not read.
-_UNREAD = ("*/*", "consolidated*")
+# Files in subfolders except templates, and the second copy of all weights that Mistral publishes, are not read.
+_UNREAD = (*(f"*/{name}" for name in (*_SETTINGS, *_WEIGHTS) if name != "*.jinja"), "consolidated*")
 
 
 def is_hub_id(name: str | Path) -> bool:

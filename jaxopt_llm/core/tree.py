@@ -31,9 +31,11 @@ def leaves_with_path(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -
 def first_match(path: str, patterns: Sequence[str]) -> str | None:
     """Return the first pattern that matches a path, or None.
 
-    Patterns are globs such as `*/mlp/*`, in which `*` also matches slashes.
+    Patterns are globs such as `*/mlp/*`, in which `*` also matches slashes, or words such as `mlp`, a part of the path
+    between slashes.
     """
-    return next((pattern for pattern in patterns if fnmatchcase(path, pattern)), None)
+    parts = path.split("/")
+    return next((pattern for pattern in patterns if pattern in parts or fnmatchcase(path, pattern)), None)
 
 
 def partition(tree: Tree, select: Callable[[str], bool]) -> tuple[Tree, Tree]:

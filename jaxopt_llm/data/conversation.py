@@ -1,32 +1,31 @@
-"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools": [...], "context": N}.
+"""Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools", "arguments", "unlearned"}.
 
-`context` is the number of leading messages of which nothing is learned; it is absent if it makes no difference.
+`tools` is a list. `arguments` holds further variables of the chat template (chat_template_kwargs of the row).
+`unlearned` lists the indices of the assistant's messages of which nothing is learned. Each of the three is absent if it
+is empty.
 """
 
 import json
 from collections.abc import Collection
 from typing import Any
 
+from jaxopt_llm.config.data import FORMS
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.row_fields import PREFERENCE_PAIR, FieldCounter, check_row, take_learned
 from jaxopt_llm.data.skipped import Malformed
 
-# Required columns of each form.
-FORMS = {
-    "messages": {"messages"},
-    "pairs": {"prompt", "completion"},
-    "sharegpt": {"conversations"},
-    "alpaca": {"instruction", "output"},
+# Names of roles in the field `from`. In the field `role`, a template may know the names of tools' roles.
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+_SENDERS = {
+    **_SPEAKERS,
+    **{"observation": "tool", "function_call": "assistant"},
+    **{role: role for role in ("user", "assistant", "system", "developer", "tool")},
 }
-_OPTIONAL_COLUMNS = {"tools", "system", "chosen", "rejected"}  # read if they exist
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other names of roles
-_PREFERENCE_PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
-_ROLES = ("user", "assistant", "system", "tool")
+# Fields of a message that are learned. The renderer makes sure that the template does not leave them out.
+_RENDERED = {"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"}
 
-
-def columns(form: str) -> set[str]:
-    """Return the columns that are read if they exist."""
-    return FORMS[form] | _OPTIONAL_COLUMNS | ({"input"} if form == "alpaca" else set())
+Messages = list[dict[str, Any]]
 
 
 def matching_forms(columns: Collection[str]) -> list[str]:
@@ -43,60 +42,87 @@ def detect_form(columns: Collection[str], where: object) -> str:
         return forms[0]
     if {"chosen", "rejected"} <= {*columns}:
         remedy = "write the prompt and the chosen answer as prompt and completion"
-        raise InputError(f"{where}: {_PREFERENCE_PAIR}; {remedy}")
+        raise InputError(f"{where}: {PREFERENCE_PAIR}; {remedy}")
     fields = f"{where}: the fields {', '.join(sorted(columns))} match"
     if forms:
         raise InputError(
             f"{fields} several forms of conversations; set --data.content to one of them: {', '.join(forms)}"
         )
     known = "; ".join(f"{form}: {', '.join(sorted(required))}" for form, required in FORMS.items())
-    remedy = "or read them as text with --data.content text"
-    raise InputError(f"{fields} no form of conversations; rename them to the fields of a form ({known}), {remedy}")
+    remedy = f"name the columns of a form with --data.columns FIELD=COLUMN ({known}), or read them as text with"
+    raise InputError(f"{fields} no form of conversations; {remedy} --data.content text")
 
 
-def normalize_conversation(row: dict[str, Any], form: str) -> str:
+def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter) -> str:
     """Return a row of a form as JSON text in the common form.
 
-    Null values count as absent, because Parquet gives every message every field. Raises Malformed if the row is not a
-    valid conversation.
+    Null values count as absent, because Parquet gives every message every field. So do empty texts in fields that the
+    form does not require, because CSV has no null.
+
+    Args:
+        row: the values by field.
+        form: its form.
+        counter: counts the fields that the template does not read.
+
+    Raises:
+        Malformed: the row is not a valid conversation, or has a field that cannot be used.
     """
-    row = _without_nulls(row)
+    row = {name: value for name, value in _without_nulls(row).items() if value != "" or name in FORMS[form]}
     if not row.keys() >= FORMS[form]:
-        raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})")
-    if row.keys() & {"chosen", "rejected"}:
-        raise Malformed(_PREFERENCE_PAIR)
-    context, learned = _split_messages(row, form)
+        detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
+        raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
+    check_row(row, form)
+    context, answers = _split_messages(row, form)
+    learns = [take_learned(message, message["role"] == "assistant") for message in context + answers]
+    learns[: len(context)] = [False] * len(context)
+    messages = context + answers
     if isinstance(row.get("system"), str):
-        if any(message["role"] == "system" for message in (context + learned)[:1]):
+        if messages and messages[0]["role"] == "system":
             raise Malformed("with both a system field and a system message")
-        context.insert(0, {"role": "system", "content": row["system"]})
-    if not _speaks(learned):
-        place = "in the completion" if form == "pairs" else ""
-        raise Malformed("without an assistant message", place)
-    tools = _parse_list(row.get("tools", []), "tools")
-    conversation: dict[str, Any] = {"messages": context + learned}
-    if tools:
-        conversation["tools"] = tools
-    if _speaks(context):
-        conversation["context"] = len(context)
-    return json.dumps(conversation, ensure_ascii=False)
+        messages, learns = [{"role": "system", "content": row["system"]}, *messages], [False, *learns]
+    speaks = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not any(message["role"] == "assistant" for message in answers):
+        roles = ", ".join(sorted({message["role"] for message in answers})) or "no message"
+        raise Malformed("without an assistant message", f"{'the completion' if form == 'pairs' else 'it'} has {roles}")
+    if not any(learns[index] for index in speaks):
+        raise Malformed("without an assistant message that is learned")
+    counter.count({name for message in messages for name in message} - _RENDERED, "a message")
+    conversation = {
+        "messages": messages,
+        "tools": _read_tools(row, form),
+        "arguments": _read_arguments(row, counter),
+        "unlearned": [index for index in speaks if not learns[index]],
+    }
+    present = {name: value for name, value in conversation.items() if value}
+    return json.dumps(present, ensure_ascii=False, default=_describe_value)
 
 
-def _split_messages(row: dict[str, Any], form: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _split_messages(row: dict[str, Any], form: str) -> tuple[Messages, Messages]:
     """Return the messages of which nothing is learned, and the messages whose assistant turns are learned."""
     if form == "pairs":
         prompt, completion = _read_turns(row["prompt"], "user"), _read_turns(row["completion"], "assistant")
         return [_message(message) for message in prompt], [_message(message) for message in completion]
     if form == "alpaca":
-        texts = [row["instruction"], row.get("input", ""), row["output"]]
-        if not all(isinstance(text, str) for text in texts):
-            raise Malformed("with an instruction, input or output that is not text")
-        instruction, given, output = texts
-        asked = f"{instruction}\n\n{given}" if given else instruction
-        return [], [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+        return [], _read_instructions(row)
     (name,) = FORMS[form]
-    messages = _without_nulls(_parse_list(row[name], name))
-    return [], [_message(_from_sharegpt(message) if form == "sharegpt" else message) for message in messages]
+    return [], [_message(message) for message in _without_nulls(_parse(row[name], list, name))]
+
+
+def _read_instructions(row: dict[str, Any]) -> Messages:
+    """Return the earlier turns of a row and its last two. All answers are learned, as in LLaMA-Factory."""
+    instruction, given, output = texts = [row["instruction"], row.get("input", ""), row["output"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise Malformed("with an instruction, input or output that is not text")
+    turns = _parse(row.get("history", []), list, "history")
+    for turn in turns:
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise Malformed("with a history that is not a list of pairs of texts")
+    turns = [*turns, [f"{instruction}\n\n{given}" if given else instruction, output]]
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
 
 
 def _read_turns(value: Any, role: str) -> list[Any]:
@@ -108,49 +134,94 @@ def _read_turns(value: Any, role: str) -> list[Any]:
     return value
 
 
-def _parse_list(value: Any, name: str) -> list[Any]:
-    """Return a list. A table whose columns have a single type, such as CSV, stores it as JSON text."""
+def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
+    tools = []
+    for tool in _without_nulls(_parse(row.get("tools", []), list, "tools")):
+        if form == "sharegpt" and isinstance(tool, dict) and "name" in tool and "function" not in tool:
+            # The function alone, as LLaMA-Factory's files have it. Templates expect it within an object.
+            tool = {"type": "function", "function": tool}
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+            # As Axolotl's files have it, because a column has one type. A template would write text within text.
+            tool = {**tool, "function": {**function, "parameters": _parse(function["parameters"], dict, "parameters")}}
+        tools.append(tool)
+    return tools
+
+
+def _read_arguments(row: dict[str, Any], counter: FieldCounter) -> dict[str, Any]:
+    """Return the further variables of the template, and count those that it does not read."""
+    arguments = _without_nulls(_parse(row.get("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
+    counter.count(arguments.keys(), "chat_template_kwargs")
+    if "parallel_tool_calls" in row:
+        counter.count({"parallel_tool_calls"})
+        arguments.setdefault("parallel_tool_calls", row["parallel_tool_calls"])
+    return arguments
+
+
+def _parse(value: Any, kind: type, name: str) -> Any:
+    """Return a list or an object. A table whose columns have a single type, such as CSV, stores it as JSON text."""
+    shown = "a list" if kind is list else "an object"
+    problem = f"with {name} that {'is' if name == 'history' else 'are'} not {shown} or its JSON text"
     if isinstance(value, str):
         try:
             value = json_files.parse(value)
         except ValueError as error:
-            raise Malformed(f"with {name} that are not a list or its JSON text", str(error)) from None
-    if not isinstance(value, list):
-        raise Malformed(f"with {name} that are not a list or its JSON text")
+            raise Malformed(problem, str(error)) from None
+    if not isinstance(value, kind):
+        raise Malformed(problem)
     return value
 
 
-def _speaks(messages: list[dict[str, Any]]) -> bool:
-    return any(message["role"] == "assistant" for message in messages)
-
-
-def _from_sharegpt(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    sender = message.get("from")
-    if sender not in (*_SHAREGPT, *_ROLES):
-        detail = f"it is from {sender!r}; it must be from one of {', '.join((*_SHAREGPT, *_ROLES))}"
-        raise Malformed("with a message from an unknown sender", detail)
-    return {"role": _SHAREGPT.get(sender, sender), "content": message.get("value")}
-
-
 def _message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        is_sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
-        detail = "with from and value instead: rename the field messages to conversations, as in the form sharegpt"
-        raise Malformed("with a message without a role", detail if is_sharegpt else "")
+    """Return a message with a role and a content, whatever their names are."""
+    if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
+        raise Malformed("with a message without a role")
+    message = dict(message)
+    if "role" not in message:
+        sender = message.pop("from")
+        if sender not in _SENDERS:
+            detail = f"it is from {sender!r}; it must be from one of {', '.join(_SENDERS)}"
+            raise Malformed("with a message from an unknown sender", detail)
+        message = {"role": _SENDERS[sender], **message}
+        if sender == "function_call":
+            message["tool_calls"] = _parse_calls(message.pop("value", None))
+    if "content" not in message and "value" in message:
+        # In this order, because a template may write the message as JSON.
+        message = {"role": message.pop("role"), "content": message.pop("value"), **message}
+    message["role"] = _SPEAKERS.get(message["role"], message["role"])
     if isinstance(message.get("content"), list):
         # Most templates only support text, and would write the list in Python's syntax.
-        message = {**message, "content": "".join(map(_text, message["content"]))}
+        message["content"] = "".join(map(_text, message["content"]))
     if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
         raise Malformed("with a message whose content is not text", f"its role is {message['role']}")
     return message
 
 
+def _parse_calls(value: Any) -> list[Any]:
+    """Return the tool calls of a message from function_call: a call or a list of calls, usually as JSON text."""
+    try:
+        calls = json_files.parse(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise Malformed("with a function_call that is not JSON", str(error)) from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise Malformed("with a function_call without name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
+
+
 def _text(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise Malformed("with a part of a message that is not text")
+    if part.keys() & {"train", "weight"}:
+        raise Malformed("with a part of a message that has train or weight of its own")
     return str(part["text"])
+
+
+def _describe_value(value: Any) -> str:
+    """Return a value that only tables hold, such as a date, as the template would write it."""
+    if isinstance(value, bytes):
+        raise Malformed("with bytes in a conversation")
+    return str(value)
 
 
 def _without_nulls(value: Any) -> Any:

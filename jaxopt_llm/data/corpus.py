@@ -43,7 +43,7 @@ class Corpus:
         held_out: held-out documents of all sources; None if every document is trained on.
         sha256: hash of every token and of its position in the documents; independent of the split. It covers only
             samples of files that another program tokenized. A run stores it and compares it on resume.
-        skipped: skipped documents by reason.
+        skipped: skipped documents by reason, and fields that nothing reads.
         files: paths or URLs of the files; none for Python's standard library.
     """
 
@@ -89,6 +89,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
                 found = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
                 pieces = list(chain.from_iterable(pieces for pieces, _ in found))
                 opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
+        skipped.check_columns(config)
     else:
         library = [tokens.tokenize(str(document.name), [document], tokenizer) for document in read_standard_library()]
         opened.append(("Python's standard library", [*library], _sha256(library)))
@@ -105,8 +106,9 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             training, evaluation = tokens.split_held_out(of_source, config.held_out)
             stream = tokens.join_ranges(of_source, training)
             if not stream.size or stream.size == sum(piece.size for piece in of_source):
+                count = "1 document" if sum(each.groups for each in of_source) == 1 else "no two different documents"
                 raise InputError(
-                    f"data.paths {name}: 1 document{_format_reasons(skipped)}; training and evaluation need at least "
+                    f"data.paths {name}: {count}{_format_reasons(skipped)}; training and evaluation need at least "
                     "one each: add documents (a text file is one document, unless --data.separator divides it), or "
                     "name validation data with --evaluation.paths"
                 )
@@ -135,7 +137,7 @@ class ValidationSet:
 
     Attributes:
         sha256: hash of the contents; see `Corpus`.
-        skipped: skipped documents by reason.
+        skipped: see `Corpus`.
         files: paths or URLs of the files.
     """
 

@@ -5,18 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Any
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
-from jaxopt_llm.data import remote
+from jaxopt_llm.data import remote, saved_dataset
 from jaxopt_llm.data.storage import LocalStorage, Storage, is_prepared
 
 SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     **{".json": "json", ".csv": "csv"},
-    **{".parquet": "parquet", ".npy": "numpy", ".idx": "megatron", ".bin": "megatron"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".npy": "numpy", ".idx": "megatron", ".bin": "megatron"},
 }
 # Formats of files that often only describe a folder, such as dataset_info.json. So a search of a folder takes them only
 # if data.format names them.
@@ -102,7 +104,7 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths", pu
     elif is_prepared(storage, path):
         return _make_files(storage, {path: (path.name, "prepared")}, pulse)
     elif is_folder := storage.is_folder(path):
-        found, root = _select_in_folder(storage, config), path
+        found, root = _select_in_folder(storage, config, setting, pulse), path
     else:
         pair = path.with_name(path.name + ".idx")
         found = [pair] if storage.is_file(pair) else _glob(storage)
@@ -135,13 +137,23 @@ def _make_files(storage: Storage, files: dict[PurePath, tuple[str, str]], pulse:
     ]
 
 
-def _select_in_folder(storage: Storage, config: DataConfig) -> list[PurePath]:
+def _select_in_folder(storage: Storage, config: DataConfig, setting: str, pulse: Pulse) -> list[PurePath]:
     formats = {*SUFFIXES.values(), "prepared"} - _NAMED_FORMATS if config.format == "auto" else {config.format}
-    return [
+    paths = [
         path
         for path in storage.walk(storage.path)
-        if (config.format == "text" and storage.is_file(path)) or _guess_format(storage, path) in formats
+        if ("arrow" in formats and path.name in saved_dataset.DESCRIPTIONS)
+        or (config.format == "text" and storage.is_file(path))
+        or _guess_format(storage, path) in formats
     ]
+    if "arrow" not in formats:
+        return paths
+
+    def read(path: PurePath) -> dict[str, Any]:
+        (copy,) = storage.fetch([(path,)], pulse)
+        return json_files.read_object(copy, "save the data set again", InputError)
+
+    return saved_dataset.select(paths, read, lambda path: f"{setting} {storage.url(path) or path}")
 
 
 def _find_left_out(storage: Storage) -> str | None:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
-from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data import conversation, stream
+from jaxopt_llm.data import stream
 from jaxopt_llm.data.find import File, is_compressed
-from jaxopt_llm.data.rows import NoColumn, Part, Row, encode_row
+from jaxopt_llm.data.rows import NoColumn, Part, Row, RowEncoder
 from jaxopt_llm.data.skipped import Malformed, Position
 
 # First rows of a file. At least one of them must have the text column, and the first JSON object among them tells the
@@ -52,15 +51,16 @@ def holds_lines(file: File) -> bool:
     return True
 
 
-def read_json_rows(part: Part, config: DataConfig) -> Iterator[Row]:
+def read_json_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
     """Yield the rows of a part. Raises InputError if an array is damaged, or if no row has the text column."""
-    form = _detect_form(part.file, config)
+    config = encoder.config
+    form = _detect_form(part.file, encoder)
     rows = lacking = 0
     where = Position(part.file)
     for where, value in _read_values(part):
         rows += 1
         try:
-            yield where, encode_row(value, form, config)
+            yield where, encoder.encode(value, form)
         except NoColumn as error:
             lacking += 1
             if config.malformed == "error" or (rows == lacking == _FIRST_ROWS and not part.first):
@@ -72,14 +72,14 @@ def read_json_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         raise InputError(f"{where}: no column {config.text_field!r} in any row so far; name it with --data.text_field")
 
 
-def _detect_form(file: File, config: DataConfig) -> str:
+def _detect_form(file: File, encoder: RowEncoder) -> str:
     """Return the form of a file's conversations: that which `data.content` names, or that of the first JSON object."""
-    if config.content != "chat":
-        return config.content
+    if encoder.config.content != "chat":
+        return encoder.config.content
     rows = 0
     for where, value in islice(_read_values(Part(file, 0, file.path.stat().st_size)), _FIRST_ROWS):
         if isinstance(value, dict):
-            return conversation.detect_form(value, where)
+            return encoder.detect_form(value, where)
         rows += 1
     if rows < _FIRST_ROWS:
         return "messages"  # no row is a JSON object, so every form rejects all rows

@@ -25,7 +25,7 @@ class Loader:
     Step s reads global rows s * B to s * B + B - 1. In a mixture, each global row is the next row of one source. Of any
     first n rows, each source has its share to within one row (for three sources two rows, and so on). Row k of a source
     is row k % len(rows) of the shuffle of its epoch k // len(rows): every epoch reads every row once, in another order.
-    A batch may contain rows of two epochs.
+    Rows of whole documents are packed anew for every epoch. A batch may contain rows of two epochs.
 
     Args:
         sources: rows of the training split.
@@ -50,9 +50,7 @@ class Loader:
         self._local_rows = range(batch_size) if local_rows is None else local_rows
         self._names = [rows.name for rows in sources]
         self._shares = _integer_shares(weights)
-        # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
-        data = map(grain.MapDataset.source, sources)
-        self._shuffled = [rows.seed(seed + (index << 32)).shuffle().repeat() for index, rows in enumerate(data)]
+        self._shuffled = [_ShuffledRows(rows, seed + (index << 32)) for index, rows in enumerate(sources)]
         self.current_source = ""
 
     def batch_at(self, step: int, cancelled: Callable[[], bool] = lambda: False) -> Batch:
@@ -68,6 +66,18 @@ class Loader:
             source, index = pick_source(step * self._batch_size + row, self._shares)
             self.current_source = f"data.paths {self._names[source]}"
             yield self._shuffled[source][index]
+
+
+class _ShuffledRows:
+    """Endless rows of one source: each epoch has another order and, of whole documents, another packing."""
+
+    def __init__(self, rows: PackedRows, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        # shuffle(seed=seed) would give epoch e the order of epoch e - 1 under seed + 1; seed() hashes the seed first.
+        self._order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._rows.read(self._order[index], (self._seed, index // len(self._rows)))
 
 
 def pick_source(row: int, shares: Sequence[int]) -> tuple[int, int]:

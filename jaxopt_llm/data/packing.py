@@ -1,6 +1,7 @@
 """Packing of documents into rows of a fixed length, with splits at any token or only between documents."""
 
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,10 +10,12 @@ from numpy.typing import NDArray
 from jaxopt_llm.config.data import LongDocuments
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
+from jaxopt_llm.data.best_fit import BestFit, Lengths
 from jaxopt_llm.data.tokens import TokenStream
 from jaxopt_llm.model.batch import Batch
 
 _BLOCK = 2**26  # tokens whose documents are found at once
+_MASK_BLOCK = 2**22  # tokens whose mask is read at once
 _SAMPLE = 2**24  # tokens at the start of a stream, by which the waste of a limit is measured
 
 
@@ -24,12 +27,11 @@ class PackedRows:
     its targets. One pass over all rows reads every token of the stream except the last one once, and has every token
     except the first one as a target once. Masked are targets that start a document, and targets that conversations
     mask. A document that continues from the previous row starts a new segment, in which positions restart at 0, so rows
-    are independent.
+    are independent. A row ends before the document that would exceed `documents_per_row`.
 
-    Otherwise a row holds as many consecutive whole documents as fit. Of a longer document it holds only the first
-    part, or the document is dropped. Rows in which the loss counts no token are dropped.
-
-    In both forms, a row ends before the document that would exceed `documents_per_row`.
+    Otherwise a row holds whole documents, as `BestFit` packs them, at most `documents_per_row`. The last token of a
+    document is only a target. Of a document longer than a row, only the first part is read, or the document is dropped.
+    Documents of which the loss counts no token are dropped.
 
     Rows are padded with zeros. Padding has segment 0 and is masked.
 
@@ -58,10 +60,11 @@ class PackedRows:
     pulse: InitVar[Pulse] = UNWATCHED
     summary: str = field(init=False, default="")
     _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: positions [first, last) of a row
+    _whole: BestFit | None = field(init=False, default=None)
 
     def __post_init__(self, pulse: Pulse) -> None:
         if _packs_whole(self.stream, self.long_documents):
-            self._pack_whole(self.long_documents == "drop", pulse)
+            self._pack_whole(pulse)
             return
         if self.stream.size < 2:
             raise InputError(f"{self.name} has {self.stream}, so there is no token to predict: add documents")
@@ -72,66 +75,97 @@ class PackedRows:
                 object.__setattr__(self, "_bounds", bounds)
 
     def __len__(self) -> int:
+        if self._whole is not None:
+            return len(self._whole)
         return -(-(self.stream.size - 1) // self.sequence_length) if self._bounds is None else len(self._bounds)
 
     def __getitem__(self, index: int) -> Batch:
+        return self.read(index)
+
+    def read(self, index: int, epoch: tuple[int, int] | None = None) -> Batch:
+        """Return a row of the packing of an epoch, given as (seed, epoch).
+
+        None: the packing that depends on the documents only. Rows of split documents are the same in every epoch.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        firsts, counts = self._find_ranges(index, epoch)
+        ranges = list(zip(firsts.tolist(), counts.tolist(), strict=True))
+        window = np.concatenate([self.stream.read(*each) for each in ranges])
+        self._check_ids(window, firsts, counts)
+        begins = np.zeros(window.size, bool)
+        begins[np.cumsum(counts) - counts] = True
+        starts = begins
+        if self._whole is None:  # a document that continues from the previous row is a new segment
+            starts = begins.copy()
+            starts[self.stream.document_starts(*ranges[0]) - firsts[0]] = True
+        mask, offsets = np.concatenate([self.stream.read_mask(*each) for each in ranges]), np.arange(window.size)
+        is_token, is_target = ~np.roll(begins, -1), ~begins  # the last token of a range is only a target
+        row = Batch(
+            tokens=window[is_token].astype(np.int32),
+            targets=window[is_target].astype(np.int32),
+            loss_mask=(~starts & mask)[is_target],
+            segment_ids=np.cumsum(starts)[is_token].astype(np.int32),
+            positions=(offsets - np.maximum.accumulate(np.where(starts, offsets, 0)))[is_token].astype(np.int32),
+        )
+        padding = self.sequence_length - row.tokens.size
+        return jax.tree.map(lambda field: np.pad(field, (0, padding)), row) if padding else row
+
+    def _find_ranges(self, index: int, epoch: tuple[int, int] | None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the first positions and the sizes of the ranges of the stream that a row reads."""
+        if self._whole is not None:
+            starts, lengths = self._whole.find_documents(index, epoch)
+            return starts, lengths + 1
         if self._bounds is None:
             first = index * self.sequence_length
             last = min(first + self.sequence_length + 1, self.stream.size)
         else:
             first, last = map(int, self._bounds[index])
-        count = last - first
-        window = self.stream.read(first, count)  # [S + 1], or fewer
-        self._check_ids(window, first)
-        starts = np.zeros(count, bool)
-        starts[self.stream.document_starts(first, count) - first] = True
-        starts[0] = True  # a document that continues from the previous row is a new segment
-        offsets = np.arange(count)
-        row = Batch(
-            tokens=window[:-1].astype(np.int32),
-            targets=window[1:].astype(np.int32),
-            loss_mask=(~starts & self.stream.read_mask(first, count))[1:],
-            segment_ids=np.cumsum(starts)[:-1].astype(np.int32),
-            positions=(offsets - np.maximum.accumulate(np.where(starts, offsets, 0)))[:-1].astype(np.int32),
-        )
-        if count > self.sequence_length:
-            return row
-        return jax.tree.map(lambda field: np.pad(field, (0, self.sequence_length + 1 - count)), row)
+        return np.array([first]), np.array([last - first])
 
-    def _pack_whole(self, drop: bool, pulse: Pulse) -> None:
-        size, most = self.stream.size, self.sequence_length + 1
-        starts = _read_starts(self.stream, size, pulse)
-        bounds, long = pack_whole_documents(starts, size, most, drop, self.documents_per_row)
-        counts = []
-        for first, last in bounds:
-            counts.append(self._count_loss_tokens(first, last))
-            pulse.beat()
-        table = np.array([row for row, count in zip(bounds, counts, strict=True) if count], np.int64)
-        if not table.size:
+    def _pack_whole(self, pulse: Pulse) -> None:
+        starts = _read_starts(self.stream, self.stream.size, pulse)
+        lengths, long = _measure_documents(starts, self.stream.size, self.sequence_length, self.long_documents)
+        counts = self._count_loss_tokens(starts, lengths, pulse)
+        kept = counts > 0
+        if not kept.any():
             problem = f"no row of training.sequence_length={self.sequence_length} has a token that the loss counts"
             raise InputError(f"{self.name} has {self.stream}, but {problem}: increase the length, or add documents")
-        filled = int((table[:, 1] - table[:, 0] - 1).sum())
+        rows = BestFit(starts[kept], lengths[kept], self.sequence_length, self.documents_per_row)
+        filled = int(lengths[kept].sum())
         summary = (
-            f"{self.name}: {len(table):,} rows of whole documents, {filled / (len(table) * self.sequence_length):.0%} "
-            f"filled; the loss counts {sum(counts) / filled:.0%} of the tokens"
+            f"{self.name}: {len(rows):,} rows of whole documents, {filled / (len(rows) * self.sequence_length):.0%} "
+            f"filled; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
         )
         if long:
-            done = "dropped" if drop else "cut"
+            done = "dropped" if self.long_documents == "drop" else "cut"
             summary += f"; {long:,} of {starts.size:,} documents are longer than a row and {done}"
-        if len(bounds) > len(table):
-            summary += f"; {len(bounds) - len(table):,} rows without tokens that the loss counts are dropped"
+        if unlearned := int((~kept & (lengths > 0)).sum()):
+            summary += f"; {unlearned:,} documents without tokens that the loss counts are dropped"
         object.__setattr__(self, "summary", summary)
-        object.__setattr__(self, "_bounds", table)
+        object.__setattr__(self, "_whole", rows)
 
-    def _count_loss_tokens(self, first: int, last: int) -> int:
-        """Return the number of tokens of a row that the loss counts. The first token of a document never counts."""
-        mask = self.stream.read_mask(first, last - first)
-        mask[self.stream.document_starts(first, last - first) - first] = False
-        return int(mask.sum())
+    def _count_loss_tokens(
+        self, starts: NDArray[np.int64], lengths: NDArray[np.int64], pulse: Pulse
+    ) -> NDArray[np.int64]:
+        """Return the number of tokens of each document that the loss counts. The first token never counts."""
+        if not self.stream.has_mask:
+            return lengths
+        counts, document = np.zeros_like(lengths), 0
+        while document < starts.size:
+            first = int(starts[document])
+            following = max(int(starts.searchsorted(first + _MASK_BLOCK)), document + 1)
+            block = slice(document, following)
+            last = int(starts[following - 1] + lengths[following - 1]) + 1
+            mask = self.stream.read_mask(first, last - first)
+            before = np.concatenate([[0], np.cumsum(mask)])  # tokens that count before each position
+            begins = starts[block] - first + 1
+            counts[block] = before[begins + lengths[block]] - before[begins]
+            pulse.beat()
+            document = following
+        return counts
 
-    def _check_ids(self, window: NDArray[np.int64], first: int) -> None:
+    def _check_ids(self, window: NDArray[np.int64], firsts: NDArray[Any], counts: NDArray[Any]) -> None:
         """Raise InputError for an id outside the vocabulary.
 
         The lookup in the embedding table, on the device, would silently use another token.
@@ -139,40 +173,26 @@ class PackedRows:
         if window.min() >= 0 and window.max() < self.vocabulary_size:
             return
         index = int(((window < 0) | (window >= self.vocabulary_size)).argmax())
-        where = self.stream.describe_position(first + index)
+        within = int(np.cumsum(counts).searchsorted(index, side="right"))
+        where = self.stream.describe_position(int(firsts[within]) + index - int(counts[:within].sum()))
         problem = f"has the token id {window[index]}, outside model.vocabulary_size={self.vocabulary_size}"
         raise InputError(f"{where} {problem}: increase that size, or use the tokenizer of this data")
 
 
-def pack_whole_documents(
-    starts: NDArray[np.int64], size: int, most: int, drop: bool, limit: int = 0
-) -> tuple[list[tuple[int, int]], int]:
-    """Pack consecutive whole documents into rows of up to `most` tokens.
+def _measure_documents(
+    starts: NDArray[np.int64], size: int, length: int, long_documents: LongDocuments
+) -> tuple[NDArray[np.int64], int]:
+    """Return the tokens of each document that a row of whole documents holds, and the number of longer documents.
+
+    They are those before its last one, at most `length`, and 0 for a document that is dropped.
 
     Args:
         starts: start of each document, [documents].
         size: end of the last document.
-        most: maximum number of tokens of a row.
-        drop: whether a document longer than a row is dropped; otherwise its first `most` tokens are one row.
-        limit: maximum number of documents of a row; 0 for no limit.
-
-    Returns:
-        The rows as ranges [first, last), and the number of documents that are longer than a row.
     """
-    ends = np.append(starts[1:], size)
-    rows, document, long = [], 0, 0
-    while document < starts.size:
-        first = int(starts[document])
-        next_document = int(ends.searchsorted(first + most, side="right"))  # the documents before it fit
-        next_document = min(next_document, document + limit) if limit else next_document
-        if next_document > document:
-            rows.append((first, int(ends[next_document - 1])))
-        else:
-            long += 1
-            if not drop:
-                rows.append((first, first + most))
-        document = max(next_document, document + 1)
-    return rows, long
+    lengths = np.maximum(np.diff(starts, append=size) - 1, 0)
+    long = lengths > length
+    return np.where(long, 0 if long_documents == "drop" else length, lengths), int(long.sum())
 
 
 def exceed_limit(starts: NDArray[np.int64], length: int, limit: int) -> NDArray[np.int64]:
@@ -229,8 +249,8 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
     size = min(stream.size, _SAMPLE)
     starts = _read_starts(stream, size)
     if _packs_whole(stream, long_documents):
-        drop = long_documents == "drop"
-        with_limit, without = (len(pack_whole_documents(starts, size, length + 1, drop, n)[0]) for n in (limit, 0))
+        lengths, _ = _measure_documents(starts, size, length, long_documents)
+        with_limit, without = (Lengths(lengths[lengths > 0], length, n).rows for n in (limit, 0))
     else:
         with_limit, without = len(split_by_documents(starts, size, length, limit)), -(-(size - 1) // length)
     return 1 - without / with_limit if with_limit > without else 0.0

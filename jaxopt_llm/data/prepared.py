@@ -75,17 +75,24 @@ def make_plan(
             for file, fingerprint in zip(files, fingerprints, strict=True)
         ],
     }
+    if config.columns:
+        plan["columns"] = sorted(config.columns)
     if config.content != "text":
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    if config.chat_template:  # the folder of the tokenizer does not hold it
+        plan["chat_template"] = find_template(config, tokenizer).source
     return plan
 
 
 def have_same_command(old: dict[str, Any], plan: dict[str, Any]) -> bool:
-    """Return whether two plans differ only in the contents of the files, or in the treatment of malformed rows."""
+    """Return whether two plans differ only in what a message about rows advises to change.
+
+    That is the contents of the files, the treatment of malformed rows, and the names of columns.
+    """
 
     def describe_command(plan: dict[str, Any]) -> dict[str, Any]:
         names = [file[:2] for file in plan.get("files", ())]
-        return {**plan, "files": names, "shard_bytes": None, "malformed": None}
+        return {**plan, "files": names, "shard_bytes": None, "malformed": None, "columns": None}
 
     return describe_command(old) == describe_command(plan)
 
@@ -304,6 +311,14 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             "or data.eos): train with that one, or prepare the corpus again"
         )
     return IndexedPiece(name, *_open_arrays(directory, manifest)), manifest.sha256
+
+
+def read_template(directory: Path) -> str | None:
+    """Return the template of a prepared corpus that was not the tokenizer's own; None: there is none."""
+    path = directory / MANIFEST
+    plan = json_files.read_object(path, f"remove {directory} and prepare the corpus again").get("plan", {})
+    template: str | None = plan.get("chat_template")
+    return template
 
 
 def check_sizes(directory: Path) -> None:

@@ -4,12 +4,16 @@ A chat template is a program, and comes with weights from any source. Jinja's sa
 objects. Only a separate process can bound its time and its memory, and have neither files nor a network (isolation.py).
 This program imports nothing of this package.
 
-Standard input has one JSON object per line. The first is {"template", "special" (tokens by name), "ends" (tokens that
-can end a turn), "date"}, the others are conversations: {"messages", "tools", "context" (number of leading messages
-without spans; 0 if absent)}. Each line is answered by one line on standard output: {"text", "spans" (ranges
-[begin, end) of the assistant's text, in characters)}, {"refused": reason} if the template itself raises an exception,
-{"undated": true} if it asks for the current date and there is none, or {"error": reason}. A conversation with
-"add_generation_prompt", which is true if the assistant speaks next, is answered without spans.
+Standard input has one JSON object per line. The first has the arguments of `Renderer`, and each other one is a request:
+
+    {"messages", "tools", "arguments", "unlearned"}  conversation: `Renderer.render`
+    {"messages", "add_generation_prompt"}            running conversation: `Renderer.render_prompt`
+    {}                                               `Renderer.find_turn_end`
+
+Each line is answered by one line on standard output: {"documents": [{"text", "spans" (ranges [begin, end) of learned
+characters)}]}, {"text"}, {"token"}, {"refused": reason} if the template rejects or cannot write the conversation,
+{"lost": [reason, detail]} if it leaves out a part, {"undated": true} if it asks for the current date and there is none,
+or {"error": reason} if the template itself is wrong.
 """
 
 import contextlib
@@ -22,7 +26,7 @@ import runpy
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,8 +45,10 @@ _NONCE = str(secrets.randbits(128))  # random, so that no conversation can conta
 _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
 
 
-class Refused(jinja2.TemplateError):
-    """Exception that the template raises with raise_exception."""
+_turns = runpy.run_path(str(Path(__file__).with_name("turns.py")))
+Refused, Lost = _turns["Refused"], _turns["Lost"]
+# Exceptions that a template raises for a conversation of another form than it expects.
+_UNEXPECTED = (jinja2.UndefinedError, TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError)
 
 
 class Undated(jinja2.TemplateError):
@@ -91,100 +97,218 @@ class SafeNamespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
 
+class Template:
+    """Compiled template."""
+
+    def __init__(self, source: str, date: str) -> None:
+        environment = Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, "jinja2.ext.loopcontrols"],
+            loader=jinja2.FunctionLoader(_load),
+        )
+        environment.filters["tojson"] = _tojson
+        del environment.globals["lipsum"]
+        environment.globals.update(
+            raise_exception=_raise, strftime_now=_clock(date), namespace=SafeNamespace, dict=TemplateDict()
+        )
+        self._template = environment.from_string(source)
+        generation = environment.extensions[Generation.identifier]
+        assert isinstance(generation, Generation)
+        self._generation = generation
+
+    @property
+    def marks(self) -> bool:
+        """True if the template has generation blocks."""
+        return self._generation.used
+
+    def render(self, **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the ranges of the generation blocks.
+
+        Raises:
+            Refused: the template rejects the conversation, or fails because it has another form than expected.
+        """
+        self._generation.rendered = 0
+        try:
+            rendered = self._template.render(**variables)
+        except _UNEXPECTED as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        if len(rendered) > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
+        return _remove_marks(rendered, self._generation.rendered) if self.marks else (rendered, [])
+
+
 class Renderer:
-    """Renderer of conversations with one template.
+    """Renderer of conversations.
 
     Args:
         template: the template, in Jinja.
-        special: special tokens by name.
+        tool_template: the template for conversations with tools; None if it is the same one.
+        variables: special tokens by name, and arguments for all conversations.
+        eos: the tokenizer's token for the end of a text, or empty.
+        reserved: names that the arguments of a conversation must not have.
         ends: special tokens that can end a turn.
         date: current date for `strftime_now`, or empty.
     """
 
-    def __init__(self, template: str, special: dict[str, str], ends: list[str], date: str) -> None:
-        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = _tojson
-        del environment.globals["lipsum"]
-        environment.globals.update(
-            raise_exception=_raise, strftime_now=_clock(date), namespace=SafeNamespace, dict=_dict
-        )
-        self._template = environment.from_string(template)
-        generation = environment.extensions[Generation.identifier]
-        assert isinstance(generation, Generation)
-        self._generation = generation
-        self._special, self._ends = special, tuple(ends)
+    def __init__(
+        self,
+        template: str,
+        tool_template: str | None,
+        variables: dict[str, Any],
+        eos: str,
+        reserved: list[str],
+        ends: list[str],
+        date: str,
+    ) -> None:
+        self._template = Template(template, date)
+        self._tool_template = self._template if tool_template is None else Template(tool_template, date)
+        self._variables, self._reserved, self._specials = variables, {*reserved}, _turns["Specials"](ends, eos)
+        self._endings: dict[Template, Any] = {}
 
     def render(
         self,
         messages: list[dict[str, Any]],
         tools: list[Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        context: int = 0,
+        arguments: dict[str, Any] | None = None,
+        unlearned: Collection[int] = (),
     ) -> dict[str, Any]:
-        """Return the answer for one conversation: its text and the spans of the assistant's text after `context`."""
+        """Return the documents of a conversation.
 
-        def render_first(count: int, add_generation_prompt: bool = False) -> str:
-            rendered = self._template.render(
-                messages=messages[:count],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
-            )
-            if len(rendered) > MAX_CHARACTERS:
-                raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
-            return rendered
-
-        self._generation.rendered = 0
-        if context and self._generation.used:
-            render_first(context)
-        context_blocks, self._generation.rendered = self._generation.rendered, 0
-        text = render_first(len(messages), bool(add_generation_prompt))
-        if self._generation.used:
-            answer = _remove_marks(text, self._generation.rendered)
-            return answer | {"spans": answer["spans"][context_blocks:]}
-        if add_generation_prompt is not None:
-            return {"text": text, "spans": []}
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= context]
-        return {"text": text, "spans": [self._find_span(text, index, render_first) for index in turns]}
-
-    def _find_span(self, text: str, index: int, render_first: Callable[..., str]) -> tuple[int, int]:
-        """Return the span of a turn.
-
-        The span starts at the end of the prompt for the turn, and ends at the end of the conversation up to the turn.
-        Trailing whitespace is excluded if a special token precedes it.
+        Raises:
+            Refused: the template rejects the conversation or cannot write it.
+            Lost: the template leaves out a part.
         """
-        remedy = "put {% generation %} ... {% endgeneration %} around the assistant's turns, which cannot be found"
-        try:
-            before, after = render_first(index, add_generation_prompt=True), render_first(index + 1)
-        except Refused as error:
-            problem = f"rejects the first part of a conversation ({error})"
-            raise jinja2.TemplateError(f"it has no generation block and {problem}; {remedy}") from error
-        if not (text.startswith(after) and after.startswith(before)):
-            problem = "renders earlier turns differently when more turns follow"
-            raise jinja2.TemplateError(f"it has no generation block and {problem}; {remedy}")
-        turn = after[len(before) :]
-        stripped = turn.rstrip()
-        return len(before), len(before) + len(stripped if stripped.endswith(self._ends) else turn)
+        if wrong := sorted(self._reserved & {*(arguments or {})}):
+            raise Refused(f"the arguments of the row have names that are reserved: {', '.join(wrong)}")
+        failures: list[Exception] = []
+        for given in _fill_contents(_alias_reasoning(messages)):
+            try:
+                return {"documents": self._find_documents(given, tools, arguments or {}, unlearned)}
+            except (Refused, Lost) as error:
+                failures.append(error)
+        raise next((error for error in failures if isinstance(error, Lost)), failures[0])
+
+    def _find_documents(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        arguments: dict[str, Any],
+        unlearned: Collection[int],
+    ) -> list[dict[str, Any]]:
+        template = self._tool_template if tools else self._template
+        render = self._bind(template, arguments)
+        messages = _turns["fit_arguments"](render, messages, tools)
+        learned = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i not in unlearned]
+        conversation = _turns["Conversation"](render, messages, tools, self._specials)
+        conversation.render_first(len(messages))
+        conversation.check_parts(learned)
+        if not template.marks:
+            documents = conversation.find_documents(learned, self._find_ending(template, bool(tools)))
+            return [{"text": text, "spans": spans} for text, spans in documents]
+
+        def blocks(count: int) -> list[tuple[int, int]]:
+            variables = self._variables | arguments
+            return _render(template, messages[:count], tools, False, variables)[1]
+
+        spans = blocks(len(messages))
+        if unlearned:
+            counts = [len(blocks(count)) for index in unlearned for count in (index, index + 1)]
+            ranges = zip(counts[::2], counts[1::2], strict=True)
+            left_out = {block for first, last in ranges for block in range(first, last)}
+            spans = [span for block, span in enumerate(spans) if block not in left_out]
+        return [{"text": conversation.render_first(len(messages)), "spans": spans}]
+
+    def render_prompt(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> dict[str, Any]:
+        """Return the text of a running conversation."""
+        render = self._bind(self._template, {})
+        return {"text": render(_alias_reasoning(messages), None, add_generation_prompt)}
+
+    def find_turn_end(self) -> dict[str, Any]:
+        """Return the special token that ends an answer, or an empty text."""
+        render = self._bind(self._template, {})
+        conversation = _turns["Conversation"](render, _turns["EXAMPLE"], None, self._specials)
+        turn = conversation.read_turn(1, self._find_ending(self._template, has_tools=False))
+        return {"token": self._specials.end(turn.text)}
+
+    def _find_ending(self, template: Template, has_tools: bool) -> Any:
+        if template not in self._endings:
+            render = self._bind(template, {})
+            self._endings[template] = _turns["find_ending"](render, self._specials, has_tools)
+        return self._endings[template]
+
+    def _bind(self, template: Template, arguments: dict[str, Any]) -> Callable[..., str]:
+        """Return a function that renders messages and tools, with or without the generation prompt."""
+        variables = self._variables | arguments
+
+        def render(messages: list[dict[str, Any]], tools: list[Any] | None, prompts: bool) -> str:
+            return _render(template, messages, tools, prompts, variables)[0]
+
+        return render
 
 
-def _remove_marks(marked: str, blocks: int) -> dict[str, Any]:
-    """Return the text without its marks, and the spans that they enclosed."""
+def _render(
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    prompts: bool,
+    variables: dict[str, Any],
+) -> tuple[str, list[tuple[int, int]]]:
+    defaults = {"documents": None} | variables
+    return template.render(messages=messages, tools=tools, add_generation_prompt=prompts, **defaults)
+
+
+def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with their reasoning under each name that a template may read, as transformers does."""
+    aliased = []
+    for message in messages:
+        texts = [message[name] for name in _turns["REASONING"] if message.get(name) is not None]
+        named = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else message
+        aliased.append(named)
+    return aliased
+
+
+def _fill_contents(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield messages, first as they are, then with each value in place of an empty content beside tool calls.
+
+    Templates differ in how they test for such a content: absent, as transformers passes it, null, or empty.
+    """
+    yield messages
+    empty = [message.get("tool_calls") and not message.get("content") for message in messages]
+    if any(empty):
+        for content in (None, ""):
+            filled = zip(messages, empty, strict=True)
+            yield [{**message, "content": content} if is_empty else message for message, is_empty in filled]
+        filled = zip(messages, empty, strict=True)
+        yield [{k: v for k, v in each.items() if k != "content"} if is_empty else each for each, is_empty in filled]
+
+
+def _remove_marks(marked: str, blocks: int) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without its marks, and the ranges that they enclosed."""
     pieces = re.split(f"({_BEGIN}|{_END})", marked)
     texts, marks = pieces[::2], pieces[1::2]
     if marks != [_BEGIN, _END] * blocks:
         raise jinja2.TemplateError("it does not write the text of each generation block exactly once and unchanged")
     edges = list(itertools.accumulate(map(len, texts[:-1])))
-    return {"text": "".join(texts), "spans": list(zip(edges[::2], edges[1::2], strict=True))}
+    return "".join(texts), list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _raise(message: str) -> NoReturn:
-    raise Refused(message)
+    raise Refused(str(message))
 
 
-def _dict(*items: Any, **named: Any) -> dict[str, Any]:
-    """Return a dict. The type `dict` itself would give the template access to its class methods."""
-    return dict(*items, **named)
+def _load(name: str) -> NoReturn:
+    raise jinja2.exceptions.SecurityError(f"it reads another template, {name!r}")
+
+
+class TemplateDict:
+    """Dicts for templates. The type `dict` itself would give the template access to its other methods."""
+
+    def __call__(self, *items: Any, **named: Any) -> dict[str, Any]:
+        return dict(*items, **named)
+
+    def fromkeys(self, *items: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*items)
 
 
 def _tojson(
@@ -217,7 +341,13 @@ def _warm_up() -> None:
     """Import what Python and Jinja import at the first use, and a template may need once no file can be read."""
     text = "{{ strftime_now('%d %B') }}{{ 'a\\n' | tojson | trim | upper | urlize }}{{ raise_exception('') }}"
     with contextlib.suppress(Refused):
-        Renderer(text, {}, [], "2000-01-01").render([])
+        Renderer(text, None, {}, "", [], [], "2000-01-01").render([])
+
+
+def _answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+    if not request:
+        return renderer.find_turn_end()
+    return renderer.render_prompt(**request) if "add_generation_prompt" in request else renderer.render(**request)
 
 
 def main() -> None:
@@ -235,9 +365,11 @@ def main() -> None:
                 if renderer is None:
                     renderer, answer = Renderer(**json.loads(line)), "{}"
                 else:
-                    answer = json.dumps(renderer.render(**json.loads(line)))
+                    answer = json.dumps(_answer(renderer, json.loads(line)))
             except Refused as error:
                 answer = json.dumps({"refused": str(error)})
+            except Lost as error:
+                answer = json.dumps({"lost": error.args})
             except Undated:
                 answer = json.dumps({"undated": True})
             except jinja2.TemplateSyntaxError as error:

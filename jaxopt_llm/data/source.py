@@ -1,4 +1,4 @@
-"""Documents of text, JSON, CSV and Parquet files."""
+"""Documents of text, JSON, CSV, Parquet and Arrow files."""
 
 import codecs
 import os
@@ -11,9 +11,9 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.find import File, is_compressed
 from jaxopt_llm.data.json_rows import holds_lines, read_json_rows
-from jaxopt_llm.data.rows import Part
+from jaxopt_llm.data.rows import Part, RowEncoder
 from jaxopt_llm.data.skipped import Malformed, Position, Skipped
-from jaxopt_llm.data.table_rows import open_parquet, read_csv_rows, read_parquet_rows
+from jaxopt_llm.data.table_rows import open_parquet, read_arrow_rows, read_csv_rows, read_parquet_rows
 from jaxopt_llm.data.text_rows import read_text_rows
 
 PART_BYTES = 2**22  # size of the parts of a file that can be divided
@@ -24,6 +24,7 @@ _READERS = {
     "json": read_json_rows,
     "csv": read_csv_rows,
     "parquet": read_parquet_rows,
+    "arrow": read_arrow_rows,
 }
 FORMATS = tuple(_READERS)  # of files whose documents are not yet tokenized
 
@@ -70,20 +71,26 @@ def _split_parquet(file: File) -> list[Part]:
     return parts
 
 
-def read_documents(part: Part, config: DataConfig, skipped: Skipped) -> Iterator[Document]:
-    """Yield the documents of a part as non-empty UTF-8, and add skipped documents to `skipped`.
+def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: str = "") -> Iterator[Document]:
+    """Yield the documents of a part as non-empty UTF-8, and add what is not read to `skipped`.
 
     The content of a conversation is JSON, as `normalize_conversation` returns it.
+
+    Args:
+        part: the part of a file.
+        config: the settings.
+        skipped: counts skipped documents, and fields that nothing reads.
+        template: source of the chat template, which reads fields of conversations.
 
     Raises:
         InputError: a document is malformed and data.malformed is `error`, the text column is missing, or the file is
             damaged.
     """
     if part.file.format == "text" and config.content != "text":
-        needed = f"data.content={config.content} requires JSONL, JSON, CSV or Parquet files"
+        needed = f"data.content={config.content} requires JSONL, JSON, CSV, Parquet or Arrow files"
         raise InputError(f"{part.file}: {needed}; convert the file, or set --data.content text")
     try:
-        for where, content in _READERS[part.file.format](part, config):
+        for where, content in _READERS[part.file.format](part, RowEncoder(config, skipped, template)):
             if isinstance(content, Malformed):
                 reject(where, content, config)
                 skipped.add(content.reason, where)

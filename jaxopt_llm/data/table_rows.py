@@ -1,17 +1,19 @@
-"""Rows of tables: Parquet and CSV files."""
+"""Rows of tables: Parquet, Arrow and CSV files."""
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_regular
-from jaxopt_llm.data import conversation, stream
+from jaxopt_llm.data import stream
 from jaxopt_llm.data.find import File
-from jaxopt_llm.data.rows import Part, Row, describe_missing_column, encode_row, encode_text
+from jaxopt_llm.data.rows import Part, Row, RowEncoder, describe_missing_column
 from jaxopt_llm.data.skipped import Malformed, Position
+
+_ARROW_MAGIC = b"ARROW1"  # of an Arrow file with an index; a stream starts without it
 
 
 def open_parquet(file: File) -> Any:
@@ -33,45 +35,136 @@ def _damages() -> tuple[type[BaseException], ...]:
     return (pyarrow.ArrowException, OSError, UnicodeDecodeError)
 
 
-def read_parquet_rows(part: Part, config: DataConfig) -> Iterator[Row]:
+def read_parquet_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
+    table = open_parquet(part.file)
+    form, used = _choose_columns(table.schema_arrow.names, part.file, encoder)
+    groups = range(part.first, part.last)
+    metadata = [table.metadata.row_group(group) for group in groups]
+    encoder.note_columns(
+        {name: sum(_count_values(each, name) for each in metadata) for name in table.schema_arrow.names}, form
+    )
+    batches = table.iter_batches(1024, row_groups=groups, columns=used)
+    yield from _read_batches(part, batches, form, encoder)
+
+
+def _count_values(group: Any, name: str) -> int:
+    """Return the number of values of a column in a row group. Nulls of a nested column count as values."""
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema == name and column.statistics is not None and column.statistics.has_null_count:
+            return int(group.num_rows - column.statistics.null_count)
+    return int(group.num_rows)
+
+
+def read_arrow_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
+    """Yield the rows of an Arrow file: a stream, as `datasets` writes it, or a file with an index (Feather)."""
     import pyarrow
 
-    table = open_parquet(part.file)
-    names, name = table.schema_arrow.names, config.text_field
-    if config.content != "text":
-        yield from _read_parquet_conversations(part, config, table, names)
-        return
-    if name not in names:
-        raise InputError(f"{part.file}: {describe_missing_column(names, config)}")
+    check_is_regular(part.file.path)
     try:
-        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=[name])
-        columns = (batch.column(0).cast(pyarrow.large_binary()) for batch in batches)
-        contents = (content for column in columns for content in column.to_pylist())
-        for row, content in enumerate(contents, part.row + 1):
-            missing = Malformed(f"without text in column {name!r}", "it holds null")
-            yield Position(part.file, "row", row), missing if content is None else content
+        with pyarrow.memory_map(str(part.file.path)) as source:
+            is_stream = source.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
+            source.seek(0)
+            reader = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(source)
+            form, used = _choose_columns(reader.schema.names, part.file, encoder)
+            all_batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            yield from _read_batches(part, _select_columns(all_batches, used, form, encoder), form, encoder)
     except _damages() as error:
-        problem = f"column {name!r} cannot be read as text ({one_line(error)})"
-        raise InputError(f"{part.file}: {problem}; name another column with --data.text_field") from error
+        raise InputError(f"{part.file}: not a readable Arrow file ({one_line(error)}); restore it") from error
 
 
-def _read_parquet_conversations(part: Part, config: DataConfig, table: Any, names: list[str]) -> Iterator[Row]:
-    form = _find_form(names, part.file, config)
-    columns = [name for name in names if name in conversation.columns(form)]
+def _select_columns(batches: Iterable[Any], used: list[str], form: str, encoder: RowEncoder) -> Iterator[Any]:
+    """Yield the columns that are used, at most 1024 rows at a time, and count the values of the others."""
+    for batch in batches:
+        counts = zip(batch.schema.names, batch.columns, strict=True)
+        encoder.note_columns({name: len(column) - column.null_count for name, column in counts}, form)
+        for first in range(0, batch.num_rows, 1024):
+            yield batch.select(used).slice(first, 1024)
+
+
+def _choose_columns(names: list[str], file: File, encoder: RowEncoder, hint: str = "") -> tuple[str, list[str]]:
+    """Return the form of a table's rows and the columns that are read.
+
+    Raises:
+        InputError: the text column is missing, with a hint, or a column that is read exists twice.
+    """
+    form = encoder.detect_form(names, file)
+    if form == "text" and encoder.config.text_field not in names:
+        raise InputError(f"{file}: {describe_missing_column(names, encoder.config)}{hint}")
+    used = [name for name in names if encoder.is_used(name, form)]
+    if repeated := [name for name in used if names.count(name) > 1]:
+        raise InputError(f"{file}: several columns are named {repeated[0]!r}; rename all but one")
+    return form, used
+
+
+def _read_batches(part: Part, batches: Iterable[Any], form: str, encoder: RowEncoder) -> Iterator[Row]:
+    """Yield the rows of batches of an Arrow table, which has only the columns that are used."""
+    row = part.row
+    read = _read_texts if form == "text" else _read_conversations
     try:
-        batches = table.iter_batches(1024, row_groups=range(part.first, part.last), columns=columns)
-        for index, row in enumerate((row for batch in batches for row in batch.to_pylist()), part.row + 1):
-            where = Position(part.file, "row", index)
-            try:
-                yield where, encode_row(row, form, config)
-            except Malformed as error:
-                yield where, error
+        for batch in batches:
+            for content in read(batch, form, encoder):
+                row += 1
+                yield Position(part.file, "row", row), content
     except _damages() as error:
+        if form == "text":
+            problem = f"column {encoder.config.text_field!r} cannot be read as text ({one_line(error)})"
+            raise InputError(f"{part.file}: {problem}; name another column with --data.text_field") from error
         problem = f"the conversations cannot be read ({one_line(error)})"
         raise InputError(f"{part.file}: {problem}; repair the file") from error
 
 
-def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:
+def _read_texts(batch: Any, form: str, encoder: RowEncoder) -> Iterator[bytes | Malformed]:
+    import pyarrow
+
+    missing = Malformed(f"without text in column {encoder.config.text_field!r}", "it holds null")
+    for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+        yield missing if content is None else content
+
+
+def _read_conversations(batch: Any, form: str, encoder: RowEncoder) -> Iterator[bytes | Malformed]:
+    import pyarrow
+
+    decode = _json_decoder(pyarrow.struct(batch.schema))
+    for row in batch.to_pylist():
+        try:
+            yield encoder.encode(decode(row) if decode else row, form, counts_columns=False)
+        except Malformed as error:
+            yield error
+
+
+def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """Return a function that parses JSON text within a value of an Arrow type, or None if the type has none.
+
+    `datasets` stores values as JSON text if their types differ between rows, such as the arguments of tool calls.
+    """
+    from pyarrow import JsonType, types
+
+    if isinstance(kind, JsonType):
+        return _parse_json
+    if types.is_struct(kind):
+        decoders = {field.name: decode for field in kind if (decode := _json_decoder(field.type))}
+        return _decode_fields(decoders) if decoders else None
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    decode = _json_decoder(kind.value_type) if is_list else None
+    return (lambda value: None if value is None else list(map(decode, value))) if decode else None
+
+
+def _decode_fields(decoders: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def decode(value: Any) -> Any:
+        return value and {name: decoders[name](each) if name in decoders else each for name, each in value.items()}
+
+    return decode
+
+
+def _parse_json(text: str | None) -> Any:
+    try:
+        return None if text is None else json_files.parse(text)
+    except ValueError as error:
+        raise Malformed("with a JSON value that cannot be parsed", str(error)) from None
+
+
+def read_csv_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
     """Yield the rows of a CSV file, whose first row names the columns.
 
     Raises:
@@ -83,12 +176,7 @@ def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:
         return
     if isinstance(header, Malformed):
         raise InputError(f"{part.file}, line 1: {header}; repair the header")
-    form = "text" if config.content == "text" else _find_form(header, part.file, config)
-    if form == "text" and config.text_field not in header:
-        raise InputError(f"{part.file}: {describe_missing_column(header, config)}; the first row is the header")
-    used = {config.text_field} if form == "text" else conversation.columns(form)
-    if repeated := [name for name in used if header.count(name) > 1]:
-        raise InputError(f"{part.file}, line 1: several columns are named {repeated[0]!r}; rename all but one")
+    form, _ = _choose_columns(header, part.file, encoder, "; the first row is the header")
     for where, row in rows:
         try:
             if isinstance(row, Malformed):
@@ -96,18 +184,9 @@ def read_csv_rows(part: Part, config: DataConfig) -> Iterator[Row]:
             if len(row) != len(header):
                 detail = f"{len(row)} instead of {len(header)}"
                 raise Malformed("with a number of fields that differs from the header's", detail)
-            values = dict(zip(header, row, strict=True))
-            if form == "text":
-                yield where, encode_text(values[config.text_field], config)
-            else:  # CSV has no null: an empty field of an optional column counts as absent
-                absent = {name for name, value in values.items() if not value and name not in conversation.FORMS[form]}
-                yield where, encode_row({n: v for n, v in values.items() if n in used - absent}, form, config)
+            yield where, encoder.encode(dict(zip(header, row, strict=True)), form)
         except Malformed as error:
             yield where, error
-
-
-def _find_form(columns: list[str], file: File, config: DataConfig) -> str:
-    return conversation.detect_form(columns, file) if config.content == "chat" else config.content
 
 
 def _read_csv(file: File) -> Iterator[tuple[Position, list[str] | Malformed]]:

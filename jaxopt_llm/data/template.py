@@ -4,18 +4,19 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import RESERVED_ARGUMENTS, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data.rows import Part
-from jaxopt_llm.data.skipped import Skipped
+from jaxopt_llm.data.skipped import Malformed, Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
 from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
 
@@ -34,6 +35,8 @@ class Template:
         special: special tokens by the names that the template uses: bos_token, eos_token, ...
         ends: special tokens that can end a turn.
         date: the date that the template writes as the current date.
+        arguments: further variables of the template.
+        tool_source: the template for conversations with tools; None if it is the same one.
     """
 
     path: Path
@@ -41,49 +44,82 @@ class Template:
     special: dict[str, str]
     ends: tuple[str, ...]
     date: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    tool_source: str | None = None
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(json.dumps([self.source, self.special, self.ends, self.date]).encode()).hexdigest()
+        parts = [self.source, self.special, self.ends, self.date, self.arguments, self.tool_source]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
-    """Return the chat template of a tokenizer.
+    """Return the chat template of a tokenizer, or the one that data.chat_template names.
 
-    The template is, in this order: the file data.chat_template, chat_template.jinja next to the tokenizer, or
-    chat_template in its tokenizer_config.json.
+    As in transformers, data.chat_template is the name of one of the tokenizer's templates, or else a file. Without it,
+    conversations with tools get the tokenizer's template `tool_use` if there is one, and the others `default`.
 
     Raises:
         InputError: there is no template, or it cannot be read.
     """
     folder = find_tokenizer_folder(config)
     settings = read_json_object(folder / "tokenizer_config.json") if folder else {}
-    path = Path(config.chat_template) if config.chat_template else folder and folder / "chat_template.jinja"
-    if path and (config.chat_template or path.is_file()):
-        try:
-            check_is_regular(path)
-            with path.open("rb") as file:
-                source = file.read(MAX_TEMPLATE_BYTES + 1).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            remedy = "name a text file with Jinja"
-            raise InputError(f"data.chat_template={path}: the template cannot be read ({error}); {remedy}") from error
+    named = _find_named_templates(folder, settings) if folder else {}
+    tool_use = None
+    if config.chat_template in named:
+        path, source = named[config.chat_template]
+    elif config.chat_template:
+        path = Path(config.chat_template)
+        source = _read_template(path, f"data.chat_template={path}", names=sorted(named.keys() - {"default"}))
+    elif "default" in named:
+        (path, source), (_, tool_use) = named["default"], named.get("tool_use", (None, None))
     else:
-        value = settings.get("chat_template")
-        if isinstance(value, list):  # several templates with names
-            value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}.get("default")
-        if not folder or not isinstance(value, str):
-            if config.uses_bytes:
-                where, remedy = "", "give --data.tokenizer FOLDER, the folder or hub id of a model that has one"
-            else:
-                where, remedy = " (chat_template.jinja, or chat_template in tokenizer_config.json)", "add one"
-            raise InputError(
-                f"data.tokenizer={config.tokenizer} has no chat template{where}: {remedy}, or name a template file "
-                "with --data.chat_template"
-            )
-        path, source = folder / "tokenizer_config.json", value
-    if len(source.encode()) > MAX_TEMPLATE_BYTES:
-        raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
-    return Template(path, source, dict(tokenizer.named_tokens), tuple(tokenizer.special_tokens), config.date)
+        raise InputError(_explain_no_template(config, sorted(named)))
+    for text in filter(None, (source, tool_use)):
+        if len(text.encode()) > MAX_TEMPLATE_BYTES:
+            raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
+    ends, arguments = tuple(tokenizer.special_tokens), parse_arguments(config.template_arguments)
+    return Template(path, source, dict(tokenizer.named_tokens), ends, config.date, arguments, tool_use)
+
+
+def _find_named_templates(folder: Path, settings: dict[str, Any]) -> dict[str, tuple[Path, str]]:
+    """Return the templates of a tokenizer's folder by name, each with its file.
+
+    Files of their own replace all templates of tokenizer_config.json.
+    """
+    main, others = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {"default": main} if main.is_file() else {}
+    files |= {path.stem: path for path in others}
+    if files:
+        return {name: (path, _read_template(path, str(path))) for name, path in files.items()}
+    value = settings.get("chat_template")
+    items = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    found = {item.get("name"): item.get("template") for item in items if isinstance(item, dict)}
+    path = folder / "tokenizer_config.json"
+    return {str(name): (path, text) for name, text in found.items() if isinstance(text, str)}
+
+
+def _read_template(path: Path, where: str, names: Sequence[str] = ()) -> str:
+    """Return the text of a template file. names: names that the user may have meant, for the message."""
+    try:
+        check_is_regular(path)
+        with path.open("rb") as file:
+            return file.read(MAX_TEMPLATE_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "name a text file with Jinja" + (f", or a template of the tokenizer: {', '.join(names)}" * bool(names))
+        raise InputError(f"{where}: the template cannot be read ({error}); {remedy}") from error
+
+
+def _explain_no_template(config: DataConfig, names: Sequence[str]) -> str:
+    if names:
+        remedy = f"name one with --data.chat_template: {', '.join(names)}"
+        return f"data.tokenizer={config.tokenizer} has several chat templates and none named default: {remedy}"
+    if config.uses_bytes:
+        where, remedy = "", "give --data.tokenizer FOLDER, the folder or hub id of a model that has one"
+    else:
+        where, remedy = " (chat_template.jinja, or chat_template in tokenizer_config.json)", "add one"
+    problem = f"data.tokenizer={config.tokenizer} has no chat template{where}"
+    return f"{problem}: {remedy}, or name a template file with --data.chat_template"
 
 
 @contextmanager
@@ -108,41 +144,51 @@ class Renderer:
     def __init__(self, template: Template, process: "subprocess.Popen[bytes]", seconds: float) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._template, self._stdin, self._stdout, self._seconds = template, process.stdin, process.stdout, seconds
-        settings = {"template": template.source, "special": template.special}
-        settings |= {"ends": template.ends, "date": template.date}
+        settings: dict[str, Any] = {"template": template.source, "tool_template": template.tool_source}
+        settings |= {"variables": template.special | template.arguments, "reserved": sorted(RESERVED_ARGUMENTS)}
+        settings |= {"ends": template.ends, "eos": template.special.get("eos_token", ""), "date": template.date}
         self._request(json.dumps(settings).encode(), "when it was compiled")
 
-    def render(self, document: Document, config: DataConfig) -> Document | None:
-        """Render a conversation as text.
+    def render(self, document: Document, config: DataConfig, skipped: Skipped) -> Iterator[Document]:
+        """Yield the documents of a conversation, with the same key.
 
-        Returns None if the template rejects the conversation and `data.malformed` allows skipping it.
+        There are several if the template rewrites earlier turns when more turns follow. There is none if the template
+        rejects the conversation or leaves out a part of it, and `data.malformed` allows skipping it.
         """
         answer = self._request(document.content, document.name)
         if "refused" in answer:
             problem = f"the chat template {self._template.path} rejects the conversation ({answer['refused']})"
             reject(document.name, problem, config)
-            return None
-        spans = tuple((begin, end) for begin, end in answer["spans"])
-        return Document(document.name, answer["text"].encode(), document.key, spans)
+            skipped.add("rejected by the chat template", document.name)
+        elif "lost" in answer:
+            lost = Malformed(*answer["lost"])
+            remedy = "name a template that has a place for it with --data.chat_template"
+            reject(document.name, f"{lost}: {self._template.path}; {remedy}", config)
+            skipped.add(lost.reason, document.name)
+        else:
+            for each in answer["documents"]:
+                spans = tuple((begin, end) for begin, end in each["spans"])
+                yield Document(document.name, each["text"].encode(), document.key, spans)
 
     def render_prompt(self, messages: list[dict[str, str]]) -> str:
-        """Render a conversation as text, up to the start of the assistant's next turn."""
-        return self._render_text(messages, add_generation_prompt=True)
+        """Render a running conversation as text, up to the start of the assistant's next turn.
+
+        Raises:
+            InputError: the template rejects the messages or fails.
+        """
+        request = {"messages": messages, "add_generation_prompt": True}
+        return str(self._ask(request)["text"])
 
     def find_turn_end(self) -> str | None:
-        """Return the special token that the template writes after an answer, or None."""
-        messages = [{"role": role, "content": role} for role in ("user", "assistant")]
-        text = self._render_text(messages, add_generation_prompt=False).rstrip()
-        return next((token for token in self._template.ends if text.endswith(token)), None)
+        """Return the special token that ends an answer, or None. Raises InputError as `render_prompt` does."""
+        return str(self._ask({})["token"]) or None
 
-    def _render_text(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """Render messages of a running conversation. Raises InputError if the template rejects them or fails."""
-        request = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         answer = self._request(json.dumps(request).encode(), "in a conversation")
         if "refused" in answer:
             problem = f"the chat template rejects the conversation ({answer['refused']})"
             raise InputError(f"{self._template.path}: {problem}; start a new one, or correct the template")
-        return str(answer["text"])
+        return answer
 
     def _request(self, line: bytes, where: object) -> dict[str, Any]:
         try:
@@ -173,18 +219,20 @@ def open_reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
     if config.content == "text":
         yield lambda part, skipped: read_documents(part, config, skipped)
         return
-    with open_renderer(find_template(config, tokenizer)) as renderer:
-        yield lambda part, skipped: _render_all(read_documents(part, config, skipped), renderer, config, skipped)
+    template = find_template(config, tokenizer)
+    sources = template.source + (template.tool_source or "")
+    with open_renderer(template) as renderer:
+        yield lambda part, skipped: _render_all(
+            read_documents(part, config, skipped, sources), renderer, config, skipped
+        )
 
 
 def _render_all(
     documents: Iterable[Document], renderer: Renderer, config: DataConfig, skipped: Skipped
 ) -> Iterator[Document]:
     for document in documents:
-        rendered = renderer.render(document, config)
-        if rendered is None:
-            skipped.add("rejected by the chat template", document.name)
-        elif not any(begin < end for begin, end in rendered.spans or ()):
-            skipped.add("without assistant tokens")
-        else:
-            yield rendered
+        for rendered in renderer.render(document, config, skipped):
+            if any(begin < end for begin, end in rendered.spans or ()):
+                yield rendered
+            else:
+                skipped.add("without assistant tokens")

@@ -4,16 +4,16 @@ import math
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data import stream
 from jaxopt_llm.data.find import File, is_compressed
-from jaxopt_llm.data.rows import Part, Row
+from jaxopt_llm.data.rows import Part, Row, RowEncoder
 from jaxopt_llm.data.skipped import Position
 
 _BLOCK = 2**18  # bytes read at once in the search for documents
 
 
-def read_text_rows(part: Part, config: DataConfig) -> Iterator[Row]:
+def read_text_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
+    config = encoder.config
     with stream.open_stream(part.file) as source:
         if not config.separator:
             fits = not is_compressed(part.file) and part.last <= stream.MAX_DOCUMENT_BYTES

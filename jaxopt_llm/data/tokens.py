@@ -215,11 +215,12 @@ def join_all(pieces: Sequence[Piece]) -> TokenStream:
 def split_held_out(pieces: Sequence[Piece], share: float) -> tuple[list[GroupRanges], list[GroupRanges]]:
     """Split the groups of each piece into training and held-out ranges.
 
-    Groups with a key in the lowest `share` of all keys are held out. If at least two groups are not empty, each split
-    gets at least one of them. Memory grows only with the number of held-out groups.
+    Groups with a key in the lowest `share` of all keys are held out. Groups in a row with the same key, such as the
+    documents of one conversation, are in the same split. If there are at least two such rows that are not empty, each
+    split gets at least one of them. Memory grows only with the number of held-out groups.
 
     A larger share only adds held-out documents. New documents do not move existing ones to the other split, except the
-    one document that was held out because the share was too small to hold out any.
+    one row that was held out because the share was too small to hold out any.
     """
     held_out = [_groups_below(piece, share) for piece in pieces]
     size = sum(piece.size for piece in pieces)
@@ -228,11 +229,11 @@ def split_held_out(pieces: Sequence[Piece], share: float) -> tuple[list[GroupRan
         return sum(map(_count_tokens, pieces, map(_single_ranges, held_out)))
 
     if size and not count_held_out():
-        index, group = _find_extreme_group(pieces, lowest=True)
-        held_out[index] = np.union1d(held_out[index], [group])
+        index, groups = _find_extreme_groups(pieces, lowest=True)
+        held_out[index] = np.union1d(held_out[index], groups)
     if size and count_held_out() == size:
-        index, group = _find_extreme_group(pieces, lowest=False)
-        held_out[index] = np.setdiff1d(held_out[index], [group])
+        index, groups = _find_extreme_groups(pieces, lowest=False)
+        held_out[index] = np.setdiff1d(held_out[index], groups)
     training = [_complement(groups, piece.groups) for piece, groups in zip(pieces, held_out, strict=True)]
     return training, [_single_ranges(groups) for groups in held_out]
 
@@ -247,8 +248,8 @@ def _groups_below(piece: Piece, share: float) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
-def _find_extreme_group(pieces: Sequence[Piece], lowest: bool) -> tuple[int, int]:
-    """Return the indices of the piece and of its group with the lowest or highest key of all.
+def _find_extreme_groups(pieces: Sequence[Piece], lowest: bool) -> tuple[int, NDArray[np.int64]]:
+    """Return the index of a piece, and its groups in a row with the lowest or highest key of all.
 
     Empty groups count only if there are no others.
     """
@@ -259,7 +260,11 @@ def _find_extreme_group(pieces: Sequence[Piece], lowest: bool) -> tuple[int, int
             ranks = keys if lowest else ~keys
             at = int(np.lexsort([ranks, empty])[0])
             best = min(best, (bool(empty[at]), int(ranks[at]), index, first + at))
-    return best[2:]
+    index, group = best[2:]  # the first one with this key
+    piece, end = pieces[index], group + 1
+    while end < piece.groups and (piece.group_keys(end, end + 1) == piece.group_keys(group, group + 1)).all():
+        end += 1
+    return index, np.arange(group, end)
 
 
 def _single_ranges(groups: NDArray[np.int64]) -> GroupRanges:

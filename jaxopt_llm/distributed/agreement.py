@@ -1,4 +1,4 @@
-"""Comparison of what the processes of a job will run: the settings of JAX, and the lowered step."""
+"""Comparison of what the processes of a job will run: the settings of JAX, the lowered step and its hyperparameters."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ _PER_HOST = re.compile(
 )
 
 
-def check_same_programs(processes: Processes, lower: Callable[[], Any]) -> None:
-    """Raise InputError if the settings of JAX or the lowered step differ between the processes.
+def check_same_programs(processes: Processes, lower: Callable[[], Any], hyperparameters: Any) -> None:
+    """Raise InputError if the settings of JAX, the lowered step or its hyperparameters differ between the processes.
 
     lower: returns the lowered step. With a single process it is not called.
     """
@@ -30,6 +30,7 @@ def check_same_programs(processes: Processes, lower: Callable[[], Any]) -> None:
     facts = {name: str(value) for name, value in jax.config.values.items() if not _PER_HOST.search(name)}
     text = lower().as_text()  # without the locations in source files, which contain paths of this host
     facts["hash of the lowered step"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    facts["hyperparameters"] = str(hyperparameters)
     answers = processes.channel("programs").exchange(json.dumps(facts))
     first, *others = map(json_files.parse, answers)
     for index, each in enumerate(others, 1):

@@ -33,13 +33,6 @@ _OWN_ERRORS = (InputError, ProcessLost, ProcessMissing, KeyboardInterrupt)
 _DAY_MILLISECONDS = 24 * 3600 * 1000  # a slow process is waited for; a lost process ends the job through the watch
 
 
-def check_devices_divide(devices: int, job: Job) -> None:
-    """Raise InputError if the mesh's devices do not divide evenly over the processes."""
-    if devices % job.processes:
-        problem = f"{devices} device(s) do not divide over {job.processes} processes, one per host"
-        raise InputError(f"mesh: {problem}; change --mesh.* or --distributed.processes")
-
-
 @contextlib.contextmanager
 def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> Iterator["Processes"]:
     """Connect this process to the other processes of the job, and leave the context together with them.

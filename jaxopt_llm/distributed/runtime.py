@@ -1,8 +1,10 @@
 """Settings of JAX that must be made before it opens a device."""
 
 import hashlib
+import math
 import os
 import platform
+import re
 import stat
 import sys
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any
 import jax
 from jax._src import xla_bridge  # whether a device is open has no public name
 
+from jaxopt_llm.config import MeshConfig
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import cache_home
+from jaxopt_llm.distributed.launchers import Job
 
 # Share of a GPU's memory that XLA allocates at the start (JAX's default is 0.75). The rest is for the CUDA context,
 # NCCL and other libraries. Without that rest, programs that fit according to the compiler would not fit.
@@ -36,6 +41,14 @@ def simulate_cpu_devices(count: int, processes: int = 1) -> None:
         os.environ["PJRT_NPROC"] = str(CPU_THREADS * count)
 
 
+def find_simulated() -> int:
+    """Return the number of CPU devices that the user's environment simulates, or 0 if it names none."""
+    if (count := jax.config.values["jax_num_cpu_devices"]) > 0:
+        return int(count)
+    named = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(named[-1]) if named else 0
+
+
 def prepare_devices() -> None:
     """Set the environment in which JAX opens devices. It has no effect after JAX has opened one.
 
@@ -44,7 +57,7 @@ def prepare_devices() -> None:
     the extra `plan` installs, otherwise prints a traceback because NVIDIA's libraries are missing. With a GPU, or if
     the user names a platform, JAX reports as always.
     """
-    if (count := jax.config.values["jax_num_cpu_devices"]) > 1:
+    if (count := find_simulated()) > 1:
         os.environ.setdefault("PJRT_NPROC", str(CPU_THREADS * count))
     if not any(name in os.environ for name in _FRACTION_VARIABLES):
         os.environ[_FRACTION_VARIABLES[0]] = MEMORY_FRACTION
@@ -59,6 +72,25 @@ def check_no_device(where: str) -> None:
     """
     if xla_bridge.backends_are_initialized():
         raise InputError(f"{where}: it opens a device of JAX too early; make arrays inside of functions only")
+
+
+def configure_mesh(mesh: MeshConfig, job: Job, *, cache: bool) -> None:
+    """Configure JAX for the devices of a mesh, before `join_job`.
+
+    On CPUs, a mesh without `auto` is simulated. One with `auto` takes the devices that the environment simulates, or as
+    few as its other axes need.
+
+    Raises:
+        InputError: the devices do not divide over the processes; or as `configure_jax`.
+    """
+    if mesh.fsdp != AUTO and mesh.devices % job.processes:
+        problem = f"{mesh.devices} device(s) do not divide over {job.processes} processes, one per host"
+        raise InputError(f"mesh: {problem}; change --mesh.* or --distributed.processes")
+    is_open = mesh.fsdp == AUTO
+    local = find_simulated() if is_open else 0
+    needed = local * job.processes or math.lcm(mesh.devices, job.processes)
+    finds = is_open and job.processes == 1 and (local > 0 or needed == 1)
+    configure_jax(None if finds else needed, job.processes, cache=cache)
 
 
 def configure_jax(devices: int | None, processes: int = 1, *, cache: bool) -> None:

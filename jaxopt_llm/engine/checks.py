@@ -28,6 +28,7 @@ READ = (
     *(
         "checkpoint.*",
         "evaluation.every",
+        "evaluation.patience",
         "logging.*",
         "profile.*",
         "data.stall_seconds",

@@ -37,6 +37,7 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training import saved_state
 from jaxopt_llm.training import state as training_state
+from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
 from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.state import TrainState
@@ -104,9 +105,23 @@ class Engine:
 
     @functools.cached_property
     def compiled_step(self) -> jax.stages.Compiled:
-        """Compiled step of the program: (state, batch) -> (state, metrics)."""
+        """Compiled step of the program: (state, batch, hyperparameters) -> (state, metrics)."""
         stages = self._choice[1]
         return self.lowered_step.compile() if stages is None else stages[1]
+
+    @property
+    def hyperparameters(self) -> Hyperparameters | None:
+        """The arguments of the step that `config` sets, on the host; None with an optax transformation."""
+        return read_hyperparameters(self._job.config) if self.has_schedule else None
+
+    @functools.cached_property
+    def _placed_hyperparameters(self) -> Hyperparameters | None:
+        return place_hyperparameters(self.hyperparameters, self.program.placement.replicated)
+
+    def run_step(self, state: TrainState, placed: Any) -> tuple[TrainState, Metrics]:
+        """Return the state and the metrics after a step. placed: a batch from `place`. The state is donated."""
+        new: tuple[TrainState, Metrics] = self.compiled_step(state, placed, self._placed_hyperparameters)
+        return new
 
     @functools.cached_property
     def _placed_rows(self) -> LocalRows:
@@ -152,9 +167,8 @@ class Engine:
         with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
         updated in place.
         """
-        self._state, metrics = self.compiled_step(self.state, self.place(batch))
-        found: Metrics = metrics
-        return found
+        self._state, metrics = self.run_step(self.state, self.place(batch))
+        return metrics
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated.
@@ -287,12 +301,11 @@ class Engine:
         return self._job.transformation is None
 
     def set_schedule(self, schedule: ScheduleConfig) -> None:
-        """Use another schedule of the learning rate than that of `config`. The next step is then compiled anew."""
+        """Use other numbers in the schedule of the learning rate than those of `config`, and no other kind."""
         config = self._job.config
-        if schedule != config.schedule:
-            self._job = replace(self._job, config=replace(config, schedule=schedule))
-            for name in ("_choice", "lowered_step", "compiled_step"):
-                self.__dict__.pop(name, None)
+        assert schedule.kind == config.schedule.kind, "the compiled step computes the kind"
+        self._job = replace(self._job, config=replace(config, schedule=schedule))
+        self.__dict__.pop("_placed_hyperparameters", None)
 
     def take_state(self, state: TrainState, identity: Identity | None) -> None:
         """Continue with this state, as a part of this run."""

@@ -85,8 +85,7 @@ class EngineWorkload:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         placed = self.engine.place(batch)
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
-            new: tuple[TrainState, Metrics] = self.engine.compiled_step(state, placed)
-        return new
+            return self.engine.run_step(state, placed)
 
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")
@@ -176,6 +175,11 @@ def train_engine(
             engine.set_schedule(config.schedule)
         processes, name = engine.processes, "run_directory"
         batches, measured = make_batches(data, engine.rows, config.run.seed), _take_held_out(engine, held_out)
+        if config.evaluation.patience and config.evaluation.every and not measured:
+            raise InputError(
+                f"evaluation.patience={config.evaluation.patience} compares held-out losses, and there is no held_out; "
+                "give held-out batches, or set evaluation.patience=0"
+            )
         processes.check_same(name, str(directory), "all processes must name the same directory")
         locked = lock_directory(directory, name) if processes.first else contextlib.nullcontext()
         with locked, Preemption() as preemption:
@@ -199,10 +203,10 @@ def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config
     config = replace(config, schedule=replace(config.schedule, decay_steps=end))
     if found := config.schedule.problems():
         raise InputError(f"config: {'; '.join(found)}")
-    if config.schedule.warmup_steps >= config.training.steps:
+    if 1 < (warmup := config.schedule.count_warmup(config.training.steps)) >= config.training.steps:
         text = (
-            f"schedule.warmup_steps={config.schedule.warmup_steps} reaches the end of the run, step "
-            f"{config.training.steps}: the learning rate only rises"
+            f"schedule.warmup_steps={warmup} reaches the end of the run, step {config.training.steps}: the learning "
+            "rate only rises"
         )
         warnings.warn(text, EngineWarning, stacklevel=4)  # the caller of `fit`
     return config
@@ -242,8 +246,9 @@ def _check_directory(directory: Path, config: Config) -> None:
 
 def _describe(engine: Engine, directory: Path) -> str:
     count = sum(math.prod(info.shape) for info in engine.parameters)
-    devices = engine.config.mesh.devices
-    return f"{count:,} parameters on {devices} {visible_devices()[0].device_kind} device(s), run directory {directory}"
+    devices, visible = engine.config.mesh.devices, visible_devices()
+    of_all = f" of {len(visible)}" if devices < len(visible) else ""
+    return f"{count:,} parameters on {devices}{of_all} {visible[0].device_kind} device(s), run directory {directory}"
 
 
 def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> None:
@@ -252,11 +257,11 @@ def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> 
     for choice in dict.fromkeys(engine.program.model.attention.choices.values()):
         if choice.reason:
             say(f"attention: {choice}")
-    if start >= workload.config.training.steps:
-        say(f"{directory} is finished at step {start}; fit longer with a larger number of steps")
+    if records.end:
+        say(records.end)
     else:
         workload.processes.main.enter("compile", start)
-        check_same_programs(workload.processes, lambda: engine.lowered_step)
+        check_same_programs(workload.processes, lambda: engine.lowered_step, engine.hyperparameters)
         with workload.explain_oom(lambda: "compiling"):
             compiled = engine.compiled_step
         copies = copies_state(workload.config.run.check_replicas, engine.program.state)

@@ -13,6 +13,7 @@ import optax
 
 from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.config.fields import shared_fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.jaxpr import hash_jaxpr
 from jaxopt_llm.distributed import process_group
@@ -59,8 +60,9 @@ def initialize(
     given = config if isinstance(config, Config) else None
     config = _resolve_config(config, example, optimizer)
     processes = process_group.find_processes(os.environ, config.distributed)
-    if config.mesh.devices == 1:
-        config = replace(config, mesh=replace(config.mesh, fsdp=len(visible_devices())))
+    if config.mesh.fsdp == AUTO:
+        others = config.mesh.devices
+        config = replace(config, mesh=replace(config.mesh, fsdp=max(len(visible_devices()) // others, 1)))
     check_config(config, count_rows(example))
     if optimizer is not None:
         check_optimizer(optimizer)

@@ -19,13 +19,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.config import AXES, Config, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.fields import wrong_types
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import unbox
 from jaxopt_llm.execution.segments import model_segments
+from jaxopt_llm.inference.exported import copy_origin
+from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
@@ -148,16 +150,16 @@ class LanguageModel:
         Raises:
             InputError: the path exists, or no family of transformers fits the model.
         """
-        source = self._folder.path if self._folder else None
+        origin = copy_origin(self._folder.path) if self._folder else None
         named = jax.tree.map(_name_sharding, unbox(parameters))
-        write_model_folder(Path(path), named, self.config, Origin(source, source))
+        write_model_folder(Path(path), named, self.config, origin)
 
     def _make_context(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Context:
         segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
-        batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions=segments)
-        context = self._decoder.make_context(batch, _PLACEMENT)
-        rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        return replace(context, positions=rows - context.key_ranges.first if positions is None else positions)
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - make_document_ranges(segments).first
+        batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions)
+        return self._decoder.make_context(batch, _PLACEMENT)
 
 
 class _Unplaced(Placement):

@@ -1,14 +1,13 @@
 """Advice for an engine whose step does not fit into the memory of its devices."""
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.config import BATCH_AXES, RematConfig
+from jaxopt_llm.config import RematConfig
 from jaxopt_llm.engine.batches import count_rows
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.parallel.offload import count_resting_bytes
@@ -46,7 +45,7 @@ def _list_savings(engine: Engine, resumes: bool) -> Iterator[str]:
     if engine.program.model.keeps_layers or config.remat.policy == "save_attention":
         yield "  remat.policy=full: the backward computes each layer again, and keeps only its input"
     accumulation = config.training.accumulation
-    parts = 2 * accumulation * math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
+    parts = 2 * accumulation * config.mesh.batch_shards
     if count_rows(engine.example) % parts == 0:
         yield f"  training.accumulation={2 * accumulation}: half of the activations; the batch stays the same"
     offloaded = replace(placement, offload=replace(config.offload, optimizer=True))

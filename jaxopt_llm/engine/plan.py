@@ -1,6 +1,5 @@
 """Plan of an engine's step on GPUs that need not exist: memory, collectives and time, read off the compiled program."""
 
-import dataclasses
 import math
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.compiler.convolutions import count_convolution_flops
-from jaxopt_llm.config import BATCH_AXES, RematConfig
+from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.engine.batches import count_rows, with_rows
@@ -23,6 +22,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.breakdown import Part, break_down_step, format_breakdown
+from jaxopt_llm.planning.free_memory import count_chip_bytes
 from jaxopt_llm.planning.memory import (
     KnownShapes,
     LiveArray,
@@ -119,7 +119,7 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
     chip, hosts = CHIPS[gpu], count // gpus_per_host
     mesh = make_mesh(job.config.mesh, topology.gpu_topology(gpu, hosts, gpus_per_host))
     clock = time.perf_counter()
-    limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
+    limit = count_chip_bytes(chip)
     written = make_engine_program(job, mesh)
     fitting = compile_fitting(job, written, limit, _compile_step, count_peak=lambda peak: peak.memory.peak)
     program, peak = fitting.program, fitting.compiled
@@ -157,13 +157,13 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
     """Return the job on another number of GPUs, which `fsdp` divides, and with another number of rows."""
     mesh = job.config.mesh
     if gpus is not None:
-        others = math.prod(dataclasses.astuple(replace(mesh, fsdp=1)))
+        others = replace(mesh, fsdp=1).devices
         if gpus % others:
             raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
         job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
     rows = count_rows(job.example) if rows is None else rows
     mesh, accumulation = job.config.mesh, job.config.training.accumulation
-    parts = accumulation * math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+    parts = accumulation * mesh.batch_shards
     if rows % parts:
         raise InputError(
             f"plan: a batch of {rows} rows is not divisible by training.accumulation={accumulation} × "

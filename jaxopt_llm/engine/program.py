@@ -29,9 +29,9 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import lora, moments, optimizer
 from jaxopt_llm.training.state import StateSpecs
-from jaxopt_llm.training.step import Advance, StepSettings, update_after_backward
+from jaxopt_llm.training.step import Advance, BindOptimizers, StepSettings, update_after_backward
 from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
-from jaxopt_llm.training.update import Optimizers, WholeOptimizer
+from jaxopt_llm.training.update import WholeOptimizer
 
 # Policies that rematerialise layers -> the checkpoint names of the results that they keep.
 SAVED: dict[Any, tuple[str, ...]] = {"full": (), "save_attention": (CHECKPOINT_NAME,)}
@@ -106,10 +106,10 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
 
 
 def _make_advance(
-    model: UserModel, placement: Placement, optimizers: Optimizers, specs: StateSpecs, settings: StepSettings
+    model: UserModel, placement: Placement, bind: BindOptimizers, specs: StateSpecs, settings: StepSettings
 ) -> Advance:
     differentiate = differentiate_user_model(model, placement)
-    return update_after_backward(differentiate, optimizers, specs, placement, settings)
+    return update_after_backward(differentiate, bind, specs, placement, settings)
 
 
 def _check_effects(model: UserModel, config: Config) -> None:

@@ -14,8 +14,7 @@ import jax
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
-from jaxopt_llm.planning.run_candidates import count_usable_bytes
-from jaxopt_llm.planning.search.ranking import FREE
+from jaxopt_llm.planning.free_memory import count_usable_bytes, leave_free
 from jaxopt_llm.planning.units import GIB
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ def compile_fitting(
     compiled = compile(program)
     if not is_open(program, job):
         return Fitting(program, compiled, "")
-    usable, policy, refused = int((1 - FREE) * limit), "none", ""
+    usable, policy, refused = leave_free(limit), "none", ""
     for larger in ("save_attention", "full") if program.model.attention.choices else ("full",):
         peak = count_peak(compiled)
         needed = f"needs {peak / GIB:.2f} of {usable / GIB:.2f} GiB per device"

@@ -92,7 +92,8 @@ def make_step(
         slots = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = slots - padding[:, None]
         key_ranges = KeyRanges(*jnp.broadcast_arrays(padding[:, None], slots))
-        context = Context(positions, key_ranges, placement, cache_index=first)
+        lengths = (first + last + 1 - padding)[:, None]
+        context = Context(positions, key_ranges, placement, cache_index=first, lengths=lengths)
         logits, caches = scan.forward(model, params, tokens, context, caches, only=last)
         return sample_tokens(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
 
@@ -130,6 +131,7 @@ class TokenGenerator:
         length: int,
     ) -> None:
         self._rows, self._length = rows + -rows % placement.size(*BATCH_AXES), length  # the batch is split over devices
+        self._rope = model.rope
         self._seed, dtype = jnp.uint32(sampling.seed), placement.precision.compute_dtype
         self._make_caches = jax.jit(lambda: scan.make_caches(model, self._rows, length, dtype, placement))
         self.load(params)
@@ -158,20 +160,40 @@ class TokenGenerator:
         padding = np.array([longest - prompt.size for prompt in prompts], np.int32)
         ids = np.stack([np.pad(prompt, (longest - prompt.size, 0), constant_values=PADDING_ID) for prompt in prompts])
         begin = min(_common_prefix(self._cached_ids, ids), longest - 1)
-        # Each length needs its own compiled program, so lengths are powers of two. The slots after the last token of
-        # the prompt are overwritten before a query attends to them. If the computation would extend beyond the cache,
-        # it starts earlier.
-        size = min(max(MIN_PREFILL, 1 << (longest - begin - 1).bit_length()), self._length)
-        begin = min(begin, self._length - size)
-        rest = np.pad(np.maximum(ids[:, begin:], 0), ((0, 0), (0, size - (longest - begin))))
-        self._cached_ids = ids
-        tokens = self._advance(rest, padding, begin, longest - 1 - begin)
+        if self._frequencies_differ(self._cached_ids.shape[1] - padding, longest - padding):
+            begin = 0
+        tokens = self._fill(ids, padding, begin)
         for slot in range(longest, longest + count - 1):
             previous = tokens
-            tokens = self._advance(previous[:, None], padding, slot, 0)
-            self._cached_ids = np.concatenate([self._cached_ids, np.asarray(previous)[:, None]], axis=1)
+            # As in transformers: when a document outgrows its short factors, its keys are rotated again. With dynamic
+            # scaling, the frequencies change with every token, and keys stay as they were rotated.
+            if self._rope.scaling == "longrope" and self._frequencies_differ(slot - padding, slot + 1 - padding):
+                tokens = self._fill(self._append(previous), padding, 0)
+            else:
+                tokens = self._advance(previous[:, None], padding, slot, 0)
+                self._cached_ids = self._append(previous)
             yield self._cached_ids[:given, -1]
         yield np.asarray(tokens)[:given]
+
+    def _append(self, tokens: jax.Array) -> NDArray[np.int32]:
+        return np.concatenate([self._cached_ids, np.asarray(tokens)[:, None]], axis=1)
+
+    def _frequencies_differ(self, lengths: NDArray[np.int32], others: NDArray[np.int32]) -> bool:
+        """Return whether RoPE has other frequencies in some row if the row has another length."""
+        return any(not self._rope.same_frequencies(*pair) for pair in zip(lengths, others, strict=True))
+
+    def _fill(self, ids: NDArray[np.int32], padding: NDArray[np.int32], begin: int) -> jax.Array:
+        """Write ids [B, slots] to the cache, of which it has the first `begin`, and return the token after them, [B].
+
+        Each length needs its own compiled program, so lengths are powers of two. The slots after the last id are
+        overwritten before a query attends to them. If the computation would extend beyond the cache, it starts earlier.
+        """
+        slots = ids.shape[1]
+        size = min(max(MIN_PREFILL, 1 << (slots - begin - 1).bit_length()), self._length)
+        begin = min(begin, self._length - size)
+        rest = np.pad(np.maximum(ids[:, begin:], 0), ((0, 0), (0, size - (slots - begin))))
+        self._cached_ids = ids
+        return self._advance(rest, padding, begin, slots - 1 - begin)
 
     def _advance(self, tokens: Any, padding: NDArray[np.int32], first: int, last: int) -> jax.Array:
         """Write tokens [B, S] to the slots from `first`, and return the token after position `last` of them, [B]."""

@@ -22,8 +22,11 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import resting_parameter_sharding
 
 
-def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
+def open_adapters(path: Path, folder: ModelFolder) -> tuple[AdapterFolder, ModelFolder]:
     """Open a PEFT folder with adapters of the model of a Hugging Face folder.
+
+    Returns:
+        The adapters, and the model's folder with the whole weights that are saved with them.
 
     Raises:
         InputError: the adapters do not belong to the model.
@@ -32,7 +35,7 @@ def open_adapters(path: Path, folder: ModelFolder) -> AdapterFolder:
     adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
     adapters.check_base(folder)
     _warn_of_other_base(path, folder.path)
-    return adapters
+    return adapters, adapters.whole.replace_in(folder, adapters.model)
 
 
 def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFolder:
@@ -49,6 +52,12 @@ def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFol
     family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
     path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
+    if adapters.whole.stored:
+        raise InputError(
+            f"--adapter {path}: it also has whole weights of the model (modules_to_save), which a run does not take; "
+            f"write the run as a folder (python -m jaxopt_llm.convert export --checkpoint {directory} --to FOLDER), "
+            "and give --checkpoint FOLDER"
+        )
     adapters.check_base(None)
     _warn_of_other_base(path, directory)
     return adapters

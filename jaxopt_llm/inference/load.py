@@ -19,6 +19,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import devices, run, stored
 from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
+from jaxopt_llm.inference.exported import copy_origin, describe_merge
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
@@ -35,7 +36,7 @@ class Pretrained:
         config: configuration of the model.
         params: parameters, in the dtypes of the folder, or of the run's masters; adapters are float32.
         source: the folder or run directory.
-        origin: what `save_pretrained` keeps of it besides the parameters.
+        make_origin: returns what `save_pretrained` writes besides the parameters.
         model: the model, with the specs of `params`.
         placement: shardings of the parameters.
     """
@@ -43,7 +44,7 @@ class Pretrained:
     config: ModelConfig
     params: Params
     source: Path
-    origin: Origin
+    make_origin: Callable[[], Origin]
     model: Model
     placement: Placement
 
@@ -70,9 +71,9 @@ class Pretrained:
         """Write a new folder that transformers can load.
 
         Adapters are merged into the weights, quantised weights are dequantised, and the tokenizer's files are copied.
-        Raises InputError if the path exists.
+        For a run, they are those of the training, with a model card. Raises InputError if the path exists.
         """
-        write_model_folder(Path(path), self.params, self.config, self.origin)
+        write_model_folder(Path(path), self.params, self.config, self.make_origin())
 
     @functools.cached_property
     def _logits(self) -> Callable[[Params, np.ndarray], jax.Array]:
@@ -115,7 +116,7 @@ def load_pretrained(
 
 def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
-    adapters = None if adapter is None else open_adapters(adapter, folder)
+    adapters, folder = (None, folder) if adapter is None else open_adapters(adapter, folder)
     specs = stored.stored_specs(folder)
     products = devices.choose_local_grouped_matmul(precision)
     model: Model = Decoder(folder.config, grouped_matmul=products).with_specs(specs)
@@ -125,7 +126,12 @@ def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, "float32")
-    return Pretrained(folder.config, params, path, Origin(path, path), model, placement)
+    make_origin = functools.partial(copy_origin, path)
+    if adapter is not None:
+        make_origin = functools.partial(
+            describe_merge, path, hub.find_folder(adapter, "--adapter "), folder.config.vocabulary_size
+        )
+    return Pretrained(folder.config, params, path, make_origin, model, placement)
 
 
 def _load_run(path: Path, adapter: Path | None, step: Step, base: Path | None) -> Pretrained:
@@ -133,7 +139,10 @@ def _load_run(path: Path, adapter: Path | None, step: Step, base: Path | None) -
     adapters = None if adapter is None else open_run_adapters(adapter, path, config)
     precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
     dtype = config.precision.param_dtype
-    model, params, placement, _ = run.restore_run(path, config, dtype, "original", precision=precision, step=step)
+    model, params, placement, restored = run.restore_run(
+        path, config, dtype, "original", precision=precision, step=step
+    )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, "float32")
-    return Pretrained(config.model, params, path, run.find_origin(config), model, placement)
+    make_origin = functools.partial(run.find_origin, path, config, restored, path.resolve().name)
+    return Pretrained(config.model, params, path, make_origin, model, placement)

@@ -1,5 +1,6 @@
 """Models of training runs and of Hugging Face folders, for commands that use them without training."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,10 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import errors, hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.inference import card
 from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
 from jaxopt_llm.inference.devices import check_tensor, choose_local_grouped_matmul, count_bytes, make_placement
+from jaxopt_llm.inference.exported import describe_training
 from jaxopt_llm.inference.flags import OWN_FLAGS, Quantisation, Step
 from jaxopt_llm.inference.steps import choose_trained_tree, use_checkpoint
 from jaxopt_llm.model.decoder import Decoder
@@ -83,11 +86,10 @@ def move_base(directory: Path, config: Config, base: Path | None) -> Config:
     """
     if base is None:
         return config
-    name, old = hub.absolute_name(base), config.model.pretrained
-    moved = replace_fields(config, {"model.pretrained": name})
+    moved = replace_fields(config, {"model.pretrained": hub.absolute_name(base)})
     if find_frozen_base(directory, moved) is None:
         raise InputError(f"--base {base}: the checkpoints of {directory} hold all weights of the model; leave it out")
-    return replace_fields(moved, {"data.tokenizer": name}) if config.data.tokenizer == old else moved
+    return moved
 
 
 def is_model_folder(directory: Path) -> bool:
@@ -182,7 +184,11 @@ def load_model(
     if quantisation:
         _check_quantisation(quantisation, directory, folder, adapter)
     if adapter is not None:
-        adapters = open_adapters(adapter, folder) if folder else open_run_adapters(adapter, directory, config)
+        if folder is None:
+            adapters = open_run_adapters(adapter, directory, config)
+        else:
+            adapters, folder = open_adapters(adapter, folder)
+            config = replace(config, model=replace(folder.config, pretrained=config.model.pretrained))
     if folder is None:
         find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)
@@ -306,18 +312,22 @@ def restore_run(
     return model, jax.device_put(params, resting), placement, restored
 
 
-def find_origin(config: Config) -> Origin:
-    """Return what a folder of a run's model keeps of the folder that the run started from and of its tokenizer."""
-    source = pretrained.find_source_folder(config)
-    settings: dict[str, Any] = {}
-    if source is None:
-        tokenizer = load_tokenizer(config.data)
-        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        if config.model.positions == "rotary":
-            settings["max_position_embeddings"] = config.training.sequence_length
-    name = config.data.tokenizer
-    tokenizer_path = None if config.data.uses_bytes else hub.find_folder(name, "data.tokenizer=", weights=False)
-    return Origin(source, tokenizer_path, settings)
+def find_origin(directory: Path, config: Config, step: int, title: str, notes: Iterable[str] = ()) -> Origin:
+    """Return what a folder of a run's model keeps: the tokenizer and the template of the training, and a model card.
+
+    Args:
+        directory: the run directory.
+        config: its configuration.
+        step: step of the checkpoint.
+        title: name of the model in its card.
+        notes: sentences of the card about this folder.
+    """
+    source, text = pretrained.find_source_folder(config), card.describe_run(directory, config, step, title, notes)
+    origin = describe_training(config.data, source, lambda folder: card.write(folder, text))
+    if source is None and config.model.positions == "rotary":
+        length = config.training.sequence_length
+        origin = replace(origin, settings={**origin.settings, "max_position_embeddings": length})
+    return origin
 
 
 def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:

@@ -10,12 +10,14 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves
 from jaxopt_llm.checkpoint.run_weights import RunWeights
 from jaxopt_llm.checkpoint.stored_layers import StoredLayers
-from jaxopt_llm.config import Config, ModelConfig
+from jaxopt_llm.config import Config, ModelConfig, fields
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.inference.adapters import open_adapters
 from jaxopt_llm.inference.steps import choose_trained_tree
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.training import lora, pretrained_weights
 from jaxopt_llm.training.initial_weights import open_frozen_base
 
@@ -28,15 +30,37 @@ def open_run_layers(directory: Path, config: Config, step: int) -> StoredLayers:
     Raises:
         InputError: that folder is missing or has changed.
     """
-    _, trained, frozen = lora.adapt_model(
-        Decoder(config.model), config.lora, config.precision, config.training.trainable
-    )
+    _, _, frozen = _adapt(config)
     base = open_frozen_base(directory, config) if jax.tree.leaves(frozen) else None
-    if base is not None:
-        frozen = pretrained_weights.with_stored_dtypes(base, frozen)
     choose_trained_tree(directory, step)
     weights = RunWeights(directory, directory / "checkpoints" / str(step), config.model, config.model)
-    return StoredLayers(collect_leaves(tree.merge(trained, frozen)), weights, base)
+    return StoredLayers(_list_specs(config, base), weights, base)
+
+
+def open_both_bases(directory: Path, config: Config, step: int) -> tuple[StoredLayers, StoredLayers]:
+    """Open the parameters of a run that trains adapters over a quantised base: over its codes, and over its originals.
+
+    Raises:
+        InputError: the folder with the original weights is missing or has changed, or the run started from none.
+    """
+    layers = open_run_layers(directory, config, step)
+    if layers.folder is None:
+        raise InputError(f"{directory} started from no Hugging Face folder, and holds only the codes of its base")
+    original = fields.replace_fields(config, {"lora.base": "float", "lora.double_quantisation": False})
+    return layers, replace(layers, specs=_list_specs(original, layers.folder))
+
+
+def _adapt(config: Config) -> tuple[Decoder, Params, Params]:
+    """Return the model of a run, and the specs of its trained and of its frozen parameters."""
+    return lora.adapt_model(Decoder(config.model), config.lora, config.precision, config.training.trainable)
+
+
+def _list_specs(config: Config, base: ModelFolder | None) -> dict[str, tree.Leaf]:
+    """Return the specs of a run's parameters. base: the folder whose dtypes the frozen ones have; None: their own."""
+    _, trained, frozen = _adapt(config)
+    if base is not None:
+        frozen = pretrained_weights.with_stored_dtypes(base, frozen)
+    return collect_leaves(tree.merge(trained, frozen))
 
 
 def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLayers]:
@@ -49,7 +73,7 @@ def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLa
         InputError: a folder is incomplete, or the adapters do not belong to the model.
     """
     folder = huggingface.open_model_folder(path)
-    adapters = open_adapters(adapter, folder)
+    adapters, folder = open_adapters(adapter, folder)
     specs = stored_specs(folder)
     return folder.config, StoredLayers(collect_leaves(adapters.add_to_specs(specs)), None, folder, adapters)
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxopt_llm.core.extras import describe_install
 from jaxopt_llm.kernels.attention_mask import KeyRanges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 from jaxopt_llm.kernels.batching import fold_batches
@@ -73,13 +74,13 @@ def installation_problems() -> list[str]:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        found.append(f"{names} not installed: run pip install 'jaxopt_llm[triton]' (on Linux); xla needs none")
+        found.append(f"{names} not installed: run {describe_install('triton')} (on Linux); xla needs none")
         return found
     for package, required in VERSIONS.items():
         version = importlib.metadata.version(package)
         if tuple(map(int, version.split(".")[:2])) < required:
             needed = ".".join(map(str, required))
-            found.append(f"{package} {version}: triton requires {needed}; run pip install 'jaxopt_llm[triton]'")
+            found.append(f"{package} {version}: triton requires {needed}; run {describe_install('triton')}")
     return found
 
 

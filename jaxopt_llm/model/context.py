@@ -19,6 +19,8 @@ class Context:
     noise: uint32 [B, S], see Batch; None without dropout.
     loss_mask: bool [B, S], the tokens that the loss counts; None with a cache.
     token_mask: bool [B, S], False for padding; None with a cache and in a model without experts.
+    lengths: int32 [B, S] or [B, 1], tokens of each token's document so far known; None where no document can be long
+        enough to change the frequencies of RoPE.
     """
 
     positions: jax.Array
@@ -29,3 +31,4 @@ class Context:
     noise: Leaf = None
     loss_mask: Leaf = None
     token_mask: Leaf = None
+    lengths: Leaf = None

@@ -13,19 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.config import Kind, ModelConfig
+from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.kernels.attention_types import attention_scope
 from jaxopt_llm.kernels.cross_entropy import Classifier
-from jaxopt_llm.model import decoder_specs, latent_attention, layers
+from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import Function, Rotary
+from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import Params, Segment
 from jaxopt_llm.model.moe import experts
+from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.model.self_attention import AttentionOptions, Cache, self_attention
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import all_gather_sequence, count_key_parts, reduce_scatter_sequence, to_device_order
@@ -59,6 +60,10 @@ class Decoder:
     def layout(self) -> tuple[Segment, ...]:
         return decoder_specs.list_segments(self.config)
 
+    @property
+    def rope(self) -> RopeConfig:
+        return self.config.rope
+
     def with_specs(self, specs: Params) -> "Decoder":
         return dataclasses.replace(self, specs=specs)
 
@@ -69,7 +74,16 @@ class Decoder:
         positions, loss_mask = (to_device_order(x, placement) for x in (batch.positions, batch.loss_mask))
         token_mask = to_device_order(batch.segment_ids, placement) != 0 if self.config.moe.experts else None
         key_ranges = jax.tree.map(lambda x: to_device_order(x, placement), key_ranges)
-        return Context(positions, key_ranges, placement, noise=noise, loss_mask=loss_mask, token_mask=token_mask)
+        lengths = None
+        if self.rope.by_length and batch.tokens.shape[1] > self.rope.original_length:
+            lengths = to_device_order(_document_lengths(batch), placement)
+        return Context(
+            *(positions, key_ranges, placement),
+            noise=noise,
+            loss_mask=loss_mask,
+            token_mask=token_mask,
+            lengths=lengths,
+        )
 
     def embed(self, non_layer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = to_device_order(tokens, context.placement)
@@ -145,7 +159,7 @@ class Decoder:
         options = AttentionOptions(
             rotary=None if kind == "global_nope" else self._rotary,
             window=window,
-            scale=layers.score_scale(config),
+            scale=rotary.score_scale(config),
             softcap=config.attention_softcap or None,
             implementation=self.attention,
             max_segments=self.max_segments,
@@ -192,6 +206,12 @@ class Decoder:
     def head_table(self, non_layer: Params) -> Weight:
         table: Weight = non_layer["embedding" if self.config.tied_head else "head"]["table"]
         return table
+
+
+def _document_lengths(batch: Batch) -> jax.Array:
+    """Return the length of each token's document, int32 [B, S]: the position after that of its last token."""
+    rows = jnp.arange(batch.segment_ids.shape[1], dtype=jnp.int32)
+    return batch.positions + make_document_ranges(batch.segment_ids, causal=False).last - rows + 1
 
 
 def _add_residual(x: jax.Array, update: jax.Array, context: Context) -> jax.Array:

@@ -85,7 +85,7 @@ def latent_attention(
     by_head = functools.partial(constrain_heads, placement)
 
     def rotate(x: jax.Array) -> jax.Array:
-        return x if options.rotary is None else options.rotary(x, context.positions)
+        return x if options.rotary is None else options.rotary(x, context.positions, context.lengths)
 
     @recomputed
     def project_keys_and_values(latent: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,19 +1,16 @@
-"""Norms, rotary positions, projections and MLPs of a decoder.
+"""Norms, projections and MLPs of a decoder.
 
-Letters: B batch, S sequence, D width, H heads, K head size, F MLP width.
+Letters: B batch, S sequence, D width, F MLP width.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxopt_llm.config import Intermediate, ModelConfig
+from jaxopt_llm.config import Intermediate
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.linear import outliers, projections, weights
@@ -83,82 +80,6 @@ def norm(
         return (wide + params["bias"] if kind == "layer" else wide).astype(x.dtype)
 
     return run(x, {name: weights.materialise(param) for name, param in params.items()})
-
-
-# --- rotary positions
-
-
-@dataclass(frozen=True, eq=False)
-class Rotary:
-    """Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864).
-
-    frequencies: radians per token of each pair of features, float32 [K/2].
-    magnitude: factor of the result.
-    adjacent: input features are paired with their neighbours, as in DeepSeek's checkpoints, instead of the first half
-        with the second, as in Llama's. The result is in Llama's order in both cases: queries and keys are reordered in
-        the same way, so their products do not change.
-    """
-
-    frequencies: np.ndarray
-    magnitude: float = 1.0
-    adjacent: bool = False
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> "Rotary":
-        yarn = config.rope.scaling == "yarn"
-        factors = (yarn_attention_factor(config, x) for x in (config.rope.mscale, config.rope.mscale_all_dim))
-        magnitude = next(factors) / next(factors)
-        return cls(rotary_frequencies(config), magnitude if yarn else 1.0, adjacent=config.mla.kv_rank > 0)
-
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x, [B, S, H, K], by its positions, int [B, S]."""
-        angles = positions[..., None].astype(jnp.float32) * self.frequencies  # [B, S, K/2]
-        cos, sin = (self.magnitude * function(angles)[:, :, None] for function in (jnp.cos, jnp.sin))
-        wide = x.astype(jnp.float32)
-        if self.adjacent:
-            x1, x2 = (jax.lax.slice_in_dim(wide, first, None, stride=2, axis=-1) for first in (0, 1))
-        else:
-            x1, x2 = jnp.split(wide, 2, axis=-1)
-        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
-
-
-def rotary_frequencies(config: ModelConfig) -> np.ndarray:
-    """Return radians per token of each pair of features, float32 [K/2].
-
-    They are scaled as in Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783) or in YaRN (Peng et al. 2023,
-    arXiv:2309.00071, section 3.2).
-    """
-    half = config.rotary_dim // 2
-    frequencies = config.rope.theta ** (-np.arange(half) / half)
-    low, high = config.rope.low_frequency_factor, config.rope.high_frequency_factor
-    if config.rope.scaling == "yarn":
-        # The pairs that make `high` and `low` turns over the original length, rounded as in all implementations.
-        first, last = (
-            half * math.log(config.rope.original_length / (turns * 2 * math.pi)) / math.log(config.rope.theta)
-            for turns in (high, low)
-        )
-        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
-        unscaled = 1 - np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
-    else:
-        turns = config.rope.original_length * frequencies / (2 * math.pi)
-        unscaled = np.clip((turns - low) / (high - low), 0, 1)  # share of the frequency that is not scaled
-    return (frequencies * (unscaled + (1 - unscaled) / config.rope.factor)).astype(np.float32)
-
-
-def yarn_attention_factor(config: ModelConfig, mscale: float) -> float:
-    """Return YaRN's attention factor, which keeps attention as sharp over longer sequences (section 3.4).
-
-    mscale: DeepSeek's weight of it.
-    """
-    return 1 + 0.1 * mscale * math.log(config.rope.factor)
-
-
-def score_scale(config: ModelConfig) -> float:
-    """Return the factor of the attention scores."""
-    scale = config.attention_scale or 1 / math.sqrt(config.head_dim)
-    if config.rope.scaling == "yarn":
-        return scale * yarn_attention_factor(config, config.rope.mscale_all_dim) ** 2
-    return scale
 
 
 # --- projections

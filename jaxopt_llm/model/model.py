@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxopt_llm.config import Kind
+from jaxopt_llm.config import Kind, RopeConfig
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
@@ -40,10 +40,14 @@ class Model(Protocol):
 
     specs: {"non_layer": embedding, head and final norm, "segment_0": stacked parameters by block, ...}, all ParamSpecs.
     layout: the segments, in order.
+    rope: settings of the rotary positions of the keys in a cache.
     """
 
     @property
     def specs(self) -> Params: ...
+
+    @property
+    def rope(self) -> RopeConfig: ...
 
     @property
     def layout(self) -> tuple[Segment, ...]: ...

@@ -22,9 +22,10 @@ from jaxopt_llm.kernels.padded import Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
-from jaxopt_llm.model.layers import Function, Rotary, project, project_all, recomputed, with_biases
+from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
+from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.parallel.per_device import PerDevice
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import all_gather_sequence, count_head_shards, reduce_scatter_sequence
@@ -102,7 +103,7 @@ def self_attention(
     q, k, v = tag(q, "query"), tag(k, "key"), tag(v, "value")
     q, k = query_norm(q), key_norm(k)
     if options.rotary is not None:
-        q, k = options.rotary(q, context.positions), options.rotary(k, context.positions)
+        q, k = (options.rotary(x, context.positions, context.lengths) for x in (q, k))
     if cache is not None:
         cache = Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
         k, v = read_cache(cache.key, context), read_cache(cache.value, context)

@@ -42,10 +42,13 @@ class EventLog:
         """Append the end of a save. failure: why it failed, or ""."""
         self.write(step, "checkpoint_failed" if failure else "checkpoint", failure)
 
-    def write_end(self, step: int, error: BaseException | None) -> None:
-        """Append the end of the process: the end of the run, a requested stop, or a fault."""
+    def write_end(self, step: int, error: BaseException | None, reason: str = "") -> None:
+        """Append the end of the process: the end of the run, a requested stop, or a fault.
+
+        reason: why the run ends before its last step.
+        """
         if error is None:
-            self.write(step, "end")
+            self.write(step, "end", reason)
         elif isinstance(error, Preempted):
             self.write(step, "stop", one_line(error))
         else:

@@ -62,9 +62,17 @@ class Meter:
         """Add time in which the run waited for a batch."""
         self._waited += seconds
 
+    def read_speed(self, step: int) -> dict[str, float]:
+        """Return the speed up to a step that has just ended, for a record."""
+        return {f"{self._unit}_per_second": self._units / self._measure_step(step)}
+
+    def _measure_step(self, step: int) -> float:
+        """Return the seconds of each step since the clock was restarted."""
+        return (time.perf_counter() - self._clock) / (step - self._first)
+
     def make_record(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a step that has just ended, and restart the clock."""
-        seconds = (time.perf_counter() - self._clock) / (step - self._first)
+        seconds = self._measure_step(step)
         per_second = self._units / seconds
         record = {
             "step": step,

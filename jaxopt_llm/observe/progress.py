@@ -1,16 +1,22 @@
 """Progress of a run or of a search for people: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
-from collections.abc import Sequence
+import datetime
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 
 class ProgressLine:
-    """Line with the number of steps done, the last logged numbers and the remaining time. A context manager."""
+    """Progress of a run: on a terminal a line that is rewritten after every step, elsewhere a line for each record.
+
+    A context manager. The line has the step, the loss, the speed and the remaining time, and the lines of records have
+    the other numbers, too. The first step has a line, so that the first numbers need not wait for the first record.
+    """
 
     def __init__(self, steps: int, visible: bool = True, shown: Sequence[str] = ()) -> None:
         """Prepare the line.
@@ -19,51 +25,89 @@ class ProgressLine:
             visible: whether this process prints anything.
             shown: metrics to show besides those that every run has.
         """
-        self._shown = shown
+        self._steps, self._visible, self._shown = steps, visible, shown
         self._console = Console(highlight=False, soft_wrap=True, quiet=not visible)
-        texts = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-        hidden = not self._console.is_terminal
-        self._progress = Progress(*texts, TimeRemainingColumn(), console=self._console, disable=hidden)
+        text = TextColumn("{task.description}", markup=False)
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), text
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("compiling", total=steps)
+        self._first, self._clock, self._has_shown = 0, 0.0, False
+        self._has_ended = False
 
     def __enter__(self) -> "ProgressLine":
         self._progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self.end()
+
+    def end(self) -> None:
+        """Rewrite the line no more. Lines from now on are below it."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._progress.stop()
 
     def say(self, line: str) -> None:
         """Print a line. A full disk or a closed pipe does not end the run: metrics.jsonl contains the same numbers."""
         with contextlib.suppress(OSError):
             self._console.print(line, markup=False)
 
+    def name_step(self, step: int) -> str:
+        """Return the beginning of a line about a step."""
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
+
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
 
-    def start_training(self) -> None:
-        """Say "training" instead of "compiling", until the first record."""
+    def start_training(self, step: int) -> None:
+        """Measure the remaining time from step `step` on, and say "training" until the first numbers."""
+        self._first, self._clock, self._has_shown = step, time.perf_counter(), False
         self._progress.update(self._task, description="training")
+
+    @property
+    def shows_steps(self) -> bool:
+        """True if the next step is shown although it has no record."""
+        return self._visible and (self._console.is_terminal or not self._has_shown)
+
+    def show_step(self, numbers: dict[str, Any]) -> None:
+        """Show a step that has no record. numbers: those of a record."""
+        self._show(numbers, prints=not self._console.is_terminal)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
-        numbers = f"loss {_decimals(record['loss'], 4)}"
+        self._show(record, prints=not self._console.is_terminal or "eval_loss" in record)
+
+    def _show(self, record: dict[str, Any], prints: bool) -> None:
+        self._has_shown = True
+        step, loss = record["step"], f"loss {_decimals(record['loss'], 4)}"
+        unit = next(name for name in ("tokens", "rows") if f"{name}_per_second" in record)
+        speed = f"{record[f'{unit}_per_second']:,.0f} {unit}/s{self._describe_rest(step)}"
+        self._progress.update(self._task, description=f"{loss}  {speed}")
+        if prints:
+            self.say("  ".join((self.name_step(step), loss, *self._list_numbers(record), speed)))
+
+    def _list_numbers(self, record: dict[str, Any]) -> Iterator[str]:
+        """Yield the numbers of a record that are not in the line of a terminal."""
         if "eval_loss" in record:
-            numbers += f"  held-out {record['eval_loss']:.4f}"
             sets = [
                 f"{name.removeprefix('eval_loss/')} {value:.4f}"
                 for name, value in record.items()
                 if name.startswith("eval_loss/")
             ]
-            numbers += f" ({', '.join(sets)})" if len(sets) > 1 else ""
+            yield f"held-out {record['eval_loss']:.4f}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
         for name in self._shown:
             held_out = f" (held-out {record[f'eval_{name}']:.4f})" if f"eval_{name}" in record else ""
-            numbers += f"  {name} {_decimals(record[name], 4)}{held_out}"
-        unit = next(name for name in ("tokens", "rows") if f"{name}_per_second" in record)
-        numbers += f"  grad norm {_decimals(record['grad_norm'], 3)}  {record[f'{unit}_per_second']:,.0f} {unit}/s"
-        self._progress.update(self._task, description=numbers)
-        if not self._console.is_terminal or "eval_loss" in record:
-            self.say(f"step {record['step']:>6}  {numbers}")
+            yield f"{name} {_decimals(record[name], 4)}{held_out}"
+        if "learning_rate" in record:  # not with an optimizer of the user
+            yield f"lr {record['learning_rate']:.1e}"
+        yield f"grad norm {_decimals(record['grad_norm'], 3)}"
+
+    def _describe_rest(self, step: int) -> str:
+        """Return the time that the remaining steps take, evaluations and saves included, if there are any."""
+        if step >= self._steps or step <= self._first:
+            return ""
+        seconds = (time.perf_counter() - self._clock) / (step - self._first) * (self._steps - step)
+        return f"  {datetime.timedelta(seconds=round(seconds))} left"
 
 
 class CompileLine:

@@ -1,7 +1,6 @@
 """The device mesh: six named axes, of which those of size 1 are off."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import jax
 import numpy as np
@@ -42,20 +41,30 @@ def disable_compilation_cache() -> None:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return the mesh over exactly these devices, by default all devices of the job.
+    """Return the mesh over exactly these devices, by default over as many devices of each process as it needs.
 
-    Raises InputError if their number is not the mesh's. JAX itself would use some of them and leave the rest idle.
+    Raises InputError if their number is not the mesh's.
     """
-    devices = visible_devices() if devices is None else devices
+    devices = _take_devices(visible_devices(), config.devices) if devices is None else devices
     if len(devices) != config.devices:
         sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1) or "all 1"
         raise InputError(
             f"mesh: {sizes} needs {config.devices} device(s) but {len(devices)} {devices[0].platform} device(s) are "
-            f"visible; change --mesh.* so that the product is {len(devices)}, or limit the visible devices"
+            f"visible; change --mesh.* so that the product is at most {len(devices)}"
         )
-    return Mesh(np.array(devices).reshape(astuple(config)), AXES, axis_types=AXIS_TYPES)
+    return Mesh(np.array(devices).reshape(tuple(config.sizes.values())), AXES, axis_types=AXIS_TYPES)
+
+
+def _take_devices(devices: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
+    """Return the first devices of each process, as many of each, or all if there are not more than `count`."""
+    processes = sorted({device.process_index for device in devices})
+    each, rest = divmod(count, len(processes))
+    if count >= len(devices) or rest:
+        return devices
+    of_process = ([device for device in devices if device.process_index == index] for index in processes)
+    return [device for some in of_process for device in some[:each]]
 
 
 def make_abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """Return the mesh without devices, for shapes, shardings and estimates."""
-    return AbstractMesh(astuple(config), AXES, axis_types=AXIS_TYPES)
+    return AbstractMesh(tuple(config.sizes.values()), AXES, axis_types=AXIS_TYPES)

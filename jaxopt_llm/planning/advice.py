@@ -337,13 +337,13 @@ def _sharding(config: Config) -> Iterator[Option]:
         2: "none, but with accumulation gradients are reduced for every microbatch",
         3: "weights are gathered in forward and backward: 50% more bytes between GPUs",
     }
-    if any(getattr(mesh, axis) > 1 for axis in STORAGE_AXES):
+    if any(mesh.size(axis) > 1 for axis in STORAGE_AXES):
         for higher in range(stage + 1, 4):
             yield {"sharding.zero_stage": higher}, prices[higher]
     if mesh.data > 1 and not config.sharding.optimizer_over_data:
         yield {"sharding.optimizer_over_data": True}, "none, but replicas no longer hold copies of the state"
     if mesh.data > 1:
-        axes = {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}
+        axes = {"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.size("fsdp")}
         for higher in range(max(stage, 1), 4):
             yield axes | ({} if higher == stage else {"sharding.zero_stage": higher}), prices[higher]
 
@@ -375,11 +375,12 @@ def _expert(config: Config) -> Iterator[list[Option]]:
         yield [(axes, price) for times in factors for axes in _enlarge(mesh, "expert", times)]
         price = "more experts on each GPU; with ZeRO-3 they are gathered"
         smaller = [times for times in factors if mesh.expert % times == 0]
-        yield [({"mesh.fsdp": mesh.fsdp * times, "mesh.expert": mesh.expert // times}, price) for times in smaller]
+        fsdp = mesh.size("fsdp")
+        yield [({"mesh.fsdp": fsdp * times, "mesh.expert": mesh.expert // times}, price) for times in smaller]
 
 
 def _enlarge(mesh: MeshConfig, axis: str, times: int) -> Iterator[Settings]:
     """Yield the sizes of axes that enlarge `axis`, at the cost of `data` or of `fsdp`."""
     for other in ("data", "fsdp"):
-        if getattr(mesh, other) % times == 0:
-            yield {f"mesh.{other}": getattr(mesh, other) // times, f"mesh.{axis}": getattr(mesh, axis) * times}
+        if mesh.size(other) % times == 0:
+            yield {f"mesh.{other}": mesh.size(other) // times, f"mesh.{axis}": mesh.size(axis) * times}

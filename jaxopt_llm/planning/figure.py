@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.extras import describe_install
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.breakdown import Part
@@ -126,7 +127,7 @@ def check_figure_file(file: Path) -> None:
         raise InputError(f"--save {file}: the folder {file.parent} does not exist; create it first")
     package = PACKAGES[file.suffix]
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"--save {file}: requires {package}; run: pip install 'jaxopt_llm[report]'")
+        raise InputError(f"--save {file}: requires {package}; run: {describe_install('report')}")
 
 
 def save_figure(charts: Sequence[Chart], heading: str, file: Path) -> None:

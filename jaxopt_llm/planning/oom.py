@@ -137,7 +137,7 @@ def make_explainer(config: Config, program: Program, placement: Placement, check
     def list_advice(lacking: int, resumes: bool) -> Sequence[str]:
         resolved = resolve_attention(config, get_compute_capability(jax.devices()[0]))
         simulated = jax.default_backend() == "cpu"
-        return format_advice(advise(resolved, describe_cluster(), lacking, resumes, simulated))
+        return format_advice(advise(resolved, describe_cluster(config.mesh.devices), lacking, resumes, simulated))
 
     list_shapes = functools.partial(KnownShapes.from_program, program, config, placement)
     return OomExplainer(program.state, list_shapes, list_advice, checkpoints)

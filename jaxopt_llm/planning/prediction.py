@@ -30,8 +30,11 @@ def predict_seconds(config: Config, cluster: Cluster) -> float:
     return compute_step_time(estimate_work(config, state, cluster), cluster.chip, config.precision.compute_dtype).total
 
 
-def describe_cluster() -> Cluster:
-    """Return the GPUs of this run; for devices without figures, GPUs whose rates have similar proportions."""
-    local, chip = jax.local_device_count(), chip_of(jax.devices()[0].device_kind)
+def describe_cluster(devices: int) -> Cluster:
+    """Return the GPUs of this run; for devices without figures, GPUs whose rates have similar proportions.
+
+    devices: number of devices in all processes.
+    """
+    chip, hosts = chip_of(jax.devices()[0].device_kind), jax.process_count()
     name = next((name for name, known in CHIPS.items() if known is chip), STAND_IN)
-    return Cluster(name, jax.device_count() // local, local)
+    return Cluster(name, hosts, devices // hosts)

@@ -8,15 +8,16 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.oom import make_explainer
-from jaxopt_llm.planning.run_candidates import count_usable_bytes, list_run_candidates
+from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.settings_choice import (
-    Verdict,
     choose_settings,
-    find_common_verdict,
     format_choices,
     keep_settings,
+    list_candidates,
     list_choices,
+    list_left_out,
     list_settings,
 )
 from jaxopt_llm.training.compile import Executables, compile_program, lower_programs
@@ -61,18 +62,21 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     copied = count_copied_bytes(setup.config.run.check_replicas, setup.program.state)
     limit = int(channel.exchange(str(count_usable_bytes(device)))[0])  # all processes need the same candidates
     limit = max(limit - copied, 0)
+    where = describe_cluster(config.mesh.devices), limit, device.platform == "gpu"
+    for line in list_left_out(config, *where):
+        say(line)
     choice = choose_settings(
-        list_run_candidates(config, device, limit),
+        list_candidates(config, *where),
         compile_step,
         count_peak=lambda compiled: hlo.read_memory(compiled[2]).peak,
-        agree=lambda verdict: find_common_verdict([*map(Verdict, channel.exchange(verdict.value))]),
+        agree=lambda peak: max(map(int, channel.exchange(str(peak)))),
         say=say,
     )
     if chosen := list_choices(setup.config, choice.config):
         reason = f"; chosen anew because {changes}" if changes else ""
         say(f"chosen: {format_choices(chosen)}{reason}")
     candidate, lowered, step = choice.compiled
-    held_out = compile_program(candidate, lowered.held_out)
+    held_out = lowered.held_out and compile_program(candidate, lowered.held_out)
     outer_step = lowered.outer_step and compile_program(candidate, lowered.outer_step)
     return candidate, lowered, Executables(step, held_out, outer_step)
 

@@ -2,13 +2,12 @@
 
 These are `remat.policy`, `training.unroll`, `training.loss_chunk` and `xla.own_remat`. Candidates are compiled in the
 order of their speed, and the first that fits is taken. Arithmetic leaves out those that cannot fit, so that most runs
-compile one candidate: the program that they run.
+compile one candidate: the program that they run. The choice depends on the program and the GPU only, and never on the
+time that compiling takes.
 """
 
-import enum
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from jaxopt_llm.config import Config, Intermediate, RematConfig, fields
@@ -16,19 +15,19 @@ from jaxopt_llm.config.memory import Policy
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.training import MIN_LOSS_CHUNK
 from jaxopt_llm.core.errors import OutOfMemory
+from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
 from jaxopt_llm.planning.search.microbatch import count_tokens
-from jaxopt_llm.planning.search.ranking import FREE
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.units import GIB
 
 T = TypeVar("T")
 
 CHOSEN = ("remat.policy", "training.unroll", "training.loss_chunk", "xla.own_remat")
-SLACK = 0.03  # error of the arithmetic: a candidate is compiled if it would fit with this much less
-SEARCH_SECONDS = 60.0  # after this time, only the last two candidates are compiled, which differ in xla.own_remat
+NO_MEMORY = 2**63 - 1  # peak of a candidate for whose compilation there is no memory
+MAX_REFUSED = 4  # compiled candidates that do not fit; then only those that save most memory are left
 # Shortest run, by arithmetic, whose layers are unrolled: compiling them takes half a minute more, and a step 4 to 7%
 # less.
 UNROLLED_RUN_SECONDS = 600.0
@@ -46,28 +45,30 @@ POLICIES: tuple[Policy | tuple[Intermediate, ...], ...] = (
 LOSS_CHUNKS = (8192, 4096, 2048)
 
 
-class Verdict(enum.Enum):
-    """Verdict on a compiled candidate. TOO_LATE: it is too large, and there is no time to compile many others."""
-
-    FITS = "fits"
-    TOO_LARGE = "too large"
-    TOO_LATE = "too late"
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """Configuration without `auto`, and the bytes of a device that its step may need."""
+    """Configuration without `auto`.
+
+    Attributes:
+        limit: bytes of a device that its step may need.
+        predicted: bytes that it needs by arithmetic.
+    """
 
     config: Config
     limit: int
+    predicted: float
+
+    def __str__(self) -> str:
+        return format_choices(list_settings(self.config))
 
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """The configuration of the chosen candidate, and what compiling it returned."""
+    """The configuration of the chosen candidate, what compiling it returned, and why faster ones were not chosen."""
 
     config: Config
     compiled: T
+    refused: tuple[str, ...]
 
 
 def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> list[Candidate]:
@@ -78,60 +79,92 @@ def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool =
         limit: bytes of a device that XLA may use.
         on_gpu: False for CPUs, where only arithmetic decides: there is one candidate.
     """
-    roomy = int((1 - FREE) * limit)
-    found = [_choose_chunk(each, cluster, on_gpu) for each in _list_variants(config, cluster, on_gpu)]
-    fitting = [each for each in found[:-1] if _predict_peak(each, cluster) <= (1 + SLACK) * roomy]
-    candidates = [*(Candidate(each, roomy) for each in fitting), Candidate(found[-1], limit)]
+    *faster, last = _predict_all(config, cluster, limit, on_gpu)
+    candidates = [*filter(_may_fit, faster), replace(last, limit=limit)]
     if not on_gpu:
         return candidates[:1]
     if config.xla.own_remat == AUTO:
-        candidates.append(Candidate(fields.replace_fields(found[-1], {"xla.own_remat": "on"}), limit))
+        on = fields.replace_fields(last.config, {"xla.own_remat": "on"})
+        candidates.append(replace(last, limit=limit, config=on))
     return candidates
+
+
+def list_left_out(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> list[str]:
+    """Return a line for each candidate that `list_candidates` leaves out."""
+    return [
+        f"{each}: not compiled, needs {each.predicted / GIB:.2f} GiB per device by arithmetic, more than "
+        f"{each.limit / GIB:.2f}"
+        for each in _predict_all(config, cluster, limit, on_gpu)[:-1]
+        if not _may_fit(each)
+    ]
+
+
+def _predict_all(config: Config, cluster: Cluster, limit: int, on_gpu: bool) -> list[Candidate]:
+    """Return the possible candidates, fastest first, except for the last resort `xla.own_remat on`."""
+    found = (_choose_chunk(each, cluster, on_gpu) for each in _list_variants(config, cluster, on_gpu))
+    return [Candidate(each, leave_free(limit), _predict_peak(each, cluster)) for each in found]
+
+
+def _may_fit(candidate: Candidate) -> bool:
+    return candidate.predicted <= add_slack(candidate.limit)
 
 
 def choose_settings(
     candidates: Sequence[Candidate],
     compile: Callable[[Config], T],
     count_peak: Callable[[T], int],
-    agree: Callable[[Verdict], Verdict] = lambda verdict: verdict,
+    agree: Callable[[int], int] = lambda peak: peak,
     say: Callable[[str], None] = lambda line: None,
 ) -> Choice[T]:
     """Compile candidates until one fits.
 
+    A candidate that does not fit corrects the arithmetic of the others with the same `training.unroll`, by the ratio of
+    its peak to the predicted one. Those that do not fit by the corrected arithmetic are not compiled. After MAX_REFUSED
+    candidates that do not fit, only those with the last one's policy are.
+
     Args:
         compile: compiles the step of a configuration. OutOfMemory means that it does not fit.
         count_peak: returns the bytes of a device that the result of `compile` needs.
-        agree: returns the verdict of all processes.
-        say: gets a line for each candidate that does not fit.
+        agree: returns the largest peak of all processes.
+        say: gets a line for each candidate that is refused.
 
     Raises:
         OutOfMemory: no memory to compile the last candidate.
     """
-    clock, remaining = time.monotonic(), list(candidates)
-    while len(remaining) > 1:
-        candidate = remaining.pop(0)
+
+    def attempt(config: Config) -> tuple[T | None, int, str]:
+        """Return the result of compiling, the largest peak of all processes, and why this one cannot compile, or ""."""
         try:
-            compiled = compile(candidate.config)
-            peak = count_peak(compiled)
-            problem = f"needs {peak / GIB:.2f} GiB per device, more than {candidate.limit / GIB:.2f}"
-            fits = peak <= candidate.limit
-        except OutOfMemory as error:
-            problem, fits = str(error), False
-        late = time.monotonic() - clock > SEARCH_SECONDS
-        verdict = agree(Verdict.FITS if fits else Verdict.TOO_LATE if late else Verdict.TOO_LARGE)
-        if verdict is Verdict.FITS:
-            return Choice(candidate.config, compiled)
-        say(f"{format_choices(list_settings(candidate.config))}: {problem}")
-        if verdict is Verdict.TOO_LATE:
-            del remaining[:-2]  # the last two differ in xla.own_remat
-    return Choice(remaining[0].config, compile(remaining[0].config))
+            compiled = compile(config)
+        except OutOfMemory as found:
+            return None, agree(NO_MEMORY), str(found)
+        return compiled, agree(count_peak(compiled)), ""
+
+    *faster, last = candidates
+    refused, ratios, too_large = list[str](), dict[str, float](), 0
+    for candidate in faster:
+        unroll, problem = candidate.config.training.unroll, ""
+        corrected = ratios.get(unroll, 0) * candidate.predicted
+        if candidate.config.remat.policy != last.config.remat.policy:
+            if too_large == MAX_REFUSED:
+                problem = f"not compiled, because {MAX_REFUSED} others do not fit"
+            elif corrected > candidate.limit:
+                problem = f"not compiled, {_compare(corrected, candidate)} by corrected arithmetic"
+        if not problem:
+            compiled, peak, problem = attempt(candidate.config)
+            if compiled is not None and peak <= candidate.limit:
+                return Choice(candidate.config, compiled, tuple(refused))
+            too_large += 1
+            if peak < NO_MEMORY:
+                ratios[unroll] = peak / candidate.predicted
+                problem = _compare(peak, candidate)
+        refused.append(f"{candidate}: {problem or 'another process has no memory to compile it'}")
+        say(refused[-1])
+    return Choice(last.config, compile(last.config), tuple(refused))
 
 
-def find_common_verdict(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all processes: a candidate fits if it fits each, and process 0 decides what is late."""
-    if all(verdict is Verdict.FITS for verdict in verdicts):
-        return Verdict.FITS
-    return Verdict.TOO_LATE if verdicts[0] is Verdict.TOO_LATE else Verdict.TOO_LARGE
+def _compare(peak: float, candidate: Candidate) -> str:
+    return f"needs {peak / GIB:.2f} GiB per device, more than {candidate.limit / GIB:.2f}"
 
 
 def keep_settings(config: Config, started: Config) -> Config:

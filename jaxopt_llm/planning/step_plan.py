@@ -12,7 +12,6 @@ from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import USUAL_LINKS, LinkRates, seconds_at_peak
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.linear import leaves
@@ -23,14 +22,14 @@ from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
 from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, plan_checkpoints
+from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, sum_by_kind
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
-from jaxopt_llm.planning.search.ranking import FREE
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
-from jaxopt_llm.planning.settings_choice import Choice, choose_settings, list_candidates, list_choices
+from jaxopt_llm.planning.settings_choice import Choice, choose_settings, list_candidates, list_choices, list_left_out
 from jaxopt_llm.planning.speed import Speed, compute_speed
 from jaxopt_llm.training.initial_weights import stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
@@ -67,6 +66,7 @@ class Plan:
     attention: AttentionChoice
     exchange: str  # exchange of the experts' tokens; "" if there is none
     chosen: dict[str, Any]  # values of the settings that the configuration leaves open
+    refused: tuple[str, ...]  # faster values of these settings, and why each was not chosen
     compile_seconds: float
     memory: Memory
     largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
@@ -131,13 +131,14 @@ class _CompiledStep:
     """Compiled training step.
 
     Attributes:
-        config: the configuration without `auto`. chosen: the values that replace it.
+        config: the configuration without `auto`. chosen: the values that replace it. refused: why faster ones do not.
         text: the program as text.
         collectives: those of the step, and those of the outer step.
     """
 
     config: Config
     chosen: dict[str, Any]
+    refused: tuple[str, ...]
     program: Program
     mesh: jax.sharding.Mesh
     placement: Placement
@@ -151,25 +152,23 @@ def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
     mesh = make_mesh(config.mesh, _describe_gpus(config, cluster.gpu, cluster.hosts, cluster.gpus_per_host))
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     clock = time.perf_counter()
-    choice = _choose_and_compile(config, cluster, _find_limit(cluster), placement)
+    choice = _choose_and_compile(config, cluster, placement)
     compile_seconds = time.perf_counter() - clock
     program, peak = choice.compiled
     text = str(peak.compiled.as_text())
     collectives = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
     chosen = list_choices(config, choice.config)
-    return _CompiledStep(choice.config, chosen, program, mesh, placement, peak, text, collectives, compile_seconds)
-
-
-def _find_limit(cluster: Cluster) -> int:
-    """Return the bytes of a GPU that XLA may use."""
-    return int(cluster.chip.memory_bytes * float(MEMORY_FRACTION))
+    refused = *list_left_out(config, cluster, count_chip_bytes(cluster.chip)), *choice.refused
+    return _CompiledStep(
+        choice.config, chosen, refused, program, mesh, placement, peak, text, collectives, compile_seconds
+    )
 
 
 def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[float]) -> Plan:
     """Return the plan of a compiled step on GPUs with these links. `make_plan` describes the networks."""
     config, program, placement, chip = step.config, step.program, step.placement, cluster.chip
     mesh, text, memory, temporaries = step.mesh, step.text, step.peak.memory, step.peak.temporaries
-    limit = _find_limit(cluster)
+    limit = count_chip_bytes(chip)
     collectives = _sum_traffic(*step.collectives, config, mesh, cluster)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
@@ -190,12 +189,16 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
         chosen=step.chosen,
+        refused=step.refused,
         exchange=exchange.describe_exchange(config.model.moe, placement),
         compile_seconds=step.compile_seconds,
         memory=by_kind,
         largest=find_largest(program.state, known, temporaries),
         advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
-        less_remat=advise_less_remat(resolved, cluster, int((1 - FREE) * limit) - by_kind.peak),
+        # A policy that was chosen is the fastest that fits: arithmetic must not contradict what was compiled.
+        less_remat=None
+        if "remat.policy" in step.chosen
+        else advise_less_remat(resolved, cluster, leave_free(limit) - by_kind.peak),
         host_bytes=memory.host,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
@@ -213,16 +216,14 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
     )
 
 
-def _choose_and_compile(
-    config: Config, cluster: Cluster, limit: int, placement: Placement
-) -> Choice[tuple[Program, Peak]]:
+def _choose_and_compile(config: Config, cluster: Cluster, placement: Placement) -> Choice[tuple[Program, Peak]]:
     """Compile the step with the settings that a run on these GPUs would choose."""
 
     def compile_step(config: Config) -> tuple[Program, Peak]:
         program = make_program(config, placement, stores_frozen_weights(config))
         return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
-    candidates = list_candidates(config, cluster, limit)
+    candidates = list_candidates(config, cluster, count_chip_bytes(cluster.chip))
     return choose_settings(candidates, compile_step, count_peak=lambda compiled: compiled[1].memory.peak)
 
 

@@ -16,9 +16,10 @@ class Executables:
     """Step and held-out loss of a run, lowered or compiled from its `Program`.
 
     Attributes:
-        step: (state, batch) -> (state, metrics).
+        step: (state, batch, hyperparameters) -> (state, metrics).
         outer_step: state -> state (local_steps.py); None without local steps.
-        held_out: (state, batch) -> (sum of the loss, number of tokens where `loss_mask` is True).
+        held_out: (state, batch) -> (sum of the loss, number of tokens where `loss_mask` is True); None if the run
+            evaluates nothing.
     """
 
     step: Any
@@ -35,10 +36,12 @@ class Executables:
 
 
 def lower_programs(setup: Setup) -> Executables:
-    """Lower both programs for the state and the batch of the run."""
-    program = setup.program
-    held_out = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla)
-    step, held_out = (each.lower(program.state, program.batch) for each in (program.step, held_out))
+    """Lower the programs for the state and the batch of the run."""
+    program, held_out = setup.program, None
+    step = program.step.lower(program.state, program.batch)
+    if setup.config.evaluation.every:
+        loss = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla)
+        held_out = loss.lower(program.state, program.batch)
     return Executables(step, held_out, program.outer_step and program.outer_step.lower(program.state))
 
 

@@ -5,6 +5,7 @@ period during the backward and cannot discard the update.
 """
 
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import LOCAL_GROUPS
 from jaxopt_llm.training import update
 from jaxopt_llm.training.guard import judge_step
+from jaxopt_llm.training.hyperparameters import Hyperparameters
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import (
     Advance,
+    BindOptimizers,
     Differentiate,
     Differentiated,
     Outcome,
@@ -36,7 +39,7 @@ def make_decoder_advance(
     model: Model,
     executor: Executor,
     placement: Placement,
-    optimizers: SectionOptimizers,
+    bind: BindOptimizers,
     specs: StateSpecs,
     settings: StepSettings,
 ) -> Advance:
@@ -45,10 +48,10 @@ def make_decoder_advance(
     Batch fields: [M, B, S], M microbatches. Further metrics are those of `_make_metrics`.
     """
     if settings.in_backward:
-        advance = update_in_backward(model, optimizers, specs, placement, settings)
+        advance = update_in_backward(model, bind, specs, placement, settings)
     else:
         differentiate = differentiate_decoder(model, executor, placement)
-        advance = update_after_backward(differentiate, optimizers, specs, placement, settings)
+        advance = update_after_backward(differentiate, bind, specs, placement, settings)
     if settings.dropout_seed is None:
         return advance
     return _with_noise(advance, settings.dropout_seed, placement)
@@ -58,12 +61,13 @@ def _with_noise(advance: Advance, seed: int, placement: Placement) -> Advance:
     """Add random bits of the seed and the step to the batch, and with local steps of the group."""
     batch_sharding = placement.activation(None, "batch", "sequence")
 
-    def advance_with_noise(state: TrainState, batch: Batch) -> Outcome:
+    def advance_with_noise(state: TrainState, batch: Batch, hyperparameters: Hyperparameters | None) -> Outcome:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         if placement.independent:
             key = jax.random.fold_in(key, jax.lax.axis_index(LOCAL_GROUPS))
         noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
-        return advance(state, replace(batch, noise=jax.lax.with_sharding_constraint(noise, batch_sharding)))
+        noisy = replace(batch, noise=jax.lax.with_sharding_constraint(noise, batch_sharding))
+        return advance(state, noisy, hyperparameters)
 
     return advance_with_noise
 
@@ -94,15 +98,16 @@ def differentiate_decoder(model: Model, executor: Executor, placement: Placement
 
 
 def update_in_backward(
-    model: Model, optimizers: SectionOptimizers, specs: StateSpecs, placement: Placement, settings: StepSettings
+    model: Model, bind: BindOptimizers, specs: StateSpecs, placement: Placement, settings: StepSettings
 ) -> Advance:
     """Return the function that updates each period during the backward."""
 
     def read_params(section_state: Updatable) -> Params:
         return section_state.masters if section_state.compute is None else section_state.compute
 
-    def advance(state: TrainState, batch: Batch) -> Outcome:
+    def advance(state: TrainState, batch: Batch, hyperparameters: Hyperparameters | None) -> Outcome:
         scalars = Scalars(weight=settings.new_weight(state.guard))
+        optimizers = cast(SectionOptimizers, bind(hyperparameters))
 
         def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
             period_specs = param.period_specs(specs.masters[section])

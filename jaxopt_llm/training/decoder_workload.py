@@ -105,7 +105,7 @@ class DecoderWorkload:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         placed = self._setup.local_rows.make_global(batch)
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
-            new: tuple[TrainState, Metrics] = self._programs.step(state, placed)
+            new: tuple[TrainState, Metrics] = self._programs.step(state, placed, self._setup.program.step.placed)
         return new
 
     def average_groups(self, state: TrainState) -> TrainState:

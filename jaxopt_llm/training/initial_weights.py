@@ -57,6 +57,13 @@ def open_initial_weights(
     adapter = pretrained.open_pretrained_adapter(config) if config.lora.pretrained else None
     if adapter is not None:
         adapter.check_base(base)
+        if adapter.whole.stored:
+            if base is None:
+                raise InputError(
+                    f"lora.pretrained={adapter.path}: it also has whole weights (modules_to_save), which need the "
+                    "Hugging Face folder of the model; name that with --model.pretrained"
+                )
+            weights = adapter.whole.replace_in(base, adapter.model)
     return InitialWeights(weights, adapter, base.sha256 if base else None)
 
 

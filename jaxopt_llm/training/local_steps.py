@@ -35,6 +35,7 @@ from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.gathering import gather_over_data, sum_over_data
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import LOCAL_GROUPS
+from jaxopt_llm.training.hyperparameters import Hyperparameters
 from jaxopt_llm.training.state import GROUP_FIELDS, StateSpecs, TrainState, initialize_state, state_shardings
 from jaxopt_llm.training.step import Metrics, Step
 from jaxopt_llm.training.update import Optimizers
@@ -184,14 +185,16 @@ class LocalStep:
     step_of_group: Step
     placement: Placement
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(
+        self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
+    ) -> tuple[TrainState, Metrics]:
         # Compiled programs are named after this method: jit_step.
         count = self.placement.size("data")
         grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
 
         def step_group(group: dict[str, tree.Tree], batch: Any) -> tuple[dict[str, tree.Tree], Metrics]:
             one = TrainState(state.step, compute=None, frozen=state.frozen, variables={}, **group)
-            new, metrics = self.step_of_group(one, batch)
+            new, metrics = self.step_of_group(one, batch, hyperparameters)
             return {name: getattr(new, name) for name in GROUP_FIELDS}, metrics
 
         mapped = jax.vmap(step_group, in_axes=(0, 1), axis_name=LOCAL_GROUPS, spmd_axis_name="data")

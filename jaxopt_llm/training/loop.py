@@ -23,6 +23,7 @@ from jaxopt_llm.observe.profile import Profiler
 from jaxopt_llm.training.divergence import REMEDY, FinishedStep, check_end, check_skips, made_update
 from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.local_steps import ends_round
+from jaxopt_llm.training.patience import Patience
 from jaxopt_llm.training.records import Records
 from jaxopt_llm.training.replicas import ReplicaCheck
 from jaxopt_llm.training.setup import set_aside_log
@@ -65,7 +66,7 @@ class Loop:
         self._window = LossWindow()
         self._postponed = False  # a checkpoint was due after a skipped step
         self._replicas = ReplicaCheck(self._config.run.check_replicas, self._note_corruption)
-        self._left_out = SkippedBatches()
+        self._left_out, self._patience, self._end = SkippedBatches(), Patience(), ""
         self._spike: int | None = None  # the step of a spike, to which the run has not answered
         self._started = False
 
@@ -74,7 +75,7 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if self._started or not isinstance(error, Preempted):
-            self._events.write_end(self.current, error)
+            self._events.write_end(self.current, error, self._end)
         if self._batches is not None:
             self._batches.close()
         self._scope.close()
@@ -92,6 +93,7 @@ class Loop:
         else:
             self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
             record = self._checkpoints.read_record(start) if start else {}
+        self._patience = Patience.from_record(record)
         if start:
             self._window = LossWindow(**record.get("window", {}))
             self._left_out = SkippedBatches.from_record(record)
@@ -141,7 +143,6 @@ class Loop:
         profile = config.profile if processes.first else ProfileConfig()
         self._profiler = self._scope.enter_context(Profiler(profile, directory))
         self._begin_after(start)
-        self._progress.start_training()
 
     def _open_records(self, start: int) -> None:
         """Open the records of the run, without those after step `start`."""
@@ -160,6 +161,7 @@ class Loop:
         """Go on after `step`, and measure the speed from there."""
         self._read_after(step)
         self._meter.restart(step)
+        self._progress.start_training(step)
 
     def _read_after(self, step: int) -> None:
         """Read the batches of the steps after `step`."""
@@ -248,6 +250,13 @@ class Loop:
         assert self._finished is not None
         self._record_step(self._finished, self._state if evaluates else None)
 
+    def ends_early(self, step: int) -> bool:
+        """Return whether `evaluation.patience` ends the run after a step that was evaluated. If so, say it."""
+        self._end = self._patience.describe_end(self._config.evaluation.patience)
+        if self._end:
+            self._progress.say(f"{self._progress.name_step(step)}  the run ends: {self._end}")
+        return bool(self._end)
+
     def save(self, due: bool, exits: bool, last: bool) -> None:
         """Write the checkpoint of the step that ran last.
 
@@ -317,7 +326,7 @@ class Loop:
             )
         first, end = left_out.ranges[-1]
         detail = f"a spike: back to step {start}, without batches {first} to {end - 1}"
-        self._progress.say(f"step {spike:>6}  {detail}")
+        self._progress.say(f"{self._progress.name_step(spike)}  {detail}")
         self._events.write(spike, "rollback", detail)
         if self._memory is not None:
             self._memory.discard_after(start)
@@ -367,7 +376,7 @@ class Loop:
         with self._main.wait():
             jax.block_until_ready(metrics)
         if skipped := check_skips(step, metrics, config):
-            self._progress.say(f"step {step:>6}  skipped: {skipped}")
+            self._progress.say(f"{self._progress.name_step(step)}  skipped: {skipped}")
             self._events.write(step, "skipped", skipped)
             if self._spike is None and config.training.on_spike == "rollback" and is_spike(metrics):
                 self._spike = step
@@ -376,7 +385,10 @@ class Loop:
         self._window = LossWindow() if due else window
         units = {self._workload.unit: step * self._workload.units_per_step}
         finished.summary = units | {"window": dataclasses.asdict(self._window)} | self._left_out.to_record()
+        finished.summary |= self._patience.to_record()
         if not due:
+            if self._progress.shows_steps:
+                self._progress.show_step({"step": step} | finished.read_scalars() | self._meter.read_speed(step))
             return
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
         entry = self._meter.make_record(step, finished.read_scalars() | counts) | self._watchdog.take_seconds()
@@ -387,6 +399,9 @@ class Loop:
             finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
             if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
+            if losses:
+                self._patience = self._patience.add(step, loss)
+                finished.summary |= self._patience.to_record()
             self._write_samples(step, measured)
             self._main.enter("step")
             self._meter.restart(step)

@@ -8,7 +8,7 @@ which has no gradient of the loss, steps by the sign of its gradient with every 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.moe.experts import ROUTER_SUFFIX
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import groups, moments
+from jaxopt_llm.training.hyperparameters import OptimizerNumbers, read_optimizer_numbers
 
 # Adafactor keeps row and column means of a matrix if its smaller side has at least this size, as in optax and T5X.
 MIN_FACTORED_SIZE = 128
@@ -52,34 +53,41 @@ def is_elementwise(config: OptimizerConfig) -> bool:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, section: str, specs: tree.Tree
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    section: str,
+    specs: tree.Tree,
+    numbers: OptimizerNumbers | None = None,
 ) -> optax.GradientTransformation:
     """Make the optimizer of one period of a segment, or of "non_layer".
 
     Args:
         specs: specs of that period, not stacked.
+        numbers: arguments of a compiled program that replace the numbers in `config`.
     """
+    numbers = numbers or read_optimizer_numbers(config)
 
-    def decay(path: str, spec: ParamSpec) -> float:
+    def decay_factor(path: str, spec: ParamSpec) -> float:
         assert not spec.leading
         if config.decay_groups:
-            return config.weight_decay * groups.find_group_value(config.decay_groups, f"{section}/{path}")
+            return groups.find_group_value(config.decay_groups, f"{section}/{path}")
         # The rank does not tell matrices: a bias per head has two dimensions.
-        return config.weight_decay if spec.contracting or path.endswith(ROUTER_SUFFIX) else 0.0
+        return 1.0 if spec.contracting or path.endswith(ROUTER_SUFFIX) else 0.0
 
     def rate_factor(path: str, spec: ParamSpec) -> float:
         return groups.find_group_value(config.rate_groups, f"{section}/{path}")
 
     learned = param.select_learned(specs, specs)
-    decays, factors = tree.map_with_path(decay, learned), tree.map_with_path(rate_factor, learned)
+    decays, factors = tree.map_with_path(decay_factor, learned), tree.map_with_path(rate_factor, learned)
 
     def add_decay(direction: tree.Tree, params: tree.Tree) -> tree.Tree:
         def leaf(decay: float, factor: float, x: jax.Array, param: jax.Array) -> jax.Array:
-            return factor * (x + decay * param if decay else x)
+            return factor * (x + decay * numbers.weight_decay * param if decay else x)
 
         return jax.tree.map(leaf, decays, factors, direction, params)
 
-    direction = moments.compress_moments(_make_direction(config, section, learned), config.state_dtype, learned)
+    made = _make_direction(config.name, numbers, section, learned)
+    direction = moments.compress_moments(made, config.state_dtype, learned)
     steps = optax.chain(direction, optax.stateless(add_decay), optax.scale_by_learning_rate(schedule))
     return _with_sign_updates(steps, specs)
 
@@ -102,20 +110,24 @@ def _with_sign_updates(optimizer: optax.GradientTransformation, specs: tree.Tree
     return optax.GradientTransformation(lambda params: optimizer.init(learned(params)), update)
 
 
-def _make_direction(config: OptimizerConfig, section: str, specs: tree.Tree) -> optax.GradientTransformation:
+def _make_direction(
+    name: str, numbers: OptimizerNumbers, section: str, specs: tree.Tree
+) -> optax.GradientTransformation:
+    # optax calls a decay an array, and a `Decay` is none. It has the arithmetic that these transformations need.
+    beta1, beta2, momentum = cast(tuple[Any, Any, Any], (numbers.beta1, numbers.beta2, numbers.momentum))
     # Adam as in Loshchilov & Hutter 2019 (arXiv:1711.05101).
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-    if config.name == "sgd":
-        return optax.trace(config.momentum)
-    if config.name == "lion":
-        return optax.scale_by_lion(config.beta1, config.beta2)  # Chen et al. 2023 (arXiv:2302.06675)
-    if config.name == "adafactor":
+    adam = optax.scale_by_adam(beta1, beta2, numbers.epsilon)
+    if name == "sgd":
+        return optax.trace(momentum)
+    if name == "lion":
+        return optax.scale_by_lion(beta1, beta2)  # Chen et al. 2023 (arXiv:2302.06675)
+    if name == "adafactor":
         return _adafactor(specs)
-    if config.name == "muon":
+    if name == "muon":
         in_blocks = section != "non_layer"
         labels = jax.tree.map(lambda spec: "muon" if in_blocks and _matrix_dims(spec) else "adamw", specs)
-        return optax.partition({"muon": _muon(config.momentum, specs, labels), "adamw": adam}, labels)
-    assert config.name == "adamw", f"optimizer.name={config.name} has no direction"
+        return optax.partition({"muon": _muon(momentum, specs, labels), "adamw": adam}, labels)
+    assert name == "adamw", f"optimizer.name={name} has no direction"
     return adam
 
 
@@ -137,7 +149,7 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, int]:
     return rows, columns
 
 
-def _muon(momentum: float, specs: tree.Tree, labels: tree.Tree) -> optax.GradientTransformation:
+def _muon(momentum: Any, specs: tree.Tree, labels: tree.Tree) -> optax.GradientTransformation:
     """Return Muon: orthogonalised Nesterov momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     It has optax's bias correction. The step is scaled to the size of Adam's, by 0.2 √(the larger side) (Liu et al.

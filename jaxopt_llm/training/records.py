@@ -14,6 +14,7 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.progress import ProgressLine
+from jaxopt_llm.training.patience import Patience
 from jaxopt_llm.training.state import TrainState
 
 
@@ -24,6 +25,7 @@ class Records:
     Attributes:
         start: step from which the run continues: that of the newest intact checkpoint, or a later one of which the
             memory of the hosts holds the state; 0 if there is none.
+        end: why the run has ended there, with what trains it longer; "" if it goes on.
         memory: the state in the memory of the hosts; None without `checkpoint.replicate_every`.
     """
 
@@ -32,6 +34,7 @@ class Records:
     checkpoints: Checkpoints
     watchdog: Watchdog
     start: int
+    end: str
     memory: HostMemory | None
 
 
@@ -84,4 +87,21 @@ def open_records(
             memory = HostMemory(of_user / identity.run, state, processes)
             start = memory.find(start) or start
         progress.advance(start)
-        yield Records(progress, events, checkpoints, watchdog, start, memory)
+        end = ""
+        if start:
+            held = memory is not None and memory.step == start
+            record = memory.record if memory is not None and held else checkpoints.read_record(start)
+            end = describe_end(config, start, Patience.from_record(record))
+        yield Records(progress, events, checkpoints, watchdog, start, end, memory)
+
+
+def describe_end(config: Config, step: int, patience: Patience) -> str:
+    """Return why a run has ended at a step, and what trains it longer; "" if it goes on."""
+    if step >= config.training.steps:
+        return f"{config.run.directory} is finished at step {step}; train longer with a larger training.steps"
+    if reason := patience.describe_end(config.evaluation.patience):
+        return (
+            f"{config.run.directory} has ended at step {step}: {reason}; train longer with a larger "
+            "evaluation.patience, or with 0"
+        )
+    return ""

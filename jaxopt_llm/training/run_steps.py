@@ -24,42 +24,51 @@ def train_workload(workload: Workload, records: Records, preemption: Preemption,
         with workload.explain_oom(lambda: f"bringing the state of step {start} onto the devices"):
             loop.restore(start)
         try:
-            if start < config.training.steps:
+            goes_on = not records.end
+            if goes_on:
                 loop.hold(start)
                 start = loop.join_groups(start)
-            if start < config.training.steps:
+            if goes_on and start < config.training.steps:
                 loop.start(start)
                 # Metrics are read one step late, and JAX reports a failed allocation only then.
                 with workload.explain_oom(lambda: f"in step {loop.current} or the one before"):
                     run_steps(loop, start, config.training.steps, config.evaluation.every)
+                records.progress.end()
+                path = records.checkpoints.directory / str(loop.current)
+                records.progress.say(f"the checkpoint of step {loop.current} is {path}")
         finally:
             workload.keep(loop.release_state(), records.checkpoints.identity)
 
 
 def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
-    """Run the steps after `start`, up to `steps`.
+    """Run the steps after `start`, up to `steps` or to the end that `evaluation.patience` sets.
+
+    evaluate_every: steps between two evaluations; 0 for none.
 
     Raises:
         Preempted: a process was told to stop; the state of the step is saved.
     """
     step = start
-    while step < steps:
+    while True:
         before, step = step, step + 1
         loop.step(step)
         if (ahead := loop.meet_groups(step)) is not None:
             step = ahead  # what is due after a step that was jumped over is due now
         last = step == steps
         stop, checkpoint_due = loop.poll(before, step)
-        evaluates = last or step // evaluate_every > before // evaluate_every
+        evaluates = evaluate_every > 0 and (last or step // evaluate_every > before // evaluate_every)
         exits = last or stop
         if evaluates or checkpoint_due or exits:
             loop.record(evaluates)
         if (back := loop.roll_back()) is not None:
             step = back
             continue
+        if evaluates and not last and loop.ends_early(step):
+            last = exits = True
         if evaluates or checkpoint_due or exits:
             loop.save(checkpoint_due, exits, last)
-        if stop and not last:
+        if last:
+            return
+        if stop:
             raise Preempted(step)
-        if not last:
-            loop.replicate(step)
+        loop.replicate(step)

@@ -2,17 +2,46 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import struct
 
 from jaxopt_llm.config import ScheduleConfig
 
 
-def make_schedule(peak: float, config: ScheduleConfig, steps: int) -> optax.Schedule:
+@struct.dataclass
+class Shape:
+    """Numbers of a schedule, float32 scalars, which may be traced.
+
+    Attributes:
+        peak: the learning rate after the warm-up.
+        warmup: steps of the warm-up, at least 1.
+        end: the step with the final rate.
+        fall: steps of the fall that ends there.
+        final_share: the final rate as a share of the peak.
+        fallen_share: 1 - final_share, rounded once.
+    """
+
+    peak: jax.Array | np.float32
+    warmup: jax.Array | np.float32
+    end: jax.Array | np.float32
+    fall: jax.Array | np.float32
+    final_share: jax.Array | np.float32
+    fallen_share: jax.Array | np.float32
+
+
+def find_shape(peak: float, config: ScheduleConfig, steps: int) -> Shape:
+    """Return the numbers of the schedule of a run of so many steps, at which it ends if `decay_steps` is 0."""
+    warmup, end = config.count_warmup(steps), config.choose_end(steps)
+    fall = config.cooldown_steps if config.kind == "wsd" else end - warmup
+    share = config.final_share
+    return Shape(*map(np.float32, (peak, max(warmup, 1), end, fall, share, 1 - share)))
+
+
+def make_schedule(kind: str, shape: Shape) -> optax.Schedule:
     """Return the learning rate as a function of the number of finished steps.
 
-    steps: number of steps of the run, at which the schedule ends if `decay_steps` is 0.
-
-    After a linear warm-up, `schedule.kind` is one of:
+    After a linear warm-up, `kind`, the setting `schedule.kind`, is one of:
 
     - `cosine`: half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983), then constant.
     - `linear`: a straight line, then constant.
@@ -20,23 +49,21 @@ def make_schedule(peak: float, config: ScheduleConfig, steps: int) -> optax.Sche
     - `wsd`: warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395).
     - `inverse_sqrt`: the inverse square root of the step (Vaswani et al. 2017, arXiv:1706.03762).
 
-    The first step already has a rate above 0. The step with number `decay_steps`, counted from 1, has the final rate.
+    The first step already has a rate above 0. The step with number `shape.end`, counted from 1, has the final rate.
     """
-    warmup, end = max(config.warmup_steps, 1), config.choose_end(steps)
 
     def rate(count: jax.Array) -> jax.Array:
         step = jnp.asarray(count + 1, jnp.float32)
-        if config.kind == "constant":
+        if kind == "constant":
             share = jnp.ones(())
-        elif config.kind == "inverse_sqrt":
-            share = jnp.maximum(jnp.sqrt(warmup / step), config.final_share)
+        elif kind == "inverse_sqrt":
+            share = jnp.maximum(jnp.sqrt(shape.warmup / step), shape.final_share)
         else:
-            # 1 until `length` steps before the end, then a line down to 0.
-            length = config.cooldown_steps if config.kind == "wsd" else end - config.warmup_steps
-            fall = jnp.clip((end - step) / length, 0.0, 1.0)
-            if config.kind == "cosine":
+            # 1 until `fall` steps before the end, then a line down to 0.
+            fall = jnp.clip((shape.end - step) / shape.fall, 0.0, 1.0)
+            if kind == "cosine":
                 fall = (1 - jnp.cos(jnp.pi * fall)) / 2
-            share = config.final_share + (1 - config.final_share) * fall
-        return peak * jnp.where(step < config.warmup_steps, step / warmup, share)
+            share = shape.final_share + shape.fallen_share * fall
+        return shape.peak * jnp.where(step < shape.warmup, step / shape.warmup, share)
 
     return rate

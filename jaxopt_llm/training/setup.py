@@ -19,7 +19,9 @@ from jaxopt_llm.data.corpus import Corpus, ValidationSet, open_corpus, open_vali
 from jaxopt_llm.data.loader import Loader, read_validation_batches
 from jaxopt_llm.data.packing import PackedRows
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokenizer_files import keep_tokenizer
 from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.data.verification import find_prepared
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
@@ -222,8 +224,9 @@ def open_documents(config: Config, processes: Processes) -> Documents:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
-    sets = open_validation_sets(config.evaluation, config.data, tokenizer, processes.main)
-    corpus = open_corpus(config.data, tokenizer, holds_out=not sets, pulse=processes.main)
+    evaluation = config.evaluation
+    sets = open_validation_sets(evaluation, config.data, tokenizer, processes.main) if evaluation.every else ()
+    corpus = open_corpus(config.data, tokenizer, evaluation.holds_out, processes.main)
     processes.check_same("data.paths", corpus.sha256)
     processes.check_same("evaluation.paths", ",".join(each.sha256 for each in sets))
     return Documents(tokenizer, corpus, sets)
@@ -291,9 +294,9 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
     except (InputError, ValueError, KeyError, TypeError, OSError) as error:
         problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
-    found = fields.forbidden_changes(old, config)
+    found = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
     changed = [change.split()[0] for change in found]
-    can_allow = all(fields.METADATA[name].resume == "if_allowed" for name in changed)
+    can_allow = all(fields.METADATA[name].resume != "never" for name in changed)
     if read_tokenizer_digest(directory) != tokenizer.sha256:
         found.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
         can_allow = False
@@ -323,6 +326,18 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
         )
 
 
+def _changes_of_held_out(old: Config, new: Config) -> list[str]:
+    """List the change of `evaluation.every` if other documents are then trained on than before."""
+    before, after = old.evaluation, new.evaluation
+    same_paths = before.paths == after.paths  # otherwise that change is named
+    if before.holds_out == after.holds_out or not same_paths:
+        return []
+    if "evaluation.every" in fields.normalize_names(new.run.allow_change):
+        return []
+    effect = "holds documents out" if after.holds_out else "also trains on the documents that were held out"
+    return [f"evaluation.every was {before.every} and is {after.every}, which {effect}"]
+
+
 def set_aside_log(log: Path) -> None:
     """Rename the log of a run that left no checkpoint to continue from."""
     if log.exists():
@@ -331,7 +346,10 @@ def set_aside_log(log: Path) -> None:
 
 
 def write_run_files(setup: Setup, base_sha256: str | None) -> None:
-    """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json."""
+    """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
+
+    The tokenizer and its chat template are copied too.
+    """
     corpus = setup.data.corpus
     description = {
         "name": corpus.name,
@@ -341,6 +359,7 @@ def write_run_files(setup: Setup, base_sha256: str | None) -> None:
         "base_sha256": base_sha256,
     }
     device = {"kind": setup.placement.mesh.devices.flat[0].device_kind}
+    keep_tokenizer(setup.config.data, setup.data.tokenizer, setup.directory, find_prepared(corpus.files))
     replace_durably(setup.directory / DEVICE_FILE, json.dumps(device))
     replace_durably(setup.directory / "corpus.json", json.dumps(description))
     replace_durably(setup.directory / "config.json", fields.to_json(setup.config))

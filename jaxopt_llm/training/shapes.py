@@ -9,12 +9,12 @@ from jaxopt_llm.model.decoder_specs import VOCABULARY_MULTIPLE, pad_vocabulary_s
 
 def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sharding: ShardingConfig) -> list[str]:
     """Check the rows of a microbatch, the sequence, the experts, and the sizes that mesh.tensor splits."""
-    batch = {"training.accumulation": training.accumulation} | {f"mesh.{a}": getattr(mesh, a) for a in BATCH_AXES}
-    over = " × ".join(f"{name}={size}" for name, size in batch.items())
+    batch = {"training.accumulation": training.accumulation} | {f"mesh.{axis}": mesh.size(axis) for axis in BATCH_AXES}
+    over = " × ".join(f"{name}={size}" for name, size in batch.items() if size > 1)
     found = _divisibility_problems(
         f"training.batch_size={training.batch_size}", training.batch_size, math.prod(batch.values()), over
     )
-    fewer = _choose_accumulation(training, math.prod(getattr(mesh, axis) for axis in BATCH_AXES))
+    fewer = _choose_accumulation(training, mesh.batch_shards)
     if found and fewer:
         found = [f"{found[0]}; or set --training.accumulation {fewer}"]
 

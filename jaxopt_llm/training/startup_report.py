@@ -52,8 +52,11 @@ def describe_run(setup: Setup) -> Iterator[str]:
     if tokenizer.note:
         yield f"tokenizer: {tokenizer.note}"
     yield f"data: {data.corpus.name}: {data.corpus}"
+    yield from filter(None, [data.corpus.skipped.describe_unread()])
     yield from _describe_mixture(setup)
-    yield from (f"validation set {each.name}: {each}" for each in data.sets)
+    for each in data.sets:
+        unread = each.skipped.describe_unread()
+        yield f"validation set {each.name}: {each}{unread and f'; {unread}'}"
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"
@@ -104,10 +107,11 @@ def list_warnings(setup: Setup) -> Iterator[str]:
         yield "float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling dynamic"
     if config.mesh.pipeline > config.training.accumulation:
         yield f"fewer microbatches than stages: {_describe_idle_share(setup)}"
-    if config.schedule.warmup_steps >= config.training.steps:
+    warmup = config.schedule.count_warmup(config.training.steps)
+    if warmup >= config.training.steps and warmup > 1:
         yield (
-            f"the learning rate rises to the end of the run, in {config.schedule.warmup_steps} warmup steps: set "
-            f"--schedule.warmup-steps below its {config.training.steps} steps"
+            f"the learning rate rises to the end of the run, in {warmup} warmup steps: set --schedule.warmup-steps "
+            f"below its {config.training.steps} steps"
         )
     if left := config.training.steps % config.training.local_steps:
         where = "of the other groups" if config.groups.server else "that are evaluated and exported"
@@ -152,5 +156,6 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
     end = config.schedule.end_step
     if end is not None and end < config.training.steps:
         yield f"the learning rate has its final value from step {end} on: see --schedule.decay-steps"
-    if end is not None and end > config.training.steps > config.schedule.warmup_steps:
+    warmup = config.schedule.count_warmup(config.training.steps)
+    if end is not None and end > config.training.steps > warmup:
         yield f"the run ends before its schedule, which has {end} steps: see --schedule.decay-steps"

@@ -4,6 +4,7 @@ The update is always computed. If the loss or the gradient norm is not finite, o
 discarded (see guard.py, and the `jnp.where` in update.py).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,14 @@ from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import ema, update
 from jaxopt_llm.training.guard import Guard, judge_step
+from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
 from jaxopt_llm.training.update import Optimizers, Scalars, Updatable
 
 Metrics = dict[str, jax.Array]
-Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+# (state, batch, hyperparameters) -> (state, metrics). With an optimizer of the user there are no hyperparameters.
+Step = Callable[[TrainState, Any, Hyperparameters | None], tuple[TrainState, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,13 @@ class Outcome:
 
 
 Differentiate = Callable[[TrainState, Any, jax.Array | float], Differentiated]  # (state, batch, loss scale)
-Advance = Callable[[TrainState, Any], Outcome]  # (state, batch)
+Advance = Callable[[TrainState, Any, Hyperparameters | None], Outcome]  # (state, batch, hyperparameters)
+BindOptimizers = Callable[[Hyperparameters | None], Optimizers]
+BindSchedule = Callable[[Hyperparameters | None], optax.Schedule | None]
 
 
-def make_step_function(advance: Advance, schedule: optax.Schedule | None, placement: Placement) -> Step:
-    """Return the step, (state, batch) -> (state, metrics), not jitted.
+def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:
+    """Return the step, not jitted.
 
     Metrics are float32 scalars, except for the counts and `overflow`:
 
@@ -111,7 +116,7 @@ def make_step_function(advance: Advance, schedule: optax.Schedule | None, placem
     - `loss_scale`: loss scale of the next step, if the precision has one.
     - the metrics of the model.
     """
-    return _Step(advance, schedule, placement).step
+    return _Step(advance, bind_schedule, placement).step
 
 
 def jit_step(
@@ -120,7 +125,7 @@ def jit_step(
     placement: Placement,
     batch_sharding: tree.Tree,
     compiler_options: Options | None = None,
-) -> Step:
+) -> Any:
     """Return the step jitted for a state of these specs. It donates the state that it receives.
 
     Args:
@@ -129,7 +134,7 @@ def jit_step(
     state_sharding = state_shardings(specs, placement)
     return jax.jit(
         step,
-        in_shardings=(state_sharding, batch_sharding),
+        in_shardings=(state_sharding, batch_sharding, placement.replicated),
         out_shardings=(state_sharding, placement.replicated),
         donate_argnums=0,
         compiler_options=compiler_options,
@@ -137,15 +142,43 @@ def jit_step(
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
-    advance: Advance
-    schedule: optax.Schedule | None
+class BoundStep:
+    """Jitted step with its hyperparameters: (state, batch) -> (state, metrics).
+
+    jitted: from `jit_step`. hyperparameters: on the host.
+    """
+
+    jitted: Any
+    hyperparameters: Hyperparameters | None
     placement: Placement
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    @functools.cached_property
+    def placed(self) -> Hyperparameters | None:
+        """The hyperparameters on the devices. A step that `lower` returned takes them as its third argument."""
+        return place_hyperparameters(self.hyperparameters, self.placement.replicated)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        new: tuple[TrainState, Metrics] = self.jitted(state, batch, self.placed)
+        return new
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Return the step lowered for a state and a batch, which may be abstract."""
+        lowered: jax.stages.Lowered = self.jitted.lower(state, batch, self.hyperparameters)
+        return lowered
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    advance: Advance
+    bind_schedule: BindSchedule
+    placement: Placement
+
+    def step(
+        self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
+    ) -> tuple[TrainState, Metrics]:
         # Compiled programs are named after this method: jit_step.
-        precision = self.placement.precision
-        outcome = self.advance(state, batch)
+        precision, schedule = self.placement.precision, self.bind_schedule(hyperparameters)
+        outcome = self.advance(state, batch, hyperparameters)
         new_state = TrainState(
             state.step + 1,
             **outcome.updated._asdict(),
@@ -162,8 +195,8 @@ class _Step:
             "overflow": outcome.overflow,
             **outcome.metrics,
         }
-        if self.schedule is not None:
-            metrics["learning_rate"] = jnp.asarray(self.schedule(state.guard["updates"]), jnp.float32)
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.guard["updates"]), jnp.float32)
         if precision.scales_loss:
             metrics["loss_scale"] = new_state.loss_scale["scale"]
         return new_state, metrics
@@ -171,7 +204,7 @@ class _Step:
 
 def update_after_backward(
     differentiate: Differentiate,
-    optimizers: Optimizers,
+    bind: BindOptimizers,
     specs: StateSpecs,
     placement: Placement,
     settings: StepSettings,
@@ -179,7 +212,7 @@ def update_after_backward(
     """Return the function that computes all gradients, and then updates all parameters."""
     clip_norm = settings.clip_norm
 
-    def advance(state: TrainState, batch: Any) -> Outcome:
+    def advance(state: TrainState, batch: Any, hyperparameters: Hyperparameters | None) -> Outcome:
         found = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
         squares = sum_of_squares(found.gradients, specs.masters, settings.gradients_by_period)
         norm = jnp.sqrt(squares) / found.divisor
@@ -189,7 +222,7 @@ def update_after_backward(
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
         scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard))
         updated = update.apply_gradients(
-            *(optimizers, specs.masters, state.updatable, found.gradients, scalars, placement),
+            *(bind(hyperparameters), specs.masters, state.updatable, found.gradients, scalars, placement),
             elementwise=settings.elementwise,
         )
         # A step that is skipped changes no variables either.

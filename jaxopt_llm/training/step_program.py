@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import optax
 
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import Config
@@ -16,14 +17,15 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training import update
+from jaxopt_llm.training.hyperparameters import Hyperparameters, read_hyperparameters
 from jaxopt_llm.training.local_steps import LocalStep, has_groups, inside_group, jit_outer_step, make_group_specs
 from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.step import Advance, StepSettings, jit_step, make_step_function
+from jaxopt_llm.training.step import Advance, BindOptimizers, BoundStep, StepSettings, jit_step, make_step_function
 from jaxopt_llm.training.update import Optimizers, WholeOptimizer
 
-MakeAdvance = Callable[[Any, StateSpecs, StepSettings], Advance]  # (optimizers, specs, settings)
+MakeAdvance = Callable[[BindOptimizers, StateSpecs, StepSettings], Advance]
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,14 @@ class StepProgram:
 
     Attributes:
         specs: specs of the state.
-        step: jitted (state, batch) -> (state, metrics).
+        optimizers: with the hyperparameters of the configuration.
         outer_step: jitted state -> state, which follows every `training.local_steps` steps; None without local steps.
         state, batch: abstract arguments of `step`.
     """
 
     specs: StateSpecs
     optimizers: Optimizers
-    step: Any
+    step: BoundStep
     outer_step: Any
     state: TrainState
     batch: Any
@@ -80,7 +82,7 @@ def make_step_program(
         whole: an optimizer of the user, in place of `config.optimizer`, `config.schedule` and the clip.
         keep_frozen: see StateSpecs.
     """
-    training, schedule = config.training, None
+    training = config.training
     settings = StepSettings(
         skip_outliers=training.skip_outliers,
         spike_factor=training.spike_limit,
@@ -89,20 +91,29 @@ def make_step_program(
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,
     )
-    optimizers: Optimizers
-    if whole is not None:
-        optimizers = whole
-    else:
-        schedule = make_schedule(config.optimizer.learning_rate, config.schedule, training.steps)
-        make = functools.partial(make_optimizer, config.optimizer, schedule)
-        optimizers = update.make_optimizers(make, parts.trained)
+    hyperparameters = None
+    if whole is None:
+        hyperparameters = read_hyperparameters(config)
         settings = replace(settings, clip_norm=config.optimizer.clip_norm, elementwise=is_elementwise(config.optimizer))
+
+    def bind_schedule(values: Hyperparameters | None) -> optax.Schedule | None:
+        return values and make_schedule(config.schedule.kind, values.schedule)
+
+    def bind(values: Hyperparameters | None) -> Optimizers:
+        if whole is not None:
+            return whole
+        assert values is not None
+        schedule = make_schedule(config.schedule.kind, values.schedule)
+        make = functools.partial(make_optimizer, config.optimizer, schedule, numbers=values.optimizer)
+        return update.make_optimizers(make, parts.trained)
+
+    optimizers = bind(hyperparameters)
     averages = training.ema_decay > 0
     specs = training_state.make_state_specs(
         *(parts.trained, parts.frozen, optimizers, placement.precision, keep_frozen), averages=averages
     )
     specs = replace(specs, variables=parts.variables)
-    advance = parts.make_advance(optimizers, specs, settings)
+    advance = parts.make_advance(bind, specs, settings)
     batch_sharding = jax.tree.map(lambda x: x.sharding, parts.batch)
     options = xla_options.compiler_options(
         placement.mesh,
@@ -112,11 +123,11 @@ def make_step_program(
         recomputes_layers=parts.recomputes_layers,
         adapters=config.lora.rank > 0,
     )
-    step, outer_step = make_step_function(advance, schedule, inside_group(placement)), None
+    step, outer_step = make_step_function(advance, bind_schedule, inside_group(placement)), None
     if has_groups(config):
         specs = make_group_specs(specs, placement.size("data"))
         step = LocalStep(step, placement).step
         outer_step = jit_outer_step(config, specs, placement)
-    step = jit_step(step, specs, placement, batch_sharding, options)
+    bound = BoundStep(jit_step(step, specs, placement, batch_sharding, options), hyperparameters, placement)
     state = training_state.abstract_state(specs, placement)
-    return StepProgram(specs, optimizers, step, outer_step, state, parts.batch)
+    return StepProgram(specs, optimizers, bound, outer_step, state, parts.batch)

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import folders
+import huggingface_hub
 import numpy as np
 import pytest
 from commands import TINY, metrics, start, train
@@ -98,6 +99,17 @@ def test_settings_of_a_cached_model(offline: Path, model: Path) -> None:
     assert find_source_folder(found) == snapshot
     for name in (f"{NAME}@main", f"{NAME}@{COMMIT}"):
         assert hub.find_folder(name, "") == snapshot
+
+
+def test_which_files_are_downloaded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the subfolders, only templates are needed."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: asked.update(options) or str(home))
+    hub._download(NAME, None, weights=True)
+    needed = ["config.json", "tokenizer.model", "a.safetensors", "x.jinja", "additional_chat_templates/tool_use.jinja"]
+    others = ["onnx/config.json", "original/tokenizer.model", "fp32/a.safetensors", "consolidated.safetensors", "a.bin"]
+    patterns = {"allow_patterns": asked["allow_patterns"], "ignore_patterns": asked["ignore_patterns"]}
+    assert [*huggingface_hub.utils.filter_repo_objects([*needed, *others], **patterns)] == needed
 
 
 def test_a_download_of_weights_that_advances_makes_progress(

@@ -33,6 +33,14 @@ def test_a_partition_has_every_leaf_in_exactly_one_half() -> None:
     assert rest == {"non_layer": PARAMS["non_layer"], "segment_0": {"block_0": {"gate": None, "down": None}}}
 
 
+def test_a_pattern_is_a_glob_or_a_part_of_the_path() -> None:
+    path = "segment_0/block_0/attention/query"
+    found = [tree.first_match(path, (each,)) for each in ("query", "block_0", "*/query", "segment_0/*", path)]
+    assert None not in found
+    assert tree.first_match(path, ("quer", "attention/query", "block", "*/quer")) is None
+    assert tree.first_match(path, ("key", "query", "*")) == "query"
+
+
 def test_merge_joins_the_halves_in_either_order() -> None:
     selected, rest = tree.partition(PARAMS, is_mlp)
     assert tree.merge(selected, rest) == PARAMS

@@ -158,7 +158,7 @@ def test_prompts_and_completions_may_mix_texts_and_lists(config: DataConfig, tmp
     expected = text(write(tmp_path / "expected.jsonl", [pair(CHATS[1])] * 2), config)
     assert text(write(tmp_path / "a.jsonl", rows), config) == expected
     for row, message in (
-        ({"prompt": CHATS[1], "completion": []}, r"without an assistant message \(in the completion\)"),
+        ({"prompt": CHATS[1], "completion": []}, r"without an assistant message \(the completion has no message\)"),
         ({"prompt": 1, "completion": "x"}, "with a prompt or completion that is neither text nor a list of messages"),
         ({"prompt": ["x"], "completion": "x"}, "with a message without a role"),
     ):
@@ -220,9 +220,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "no object": ([1], "not a JSON object"),
     "no list": ({"messages": "hello"}, "with messages that are not a list or its JSON text"),
     "no role": ({"messages": [{"content": "x"}]}, "with a message without a role"),
-    "the words of sharegpt": (
-        {"messages": [{"from": "human", "value": "x"}]},
-        "with a message without a role (with from and value instead: rename the field messages to conversations",
+    "nothing learned": (
+        {"messages": [CHATS[1][0], {**CHATS[1][1], "weight": 0}]},
+        "without an assistant message that is learned",
     ),
     "no message": ({"messages": ["x"]}, "with a message without a role"),
     "no content": ({"messages": [{"role": "user"}]}, "with a message whose content is not text"),
@@ -265,7 +265,7 @@ def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> 
         ),
         (
             {"prompt": "a", "response": "b"},
-            "match no form .*; rename them to the fields of a form .*pairs: completion, p",
+            "match no form .*; name the columns of a form with --data.columns FIELD=COLUMN .*pairs: completion, p",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -297,7 +297,7 @@ def test_a_message_from_an_unknown_role(config: DataConfig, tmp_path: Path) -> N
 
 def test_text_files_hold_no_conversations(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(InputError, match="a.txt: data.content=chat requires JSONL, JSON, CSV or Parquet files"):
+    with pytest.raises(InputError, match="a.txt: data.content=chat requires JSONL, JSON, CSV, Parquet or Arrow"):
         text(tmp_path / "a.txt", config)
     (tmp_path / "empty.jsonl").write_text("")
     assert text(tmp_path / "empty.jsonl", config) == ("", {})

@@ -163,8 +163,8 @@ def test_the_order_of_a_mixture_never_changes() -> None:
 
 def test_a_process_reads_only_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    packed = PackedRows.__getitem__
-    monkeypatch.setattr(PackedRows, "__getitem__", lambda rows, n: read.append(n) or packed(rows, n))
+    packed = PackedRows.read
+    monkeypatch.setattr(PackedRows, "read", lambda rows, n, *epoch: read.append(n) or packed(rows, n, *epoch))
     weights, local_rows = [0.6, 0.3, 0.1], [3, 0]
     for step in (0, 7):
         whole = numbers(mixture(weights).batch_at(step))

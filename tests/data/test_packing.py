@@ -9,7 +9,7 @@ from texts import piece, stream
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import packing
-from jaxopt_llm.data.packing import PackedRows, measure_waste, pack_whole_documents, split_by_documents
+from jaxopt_llm.data.packing import PackedRows, measure_waste, split_by_documents
 from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_all, join_ranges
 from jaxopt_llm.distributed.activity import Activity
@@ -168,37 +168,6 @@ def conversations(lengths: list[int], seed: int = 0) -> tuple[TokenStream, list[
     return join_all(pieces), [(tokens.tolist(), mask.tolist()) for tokens, mask in documents]
 
 
-def slow_whole_rows(
-    documents: list[tuple[list[int], list[bool]]], length: int, drop: bool
-) -> list[dict[str, list[int]]]:
-    """Pack whole documents row by row, document by document."""
-    groups: list[list[tuple[list[int], list[bool]]]] = [[]]
-    for tokens, mask in documents:
-        if len(tokens) > length + 1:
-            groups += [[]] if drop else [[(tokens[: length + 1], mask[: length + 1])], []]
-        elif sum(len(each) for each, _ in groups[-1]) + len(tokens) <= length + 1:
-            groups[-1].append((tokens, mask))
-        else:
-            groups.append([(tokens, mask)])
-    rows = []
-    for group in groups:
-        each = [
-            (token, learnt and at > 0, number, at)
-            for number, (tokens, mask) in enumerate(group, 1)
-            for at, (token, learnt) in enumerate(zip(tokens, mask, strict=True))
-        ]
-        if any(learnt for _, learnt, _, _ in each):
-            row = {
-                "tokens": [token for token, _, _, _ in each[:-1]],
-                "targets": [token for token, _, _, _ in each[1:]],
-                "loss_mask": [learnt for _, learnt, _, _ in each[1:]],
-                "segment_ids": [number for _, _, number, _ in each[:-1]],
-                "positions": [at for _, _, _, at in each[:-1]],
-            }
-            rows.append({name: values + [0] * (length - len(values)) for name, values in row.items()})
-    return rows
-
-
 LENGTHS = {
     "short": [3, 4, 2, 5, 1, 1, 7, 3],
     "exactly a row": [9, 9, 4, 5, 9],
@@ -207,16 +176,39 @@ LENGTHS = {
 }
 
 
+def unpack(row: Batch) -> list[tuple[list[int], list[bool]]]:
+    """Return the documents of a row as tokens with their mask, in which the first token is never learned."""
+    documents = []
+    for segment in range(1, int(row.segment_ids.max()) + 1):
+        (places,) = np.nonzero(row.segment_ids == segment)
+        assert np.array_equal(row.positions[places], np.arange(places.size))
+        assert np.array_equal(row.targets[places[:-1]], row.tokens[places[1:]])
+        tokens = [int(row.tokens[places[0]]), *row.targets[places].tolist()]
+        documents.append((tokens, [False, *row.loss_mask[places].tolist()]))
+    padding = row.segment_ids == 0
+    for field in READ:
+        assert not getattr(row, field.name)[padding].any()
+    return documents
+
+
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("case", LENGTHS)
-def test_rows_of_whole_documents_equal_the_slow_reading(case: str, drop: bool) -> None:
+def test_rows_of_whole_documents_hold_each_learned_document_once(case: str, drop: bool) -> None:
     stream, documents = conversations(LENGTHS[case])
     rows = PackedRows(stream, 8, 256, long_documents="drop" if drop else "cut")
-    found = [{f.name: getattr(row, f.name).tolist() for f in READ} for row in map(rows.__getitem__, range(len(rows)))]
-    assert found == slow_whole_rows(documents, 8, drop)
+    expected = [(tokens[:9], [False, *mask[1:9]]) for tokens, mask in documents if len(tokens) <= 9 or not drop]
+    learned = [document for document in expected if any(document[1])]
+    for epoch in (None, (0, 0), (0, 1)):
+        read = [rows.read(index, epoch) for index in range(len(rows))]
+        assert {getattr(row, field.name).shape for row in read for field in READ} == {(8,)}
+        assert sorted(itertools.chain(*map(unpack, read))) == sorted(learned)
     long = sum(size > 9 for size in LENGTHS[case])
-    expected = f"{long} of {len(documents)} documents are longer than a row and {'dropped' if drop else 'cut'}"
-    assert (expected in rows.summary) == (long > 0)
+    done = f"{long} of {len(documents)} documents are longer than a row and {'dropped' if drop else 'cut'}"
+    assert (done in rows.summary) == (long > 0)
+    unlearned = len(expected) - len(learned) - sum(len(tokens) == 1 for tokens, _ in expected)
+    assert (f"; {unlearned} documents without tokens that the loss counts are dropped" in rows.summary) == (
+        unlearned > 0
+    )
 
 
 def test_long_documents_are_cut_for_conversations_and_split_otherwise() -> None:
@@ -238,22 +230,29 @@ def test_long_documents_are_cut_for_conversations_and_split_otherwise() -> None:
     ]
 
 
-def test_rows_without_targets_are_dropped_and_counted() -> None:
-    masked, _ = conversations([9, 9, 9])
-    (piece,) = (each for each in masked.pieces if each.documents == 2)
-    assert isinstance(piece.mask, np.ndarray)
-    piece.mask[:9] = False
-    rows = PackedRows(masked, 8, 256)
-    assert len(rows) == 2 and "1 rows without tokens that the loss counts are dropped" in rows.summary
+def test_documents_without_targets_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first token, or only tokens behind the cut, would be counted, and wherever reading is divided."""
+    masked, _ = conversations([9, 9, 9, 40])
     for each in masked.pieces:
         assert isinstance(each.mask, np.ndarray)
         each.mask[:] = False
-    with pytest.raises(InputError, match="has 3 documents, 27 tokens, but no row .* has a token that the loss counts"):
+    first, second = (each.mask for each in masked.pieces)
+    first[[0, 3]] = True  # type: ignore[index]
+    second[[0, 9, 18, 40]] = True  # type: ignore[index]
+    for block in (1, 20, 1000):
+        monkeypatch.setattr(packing, "_MASK_BLOCK", block)
+        rows = PackedRows(masked, 8, 256)
+        assert len(rows) == 1 and rows[0].loss_mask.tolist() == [at == 2 for at in range(8)]
+        assert "3 documents without tokens that the loss counts are dropped" in rows.summary
+        assert "the loss counts 12% of the tokens" in rows.summary
+    first[3] = False  # type: ignore[index]
+    with pytest.raises(InputError, match="has 4 documents, 67 tokens, but no row .* has a token that the loss counts"):
         PackedRows(masked, 8, 256)
 
 
 def test_packing_that_reads_all_documents_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_BLOCK", 8)
+    monkeypatch.setattr(packing, "_MASK_BLOCK", 8)
     masked, _ = conversations(LENGTHS["short"])
     counted = Activity()
 
@@ -263,7 +262,7 @@ def test_packing_that_reads_all_documents_makes_progress(monkeypatch: pytest.Mon
         assert counted.position is not None and len(rows)
         return counted.position.beats
 
-    assert count_beats(masked, 0) >= -(-masked.size // 8) + len(PackedRows(masked, 8, 258))
+    assert count_beats(masked, 0) >= -(-masked.size // 8) + masked.size // 16
     plain = stream([b"ab"] * 12)
     assert (count_beats(plain, 2), count_beats(plain, 0)) == (-(-plain.size // 8), 0)
 
@@ -324,14 +323,16 @@ def test_rows_that_the_limit_cannot_reach_are_skipped_in_one_step(seed: int) -> 
 
 
 def test_whole_documents_with_a_limit() -> None:
-    starts = np.arange(0, 40, 4)
-    assert pack_whole_documents(starts, 40, 17, drop=False, limit=3)[0] == [(0, 12), (12, 24), (24, 36), (36, 40)]
-    assert pack_whole_documents(starts, 40, 17, drop=False)[0] == [(0, 16), (16, 32), (32, 40)]
+    masked, _ = conversations([4] * 10)
+    rows = {limit: PackedRows(masked, 17, 256, "a", "cut", limit) for limit in (0, 3)}
+    for limit, most in ((0, 5), (3, 3)):
+        counts = [int(row.segment_ids.max()) for row in map(rows[limit].read, range(len(rows[limit])))]
+        assert max(counts) == most and len(counts) == -(-sum(counts) // most)
 
 
 def test_the_waste_of_a_limit() -> None:
     source = stream([b"ab"] * 64)  # 4 tokens each, with their delimiters
     assert measure_waste(source, 32, "split", 16) == 0
     assert measure_waste(source, 32, "split", 4) == pytest.approx(1 - 8 / 16)
-    assert measure_waste(source, 32, "cut", 4) == pytest.approx(1 - 8 / 16)
+    assert measure_waste(source, 32, "cut", 4) == pytest.approx(1 - 7 / 16)  # the last token takes no place
     assert measure_waste(stream([bytes(range(100))]), 16, "split", 1) == 0

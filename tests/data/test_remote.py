@@ -14,7 +14,7 @@ import pytest
 from commands import command, train
 from fsspec.implementations.memory import MemoryFileSystem
 from test_bad_input import assert_one_line
-from texts import write_jsonl, write_megatron, write_parquet, write_text
+from texts import write_jsonl, write_megatron, write_parquet, write_saved_dataset, write_text
 
 from jaxopt_llm import prepare
 from jaxopt_llm.config import DataConfig
@@ -54,6 +54,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "lines" / ".hidden").mkdir()
     write_jsonl(folder / "lines" / ".hidden" / "c.jsonl", ["never read"])
     write_parquet(folder / "a.parquet", DOCUMENTS)
+    for split in ("train", "test"):
+        write_saved_dataset(folder / "saved" / split, [DOCUMENTS[:40], DOCUMENTS[40:]])
+    (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     arrays = [np.frombuffer(f"{text}\0".encode(), np.uint8).astype(np.uint16) for text in DOCUMENTS]
     write_megatron(folder / "pair_document", arrays)
     np.save(folder / "a.npy", np.where(np.concatenate(arrays) == 0, 257, np.concatenate(arrays)))
@@ -78,6 +81,7 @@ def entries(cache: Path) -> list[str]:
 PATHS = (
     *("text", "lines", "lines/**/*.jsonl*", "lines/a.jsonl", "a.parquet", "a.npy", "*.parquet"),
     *("pair_document", "pair_document.bin", "*.idx", "prepared", "prep*"),
+    *("saved", "saved/test", "saved/train/data*.arrow"),
 )
 
 

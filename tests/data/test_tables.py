@@ -151,7 +151,7 @@ DAMAGED = {
     "two arrays": ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "a.json, line 2: text follows the end of the array"),
     "an open quote": ("a.csv", 'id,text\n1,a\n2,"b\n3,c\n', "a.csv, line 3: the row cannot be read .unexpected end"),
     "no header": ("a.csv", "a,b\nc,d\n", r"a.csv: no column 'text' among \['a', 'b'\].*the first row is the header"),
-    "two columns": ("a.csv", "text,text\na,b\n", "a.csv, line 1: several columns are named 'text'"),
+    "two columns": ("a.csv", "text,text\na,b\n", "a.csv: several columns are named 'text'"),
     "a bad header": ("a.csv", '"a"b,text\na,b\n', "a.csv, line 1: not valid CSV .*repair the header"),
 }
 

@@ -16,6 +16,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import template
 from jaxopt_llm.data.corpus import open_all_documents
+from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.template import SANDBOX_PROGRAM, Template, find_template, open_renderer
 from jaxopt_llm.data.tokenizer import load_tokenizer
@@ -191,11 +192,13 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
         found_template(config(folder))
 
 
-def render(source: str, messages: Messages, seconds: float = 120.0, **settings: Any) -> Document | None:
+def render(source: str, messages: Messages, seconds: float = 120.0, **settings: Any) -> Document:
     content = json.dumps({"messages": messages}).encode()
     given = Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
+    document = Document("a.jsonl, line 1", content, content)
     with open_renderer(given, seconds) as renderer:
-        return renderer.render(Document("a.jsonl, line 1", content, content), DataConfig(content="chat", **settings))
+        (rendered,) = renderer.render(document, DataConfig(content="chat", **settings), Skipped())
+    return rendered
 
 
 HOSTILE = {
@@ -208,7 +211,7 @@ HOSTILE = {
     "a namespace": ("{% set n = namespace(__class__=1) %}", "sets the name '__class__' in a namespace"),
     "a namespace's name": ("{% set n = namespace() %}{% set n._x = 1 %}", "sets the name '_x' in a namespace"),
     "changes the data": ("{{ messages.append(1) }}", "'append' of a list"),
-    "a file": ("{% include '/etc/passwd' %}", "no loader"),
+    "a file": ("{% include '/etc/passwd' %}", "reads another template, '/etc/passwd'"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "memory": ("{{ 'a' * messages | length * 10**11 }}", "MemoryError"),
     "growth": (
@@ -265,9 +268,10 @@ def test_loop_controls_and_dicts_work() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     )
-    source += "{% generation %}{{ dict(a=1) | tojson }}{% endgeneration %}"
-    made = render(source, CONVERSATION)
-    assert made and made.content == b'013{"a": 1}' and made.spans == ((3, 11),)
+    source += "{% generation %}{{ dict(a=1) | tojson }}{% endgeneration %}{{ dict.fromkeys('b') }}"
+    source += "{{ messages | map(attribute='content') | join }}"
+    made = render(source, [{"role": "assistant", "content": "x"}])
+    assert made.content == b"013{\"a\": 1}{'b': None}x" and made.spans == ((3, 11),)
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED])
@@ -313,11 +317,29 @@ NEEDS_A_QUESTION = """\
 {%- for m in messages %}{{ m.role + m.content }}{% endfor %}"""
 
 
+def test_a_template_that_shortens_earlier_messages(tmp_path: Path) -> None:
+    """A prompt has the whole question, and the text of the turn does not. The turn is learned after its prompt."""
+    settings = config(write_tokenizer(tmp_path / "tokenizer", FORGETS))
+    path = write_chats(tmp_path / "a.jsonl", [conversation(3)])
+    ids, mask, _ = read(path, settings)
+    library = load_tokenizer(settings)
+    text = "user: Count to 3.\nassistant: 1 2 3 done\nuser: Co\nassistant: 1 \nuser: And which was 3?\nassistant: 3.\n"
+    assert library.decode(ids) == text
+    learnt = library.decode(i for i, each in zip(ids, mask, strict=True) if each)
+    assert learnt == " 2 3 done\n.\n"  # the first token of an answer begins with the space of the prompt
+
+
+def test_a_row_whose_beginning_is_refused_is_malformed(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", NEEDS_A_QUESTION)
+    path = write_chats(tmp_path / "a.jsonl", [conversation(3)[1:], conversation(3)])
+    with pytest.raises(InputError, match="a.jsonl, line 1: the chat template .*rejects the conversation .no question"):
+        read(path, config(folder))
+    assert read(path, config(folder, malformed="skip"))[2] == {"rejected by the chat template": 1}
+
+
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
-        (FORGETS, conversation(3), "renders earlier turns differently when more turns follow.*{% generation %}"),
-        (NEEDS_A_QUESTION, conversation(3)[1:], "rejects the first part of a conversation .no question"),
         (MARKED.replace("endgeneration", "endfor", 1), CONVERSATION, "line [0-9]+: "),
         (
             "{% set a %}{% generation %}abc{% endgeneration %}{% endset %}{{ a[:9] }}",
@@ -351,7 +373,7 @@ def test_generation_blocks_mark_shortened_turns() -> None:
         " + '\\n' }}{% endfor %}", " }}{% endgeneration %}{{ '\\n' }}{% endfor %}"
     )
     made = render(marked, conversation(2))
-    assert made and made.spans
+    assert made.spans
     text = made.content.decode()
     assert [text[begin:end] for begin, end in made.spans] == ["Co", "1 ", "An", "2."]
 
@@ -394,7 +416,9 @@ def test_the_process_has_neither_files_nor_a_network() -> None:
     command = [sys.executable, "-P", str(SANDBOX_PROGRAM), "30"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps({"template": "", "special": {}, "ends": [], "date": ""}) + "\n")
+        settings = {"template": "", "tool_template": None, "variables": {}, "eos": "", "date": ""}
+        settings |= {"reserved": [], "ends": []}
+        process.stdin.write(json.dumps(settings) + "\n")
         process.stdin.flush()
         assert process.stdout.readline() == "{}\n"
         assert "\nSeccomp:\t2\n" in Path(f"/proc/{process.pid}/status").read_text()

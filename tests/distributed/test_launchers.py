@@ -6,7 +6,7 @@ import pytest
 
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed import launchers, process_group
+from jaxopt_llm.distributed import launchers
 from jaxopt_llm.distributed.launchers import Job
 
 pytestmark = pytest.mark.core
@@ -92,9 +92,3 @@ def test_an_incomplete_job_is_refused(config: DistributedConfig, message: str) -
 def test_variables_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="WORLD_SIZE.*is not a number .*'four'"):
         launchers.find_job(DistributedConfig(), {**TORCHRUN, "WORLD_SIZE": "four"})
-
-
-def test_devices_divide_over_processes() -> None:
-    process_group.check_devices_divide(8, Job("", 4, 0))
-    with pytest.raises(InputError, match=r"6 device\(s\) do not divide over 4 processes"):
-        process_group.check_devices_divide(6, Job("", 4, 0))

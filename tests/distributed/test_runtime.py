@@ -13,8 +13,10 @@ import pytest
 
 from jaxopt_llm.compiler import topology
 from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed import runtime
+from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.runtime import CPU_THREADS
 
 
@@ -143,3 +145,40 @@ def test_simulated_devices_have_threads_to_wait_in() -> None:
     jnp.zeros(1).block_until_ready()
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     assert sum("XLAEigen" in name for name in names) >= CPU_THREADS * len(jax.devices("cpu"))
+
+
+def test_devices_divide_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int | None, int]] = []
+    monkeypatch.setattr(runtime, "configure_jax", lambda count, processes, cache: asked.append((count, processes)))
+    monkeypatch.setattr(runtime, "find_simulated", lambda: 0)
+    four = Job("", 4, 0)
+    runtime.configure_mesh(MeshConfig(fsdp=8), four, cache=True)
+    with pytest.raises(InputError, match=r"6 device\(s\) do not divide over 4 processes"):
+        runtime.configure_mesh(MeshConfig(fsdp=6), four, cache=True)
+    runtime.configure_mesh(MeshConfig(), four, cache=True)  # simulated on CPUs: one in each process
+    runtime.configure_mesh(MeshConfig(tensor=6), four, cache=True)
+    assert asked == [(8, 4), (4, 4), (12, 4)]
+
+
+def test_auto_takes_the_devices_that_the_environment_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(runtime, "configure_jax", lambda count, processes, cache: asked.append(count))
+    one = Job("", 1, 0)
+    runtime.configure_mesh(MeshConfig(tensor=2), one, cache=True)  # the tests simulate eight
+    assert asked == [None], "JAX finds them"
+    runtime.configure_mesh(MeshConfig(), Job("", 2, 0), cache=True)
+    runtime.configure_mesh(MeshConfig(fsdp=1), one, cache=True)
+    assert asked[1:] == [16, 1]
+    monkeypatch.setattr(runtime, "find_simulated", lambda: 0)
+    runtime.configure_mesh(MeshConfig(), one, cache=True)  # a model of the user's own may have opened a device
+    runtime.configure_mesh(MeshConfig(tensor=2), one, cache=True)
+    assert asked[3:] == [None, 2]
+
+
+def test_both_ways_to_simulate_devices_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime.find_simulated() == 8
+    values = {**jax.config.values, "jax_num_cpu_devices": -1}
+    monkeypatch.setattr(runtime, "jax", SimpleNamespace(config=SimpleNamespace(values=values)))
+    for flags, count in (("", 0), ("--xla_force_host_platform_device_count=4 --xla_other=8", 4)):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert runtime.find_simulated() == count

@@ -15,7 +15,7 @@ from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.deepspeed import read_deepspeed, read_file
 from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys, Maps, Refused
-from jaxopt_llm.training.schedule import make_schedule
+from jaxopt_llm.training.schedule import find_shape, make_schedule
 
 ADAM = {"optimizer.beta2": 0.999, "optimizer.weight_decay": 0.0}
 CONSTANT = {"schedule.kind": "constant", "schedule.warmup_steps": 0}  # without a scheduler
@@ -513,7 +513,8 @@ def test_rates_are_those_of_deepspeed_one_or_two_steps_earlier(kind: str) -> Non
         parameters["cos_min_ratio"] = 0.2
     settings = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}} | scheduler(kind, **parameters)
     config = read_deepspeed(settings, "ds.json", devices=1).config
-    rate = make_schedule(config.optimizer.learning_rate, config.schedule, config.training.steps)
+    shape = find_shape(config.optimizer.learning_rate, config.schedule, config.training.steps)
+    rate = make_schedule(config.schedule.kind, shape)
     for step in range(1, 60):
         if kind == "WarmupCosineLR" and step == 10:  # DeepSpeed's cosine does not begin at the peak
             continue

@@ -78,6 +78,53 @@ def test_learned_positions_begin_at_a_prompts_first_token() -> None:
         np.testing.assert_array_equal(continued([prompt])[0], expected)
 
 
+def by_length(scaling: str) -> Decoder:
+    """Return a decoder whose frequencies depend on the length of a document, from 8 tokens on."""
+    pairs = toy.CONFIG.head_dim // 2
+    factors = {"rope.short_factors": (1.0,) * pairs, "rope.long_factors": (4.0,) * pairs}
+    own = factors if scaling == "longrope" else {"rope.factor": 4.0}
+    return Decoder(replace_fields(toy.CONFIG, {"rope.scaling": scaling, "rope.original_length": 8} | own))
+
+
+def generate_with(parts: Decoder, prompts: Sequence[np.ndarray], count: int) -> TokenGenerator:
+    return TokenGenerator(parts, PARAMS, PLACEMENT, SIZE, GREEDY, len(prompts), 24)
+
+
+def test_keys_are_rotated_again_when_a_row_outgrows_its_short_factors() -> None:
+    """Compare with tokens that are chosen without a cache. Each row outgrows them at another time, or not at all."""
+    parts, count = by_length("longrope"), 6
+    forward = jax.jit(functools.partial(scan.forward, parts))
+
+    def choose(ids: list[int]) -> int:
+        row = np.array([ids + [0] * (16 - len(ids))], np.int32)
+        positions = np.arange(16, dtype=np.int32)[None]
+        context = Context(
+            positions, make_document_ranges(jnp.ones_like(positions)), PLACEMENT, lengths=jnp.full((1, 16), len(ids))
+        )
+        return int(forward(PARAMS, row, context)[0][0, len(ids) - 1, :SIZE].argmax())
+
+    expected = []
+    for prompt in PROMPTS:
+        ids = prompt.tolist()
+        for _ in range(count):
+            ids.append(choose(ids))
+        expected.append(ids[prompt.size :])
+    found = np.stack([*generate_with(parts, PROMPTS, count)(PROMPTS, count)], axis=1)
+    np.testing.assert_array_equal(found, expected)
+    plain = np.stack([*generate_with(PARTS, PROMPTS, count)(PROMPTS, count)], axis=1)
+    assert (found != plain).any(axis=1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("scaling", ["longrope", "dynamic"])
+def test_a_longer_prompt_does_not_reuse_keys_of_other_frequencies(scaling: str) -> None:
+    parts = by_length(scaling)
+    first, longer = PROMPTS[0], np.concatenate([PROMPTS[0], np.array([17, 4, 99, 23, 56, 78], np.int32)])
+    generator = generate_with(parts, [first], 2)
+    [*generator([first], 2)]
+    again = np.stack([*generator([longer], 6)], axis=1)
+    np.testing.assert_array_equal(again, np.stack([*generate_with(parts, [longer], 6)([longer], 6)], axis=1))
+
+
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}], ids=str)
 def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int], greedy: np.ndarray) -> None:
     placement = toy.placement(3, **axes)

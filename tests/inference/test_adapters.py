@@ -21,6 +21,7 @@ from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.config.fields import replace_fields, to_json
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokenizer_files import keep_tokenizer
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.load import Pretrained
 
@@ -57,7 +58,7 @@ def run_of_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits(loaded: run.LoadedModel) -> jax.Array:
     model = loaded.config.model
-    return Pretrained(model, loaded.params, Path(), run.Origin(), loaded.model, loaded.placement).logits(TOKENS)
+    return Pretrained(model, loaded.params, Path(), run.Origin, loaded.model, loaded.placement).logits(TOKENS)
 
 
 @pytest.fixture
@@ -196,8 +197,9 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
     settings = {"model.pretrained": old, "data.tokenizer": old, "lora.rank": 2}
     config = replace_fields(run.open_config(base), settings)
     (directory / "config.json").write_text(to_json(config))
-    tokenizer = load_tokenizer(run.open_config(base).data).sha256
-    (directory / "corpus.json").write_text(json.dumps({"base_sha256": "", "tokenizer_sha256": tokenizer}))
+    tokenizer = load_tokenizer(run.open_config(base).data)
+    keep_tokenizer(run.open_config(base).data, tokenizer, directory)  # as every run does
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": "", "tokenizer_sha256": tokenizer.sha256}))
 
     def refuse(main: Callable[[], int], *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments), "--checkpoint", str(directory)])
@@ -216,8 +218,9 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
         moved = refuse(*given, "--base", base)  # goes on to the weights, which this run does not have
         assert "the run has no checkpoint yet" in moved or f"{base}: its weights differ" in moved
     found = run.open_config(directory, base)
-    assert found.model.pretrained == found.data.tokenizer == str(base)
-    (directory / "corpus.json").write_text(json.dumps({"base_sha256": None, "tokenizer_sha256": tokenizer}))
+    assert found.model.pretrained == str(base)
+    assert found.data.tokenizer == str(directory / "tokenizer")  # the run's own copy, wherever the base is
+    (directory / "corpus.json").write_text(json.dumps({"base_sha256": None, "tokenizer_sha256": tokenizer.sha256}))
     assert "hold all weights of the model; leave it out" in refuse(*generates, "--base", base)
     with pytest.raises(InputError, match=f"--base {directory}: {base} is a model folder"):
         run.open_config(base, directory)

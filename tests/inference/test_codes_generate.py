@@ -145,7 +145,7 @@ def test_products_of_codes_are_those_of_numpy(tmp_path: Path, monkeypatch: pytes
     exact = compute_logits(PROMPTS[0])
     monkeypatch.setattr(reference, "project", multiply_codes)
     expected = compute_logits(PROMPTS[0])
-    loaded = Pretrained(config, source.params, path, Origin(path, path), source.model, source.placement)
+    loaded = Pretrained(config, source.params, path, Origin, source.model, source.placement)
     found = loaded.logits(PROMPTS[0][None])[0]
     assert toy.distance(found, expected) < 0.1 * toy.distance(exact, expected)  # a few values lie between two codes
     written = generate_ids(source.model, source.params, source.placement)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import ModelConfig, RopeConfig
 from jaxopt_llm.config.model import GATED
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import ACTIVATIONS, Rotary, gelu, mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.layers import ACTIVATIONS, gelu, mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.model.self_attention import AttentionOptions, attention_specs, self_attention
 from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 
@@ -47,7 +48,7 @@ def test_an_mlp_keeps_only_its_input_and_projections(kind: str, projections: int
 @pytest.mark.parametrize("biases", ["none", "all"])
 def test_attention_keeps_its_input_but_not_the_normed_input(biases: str) -> None:
     config = ModelConfig(width=WIDTH, heads=2, kv_heads=1, head_dim=6, biases=biases)  # type: ignore[arg-type]
-    rotary = Rotary(np.ones(3, np.float32))
+    rotary = Rotary(RopeConfig(theta=1.0), 6)
     options = AttentionOptions(rotary, window=None, scale=1.0, softcap=None, implementation="xla")
 
     def layer(params: dict, x: jax.Array) -> jax.Array:

@@ -69,8 +69,18 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "rope.original_length": 64,
         "rope.low_frequency_factor": 0.25,
         "rope.high_frequency_factor": 2.0,
+        "rope.truncate": False,
         "rope.mscale": 0.7,
         "rope.mscale_all_dim": 0.4,
+    },
+    # Some documents of the batch are longer than the original length, and some are shorter.
+    "dynamic": {"rope.scaling": "dynamic", "rope.factor": 3.0, "rope.original_length": 4},
+    "phi": {
+        "rope.scaling": "longrope",
+        "rope.original_length": 4,
+        "rope.attention_factor": 1.4,
+        "rope.short_factors": (1.0, 1.3, 1.6, 2.0),
+        "rope.long_factors": (2.0, 3.0, 4.0, 8.0),
     },
 }
 BASE = dataclasses.replace(toy.CONFIG, head_dim=8)
@@ -124,6 +134,18 @@ def test_loss_and_gradients_match_the_reference(name: str, policy: str) -> None:
     tree.map_with_path(check, gradients, expected)
 
 
+@pytest.mark.parametrize("name", ["dynamic", "phi"])
+def test_documents_over_several_devices_keep_their_frequencies(name: str) -> None:
+    model, placement = Decoder(MODELS[name]), toy.placement(context=2, data=2)
+
+    @functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
+    def run(params: Params) -> jax.Array:
+        return scan.microbatch_loss(model, params, BATCH, jnp.float32(1), placement, RematConfig("none"))[1]
+
+    expected, _ = toy.reference_mean(MODELS[name], params(name), BATCH)
+    assert run(params(name)) / TOKENS == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_the_reference_match_finite_differences(name: str) -> None:
     where = BATCH.loss_mask, BATCH.segment_ids, BATCH.positions
@@ -161,6 +183,7 @@ def test_cached_logits_match_uncached_logits(name: str) -> None:
             KeyRanges(jnp.zeros((len(tokens), 4), jnp.int32), positions[:, part]),
             PLACEMENT,
             jnp.int32(first),
+            lengths=jnp.full((len(tokens), 1), 8),
         )
         piece, caches = forward(params(name), tokens[:, part], context, caches)
         pieces.append(piece[..., : toy.CONFIG.vocabulary_size])

@@ -83,5 +83,5 @@ def test_bad_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check_figure_file(tmp_path / "plan.svg")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for suffix, package in figure.PACKAGES.items():
-        with pytest.raises(InputError, match=rf"requires {package}; run: pip install 'jaxopt_llm\[report\]'"):
+        with pytest.raises(InputError, match=rf"requires {package}; run: pip install -e '.*\[report\]'"):
             check_figure_file(tmp_path / f"new{suffix}")

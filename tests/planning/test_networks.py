@@ -181,6 +181,7 @@ class FakePlan:
     collectives: Sequence[Any]
     pcie_bytes: int = 0
     spare: int = 1
+    limit: int = 10  # of which 5% stay free
     memory: None = None
     model_flops: float = 1.0
 

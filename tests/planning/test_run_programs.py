@@ -8,8 +8,8 @@ import pytest
 
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.planning import run_programs
-from jaxopt_llm.planning.run_programs import compile_fitting, count_usable_bytes, find_deciding_changes
-from jaxopt_llm.planning.settings_choice import Candidate
+from jaxopt_llm.planning.free_memory import count_usable_bytes
+from jaxopt_llm.planning.run_programs import compile_fitting, find_deciding_changes
 from jaxopt_llm.training.started import Started
 
 CHOSEN = fields.replace_fields(
@@ -59,11 +59,11 @@ def test_an_allocator_without_statistics_may_use_the_memory_of_the_chip(monkeypa
 def test_all_processes_take_the_limit_of_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
 
-    def list_candidates(config: Config, device: Any, limit: int) -> list[Candidate]:
+    def list_left_out(config: Config, cluster: Any, limit: int, on_gpu: bool) -> list[str]:
         limits.append(limit)
         raise KeyboardInterrupt  # nothing else is of interest
 
-    monkeypatch.setattr(run_programs, "list_run_candidates", list_candidates)
+    monkeypatch.setattr(run_programs, "list_left_out", list_left_out)
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=jax.devices("cpu")))
     channel = SimpleNamespace(exchange=lambda mine: ["123", mine])
     setup: Any = SimpleNamespace(

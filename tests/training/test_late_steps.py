@@ -36,6 +36,9 @@ class LateLoop:
     def record(self, evaluates: bool) -> None:
         self.evaluated += [self.at] if evaluates else []
 
+    def ends_early(self, step: int) -> bool:
+        return False
+
     def roll_back(self) -> None:
         return None
 

@@ -56,9 +56,13 @@ def compiled(device: jax.Device) -> tuple[Program, Any]:
 
 
 def start(device: jax.Device) -> tuple[Any, TrainState, Batch]:
-    """Return the executable and its two arguments."""
-    program, step = compiled(device)
+    """Return the step, which is compiled, and its two arguments."""
+    program, executable = compiled(device)
     state = training_state.initialize_state(program.specs, program.optimizers, 0, placement(device))
+
+    def step(state: TrainState, batch: Batch) -> Any:
+        return executable(state, batch, program.step.placed)
+
     return step, state, jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH), 1), program.batch_sharding)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxopt_llm.config import ScheduleConfig
-from jaxopt_llm.training.schedule import make_schedule
+from jaxopt_llm.training.schedule import find_shape, make_schedule
 
 PEAK = 2.0
 SCHEDULE = ScheduleConfig(warmup_steps=4, decay_steps=20, final_share=0.1, cooldown_steps=5)
@@ -24,7 +24,7 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 def rates(config: ScheduleConfig, steps: int) -> np.ndarray:
     """Return the rates of the first steps. The argument of a schedule is the number of finished steps."""
-    return np.asarray(make_schedule(PEAK, config, 20)(np.arange(steps)))
+    return np.asarray(make_schedule(config.kind, find_shape(PEAK, config, 20))(np.arange(steps)))
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -64,3 +64,25 @@ def test_without_decay_steps_the_schedule_ends_with_the_run_and_after_its_warm_u
     assert follows.problems() == []
     assert [replace(follows, warmup_steps=warmup).choose_end(20) for warmup in (4, 20, 50)] == [20, 21, 51]
     assert replace(follows, kind="wsd", warmup_steps=18).choose_end(20) == 18 + 5
+
+
+def test_a_warm_up_by_its_share() -> None:
+    """Rounded up, as warmup_ratio in transformers, and the same in a run that is continued with more steps."""
+    share = replace(SCHEDULE, warmup_steps=0, warmup_share=0.07, decay_steps=0, kind="cosine")
+    assert [share.count_warmup(steps) for steps in (3, 38, 100, 1000)] == [1, 3, 7, 70]
+    np.testing.assert_array_equal(rates(share, 20), rates(replace(share, warmup_steps=2, warmup_share=0.0), 20))
+    assert [replace(share, decay_steps=38).count_warmup(steps) for steps in (38, 500)] == [3, 3]
+    assert replace(share, decay_steps=38).problems() == []
+    (problem,) = replace(share, warmup_steps=5).problems()
+    assert problem == "schedule.warmup_steps=5 and schedule.warmup_share=0.07: set one of them to 0"
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+@pytest.mark.parametrize("share", [0.03, 0.5, 0.95])
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 50, 400])
+def test_a_resume_finds_the_warm_up_of_the_first_start(kind: str, share: float, steps: int) -> None:
+    """The first start stores the end of the schedule, which leaves room for the fall."""
+    first = ScheduleConfig(warmup_steps=0, warmup_share=share, kind=kind, cooldown_steps=100)  # type: ignore[arg-type]
+    end = first.choose_end(steps)
+    stored = replace(first, decay_steps=end)
+    assert end >= steps and stored.problems() == [] and stored.count_warmup(9999) == first.count_warmup(steps)

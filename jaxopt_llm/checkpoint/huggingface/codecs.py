@@ -20,8 +20,51 @@ PRETRAINED_FIELDS = [name for name in FIELD_TYPES if METADATA[f"model.{name}"].i
 TYPE_NAMES = {int: "a whole number below 2**31", float: "a finite number", bool: "true or false"}
 
 
+ANOTHER_WAY = (
+    "use a model of the table in docs/pretrained.md, or train this one as a Flax model with jaxopt_llm.initialize "
+    "(docs/guides/any_model.md)"
+)
+CORRECT = "correct it, or use the config.json of the published model"
+
+# What a model with another value of a field would need, for fields that support some values only.
+NEEDS = {
+    "activation_function": "another activation in the MLPs",
+    "add_cross_attention": "attention to an encoder in each layer",
+    "attention_bias": "biases of the attention projections",
+    "clip_qkv": "queries, keys and values cut to a range",
+    "hidden_act": "another activation in the MLPs",
+    "hidden_activation": "another activation in the MLPs",
+    "is_causal": "attention to later tokens",
+    "layer_types": "kinds of attention that this family does not have",
+    "mlp_bias": "biases of the MLPs",
+    "moe_layer_freq": "layers without experts between those with experts",
+    "norm_topk_prob": "weights of the chosen experts that sum to 1, which the class in transformers does not compute",
+    "rope_interleave": "queries and keys in which RoPE pairs halves instead of neighbours",
+    "router_jitter_noise": "noise in the input of the routers",
+    "scale_attn_by_inverse_layer_idx": "scores divided by the number of the layer",
+    "scale_attn_weights": "scores that are not divided by the root of the head's size",
+    "scoring_func": "another function of the routers' logits",
+    "sliding_window": "a sliding window in this family",
+    "topk_method": "another choice of experts by the routers",
+    "use_bidirectional_attention": "attention to later tokens",
+}
+
+
 class Unsupported(InputError):
-    """A config.json without an equivalent ModelConfig, or the reverse. The message names the field."""
+    """A config.json without an equivalent ModelConfig, or the reverse.
+
+    The message names the field and its value, what the model would need, and what can be done.
+    """
+
+
+def shorten(value: Any) -> str:
+    """Return a value for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+def unsupported(field: str, problem: str, remedy: str = ANOTHER_WAY) -> Unsupported:
+    return Unsupported(f"{field}: {problem}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -48,21 +91,21 @@ def read_value(settings: Settings, name: str, kind: Any, default: Any = None, mi
     value = settings.get(name)
     if value is None:
         if default is None:
-            raise Unsupported(f"{name} is missing")
+            raise Unsupported(f"{name} is missing; {CORRECT}")
         return default
     if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not kind or (kind is not bool and not abs(value) < (2**31 if kind is int else math.inf)):
-        raise Unsupported(f"{name}={value!r}: must be {TYPE_NAMES[kind]}")
+        raise unsupported(f"{name}={shorten(value)}", f"must be {TYPE_NAMES[kind]}", CORRECT)
     if minimum is not None and value < minimum:
-        raise Unsupported(f"{name}={value}: must be at least {minimum}")
+        raise unsupported(f"{name}={value}", f"must be at least {minimum}", CORRECT)
     return value
 
 
 def read_layer_count(settings: Settings) -> int:
     count = read_value(settings, "num_hidden_layers", int)
     if count > MAX_LAYERS:
-        raise Unsupported(f"num_hidden_layers={count}: must be at most {MAX_LAYERS:,}")
+        raise unsupported(f"num_hidden_layers={count}", f"must be at most {MAX_LAYERS:,}", CORRECT)
     return count
 
 
@@ -70,21 +113,23 @@ def check_value(settings: Settings, name: str, *supported: Any) -> None:
     """Raise Unsupported if a field is neither null or missing nor one of the supported values."""
     if settings.get(name) not in (None, *supported):
         first = repr(supported[0]) if supported else "null"
-        raise Unsupported(f"{name}={settings[name]!r}: only {first} is supported")
+        raise unsupported(
+            f"{name}={shorten(settings[name])}", f"only {first} is read; the model would need {NEEDS[name]}"
+        )
 
 
 def check_alias(settings: Settings, alias: str, name: str) -> None:
     """Raise Unsupported if a field and its other name have different values."""
     value = settings.get(name)
     if value is not None and settings.get(alias) not in (None, value):
-        raise Unsupported(f"{alias}={settings[alias]!r}: it is another name of {name}, which is {value!r}")
+        raise unsupported(f"{alias}={settings[alias]!r}", f"it is another name of {name}, which is {value!r}", CORRECT)
 
 
 def check_multiple(settings: Settings, width_name: str, heads_name: str) -> tuple[int, int]:
     """Return the width and the number of heads. Raise Unsupported if the width is not a multiple of it."""
     width, heads = read_value(settings, width_name, int), read_value(settings, heads_name, int)
     if heads > 0 and width % heads:
-        raise Unsupported(f"{width_name}={width}: must be a multiple of {heads_name}={heads}")
+        raise unsupported(f"{width_name}={width}", f"must be a multiple of {heads_name}={heads}", CORRECT)
     return width, heads
 
 
@@ -162,9 +207,8 @@ def _check_projection_norms(settings: Settings) -> dict[str, Any]:
     """Check a restriction of OLMoE's class, whose query and key norms have hidden_size, regardless of head_dim."""
     heads, head_dim = read_value(settings, "num_attention_heads", int), read_heads(settings)["head_dim"]
     if heads * head_dim != settings["hidden_size"]:
-        raise Unsupported(
-            f"head_dim={head_dim}: times num_attention_heads={heads} it must be hidden_size={settings['hidden_size']}"
-        )
+        problem = f"times num_attention_heads={heads} it must be hidden_size={settings['hidden_size']}"
+        raise unsupported(f"head_dim={head_dim}", problem, CORRECT)
     return {}
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported, read_value
+from jaxopt_llm.checkpoint.huggingface.codecs import NEEDS, Codec, Settings, Unsupported, read_value, unsupported
 from jaxopt_llm.config import ModelConfig
 
 
@@ -10,7 +10,8 @@ def _read_latents(settings: Settings) -> dict[str, Any]:
     heads = read_value(settings, "num_attention_heads", int)
     kv_heads = read_value(settings, "num_key_value_heads", int, heads)
     if kv_heads != heads:
-        raise Unsupported(f"num_key_value_heads={kv_heads}: only num_attention_heads={heads} is supported")
+        problem = f"only num_attention_heads={heads} is read; the model would need latents that heads share in groups"
+        raise unsupported(f"num_key_value_heads={kv_heads}", problem)
     plain_dim, rotary_dim = (read_value(settings, f"qk_{part}_head_dim", int) for part in ("nope", "rope"))
     return {
         "kv_heads": heads,
@@ -55,7 +56,8 @@ GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
 def _read_expert_groups(settings: Settings) -> dict[str, Any]:
     method = settings.get("topk_method") or GREEDY
     if method not in (GREEDY, GROUP_LIMITED):
-        raise Unsupported(f"topk_method={method!r}: only {GREEDY!r} and {GROUP_LIMITED!r} are supported")
+        problem = f"only {GREEDY!r} and {GROUP_LIMITED!r} are read; the model would need {NEEDS['topk_method']}"
+        raise unsupported(f"topk_method={method!r}", problem)
     if method == GREEDY:
         return {"moe.router_groups": 1, "moe.router_groups_per_token": 1}
     groups, chosen = (read_value(settings, name, int) for name in ("n_group", "topk_group"))

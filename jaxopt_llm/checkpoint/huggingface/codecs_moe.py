@@ -3,13 +3,15 @@
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface.codecs import (
+    CORRECT,
     Codec,
     Settings,
-    Unsupported,
     check_alias,
     copy_fields,
     read_layer_count,
     read_value,
+    shorten,
+    unsupported,
 )
 from jaxopt_llm.config import ModelConfig
 
@@ -34,13 +36,13 @@ def _read_expert_layers(settings: Settings) -> dict[str, Any]:
     every = read_value(settings, "decoder_sparse_step", int, minimum=1)
     dense_layers = settings.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or any(type(each) is not int for each in dense_layers):
-        raise Unsupported(f"mlp_only_layers={dense_layers!r}: must be a list of layers")
+        raise unsupported(f"mlp_only_layers={shorten(dense_layers)}", "must be a list of layers", CORRECT)
     layers, dense = range(read_layer_count(settings)), set(dense_layers)
     found = find_expert_layers([layer not in dense and (layer + 1) % every == 0 for layer in layers])
     if found is None:
-        raise Unsupported(
-            f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}: from some layer on, every n-th layer must "
-            "have experts, and all others none"
+        raise unsupported(
+            f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}",
+            "from some layer on, every n-th layer must have experts, and all others none",
         )
     return dict(zip(("moe.dense_layers", "moe.expert_every"), found, strict=True))
 

@@ -1,92 +1,164 @@
-"""Codecs for RoPE and its scaling: see codecs.py."""
+"""Codecs for RoPE and its scaling: see codecs.py. The rules are those of modeling_rope_utils.py in transformers."""
 
 import functools
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported, check_value, read_value
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.checkpoint.huggingface.codecs import CORRECT, Codec, Settings, read_value, shorten, unsupported
+from jaxopt_llm.config import ModelConfig, RopeConfig
+
+ORIGINAL, CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
+Kinds = dict[str, str]  # rope_type -> model.rope.scaling
+ALL_KINDS = {kind: kind for kind in ("llama3", "yarn", "linear", "dynamic", "longrope")}
 
 
-def _read(settings: Settings, *, kinds: tuple[str, ...], scales_scores: bool) -> dict[str, Any]:
-    kind, scaling = _read_scaling(settings)
-    fields = {"rope.theta": read_value(scaling, "rope_theta", float)}
-    if kind == "default":
+def _read(settings: Settings, *, kinds: Kinds, scales_scores: bool) -> dict[str, Any]:
+    given, scaling = _read_scaling(settings)
+    theta = {"rope.theta": read_value(scaling, "rope_theta", float)}
+    if given == "default":
+        return theta
+    kind = kinds.get(given) if isinstance(given, str) else None
+    if kind is None:
+        supported = ", ".join(map(repr, ("default", *kinds)))
+        need = f"the model would need other frequencies of RoPE; those of {supported} are read in this family"
+        raise unsupported(f"rope_type={given!r}", need)
+    fields = theta | {"rope.scaling": kind} | _READERS[kind](scaling)
+    mscale, mscale_all_dim = (read_value(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
+    if kind != "yarn":
+        if scales_scores and mscale_all_dim:  # the class would scale the scores of any kind
+            raise unsupported(f"mscale_all_dim={mscale_all_dim}", f"rope_type={given!r} would need scaled scores")
         return fields
-    if kind not in kinds:
-        supported = " and ".join(map(repr, ("default", *kinds)))
-        raise Unsupported(f"rope_type={kind!r}: only {supported} are supported")
-    fields["rope.factor"] = read_value(scaling, "factor", float)
-    fields["rope.original_length"] = read_value(scaling, "original_max_position_embeddings", int)
-    return fields | (_read_llama3(scaling) if kind == "llama3" else _read_yarn(scaling, scales_scores))
+    if scales_scores and mscale_all_dim:
+        fields["rope.mscale_all_dim"] = mscale_all_dim
+        if mscale:
+            return fields | {"rope.mscale": mscale}
+    elif not (mscale and mscale_all_dim):  # transformers reads mscale only together with mscale_all_dim
+        return fields
+    given_factor = fields["rope.attention_factor"]
+    # The classes of most families do not also scale the scores, as our mscale_all_dim does.
+    return fields | {"rope.attention_factor": given_factor or _derive(fields["rope.factor"], mscale, mscale_all_dim)}
+
+
+def _derive(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """Return the attention factor that transformers derives from the parameters of yarn."""
+    above, below = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
+    return RopeConfig(scaling="yarn", factor=max(factor, 1.0), mscale=above, mscale_all_dim=below).magnitude
 
 
 def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
-    """Return the kind of scaling and its parameters, with rope_theta.
+    """Return the kind of scaling and its parameters, with rope_theta and the lengths of the model.
 
     The older form has rope_scaling and, next to it, rope_theta. The newer form has rope_parameters with both.
     """
     # transformers also prefers rope_scaling.
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise Unsupported(f"rope_parameters={scaling!r}: only one set of parameters for all layers is supported")
+        raise unsupported(
+            f"rope_parameters={shorten(scaling)}", "the model would need other frequencies in some of its layers"
+        )
     for each in (settings, scaling):
-        if each.get("partial_rotary_factor", 1) != 1:
-            raise Unsupported(f"partial_rotary_factor={each['partial_rotary_factor']!r}: only 1 is supported")
-    outer = settings.get("original_max_position_embeddings")  # takes precedence over the one inside rope_scaling
-    if outer is not None:
-        scaling = scaling | {"original_max_position_embeddings": outer}
+        if each.get("partial_rotary_factor") not in (None, 1):
+            share = each["partial_rotary_factor"]
+            raise unsupported(f"partial_rotary_factor={share!r}", "the model would need RoPE on a part of each head")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return kind, {"rope_theta": settings.get("rope_theta"), **scaling}
+    # The original length outside rope_scaling takes precedence over the one inside.
+    original = settings.get(ORIGINAL) or scaling.get(ORIGINAL) or settings.get(CONTEXT)
+    lengths = {CONTEXT: settings.get(CONTEXT), ORIGINAL: original}
+    return kind, {"rope_theta": settings.get("rope_theta"), **scaling, **lengths}
 
 
 def _read_llama3(scaling: Settings) -> dict[str, Any]:
     return {
+        "rope.factor": read_value(scaling, "factor", float),
+        "rope.original_length": read_value(scaling, ORIGINAL, int),
         "rope.low_frequency_factor": read_value(scaling, "low_freq_factor", float),
         "rope.high_frequency_factor": read_value(scaling, "high_freq_factor", float),
     }
 
 
-def _read_yarn(scaling: Settings, scales_scores: bool) -> dict[str, Any]:
-    check_value(scaling, "attention_factor")
-    check_value(scaling, "truncate", True)
-    mscale, mscale_all_dim = (read_value(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
-    if mscale_all_dim and not (scales_scores and mscale):
-        where = "without mscale" if scales_scores else "in this family"
-        raise Unsupported(f"mscale_all_dim={mscale_all_dim}: not supported {where}")
+def _read_linear(scaling: Settings) -> dict[str, Any]:
+    return {"rope.factor": read_value(scaling, "factor", float)}
+
+
+def _read_dynamic(scaling: Settings) -> dict[str, Any]:
+    length = read_value(scaling, CONTEXT, int)
+    return {"rope.factor": read_value(scaling, "factor", float), "rope.original_length": length}
+
+
+def _read_extension(scaling: Settings) -> dict[str, Any]:
+    """Read what yarn and longrope have in common. Without a factor it is that of the two lengths."""
+    original = read_value(scaling, ORIGINAL, int, minimum=1)
+    factor = scaling.get("factor") and read_value(scaling, "factor", float)
     return {
-        "rope.scaling": "yarn",
-        "rope.low_frequency_factor": read_value(scaling, "beta_slow", float, 1.0),
-        "rope.high_frequency_factor": read_value(scaling, "beta_fast", float, 32.0),
-        # transformers reads mscale only together with mscale_all_dim.
-        **({"rope.mscale": mscale, "rope.mscale_all_dim": mscale_all_dim} if mscale_all_dim else {}),
+        "rope.factor": factor or read_value(scaling, CONTEXT, int) / original,
+        "rope.original_length": original,
+        "rope.attention_factor": read_value(scaling, "attention_factor", float, 0.0),
     }
+
+
+def _read_yarn(scaling: Settings) -> dict[str, Any]:
+    low, high = (scaling.get(name) and read_value(scaling, name, float) for name in ("beta_slow", "beta_fast"))
+    return _read_extension(scaling) | {
+        "rope.low_frequency_factor": low or 1.0,
+        "rope.high_frequency_factor": high or 32.0,
+        "rope.truncate": bool(scaling.get("truncate", True)),
+    }
+
+
+def _read_longrope(scaling: Settings) -> dict[str, Any]:
+    fields = _read_extension(scaling)
+    return fields | {
+        "rope.factor": max(fields["rope.factor"], 1.0),  # below 1 its attention factor is 1, too
+        "rope.short_factors": _read_factors(scaling, "short_factor"),
+        "rope.long_factors": _read_factors(scaling, "long_factor"),
+    }
+
+
+def _read_factors(scaling: Settings, name: str) -> tuple[float, ...]:
+    values = scaling.get(name)
+    if not isinstance(values, list):
+        raise unsupported(f"{name}={shorten(values)}", "must be a list of numbers", CORRECT)
+    return tuple(read_value({name: value}, name, float) for value in values)
+
+
+_READERS = {
+    "llama3": _read_llama3,
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
 
 
 def _write(config: ModelConfig, *, scales_scores: bool) -> Settings:
     """Write the older form, which all versions of transformers read."""
-    theta = {"rope_theta": config.rope.theta}
-    if config.rope.factor == 1:
+    rope, theta = config.rope, {"rope_theta": config.rope.theta}
+    if not rope.is_scaled:
         return theta | {"rope_scaling": None}
-    low, high = config.rope.low_frequency_factor, config.rope.high_frequency_factor
-    kind = config.rope.scaling
-    if kind == "llama3":
-        parameters: Settings = {"low_freq_factor": low, "high_freq_factor": high}
-    else:
-        parameters = {"beta_slow": low, "beta_fast": high}
-        if scales_scores and config.rope.mscale_all_dim:
-            parameters |= {"mscale": config.rope.mscale, "mscale_all_dim": config.rope.mscale_all_dim}
-    return theta | {
-        "rope_scaling": {
-            "type": kind,
-            "rope_type": kind,
-            "factor": config.rope.factor,
-            "original_max_position_embeddings": config.rope.original_length,
-            **parameters,
-        }
-    }
+    parameters: Settings = {"type": rope.scaling, "rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "dynamic":
+        return theta | {"rope_scaling": parameters, CONTEXT: rope.original_length}
+    if rope.scaling != "linear":
+        parameters[ORIGINAL] = rope.original_length
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    if rope.scaling == "llama3":
+        parameters |= {"low_freq_factor": low, "high_freq_factor": high}
+    if rope.scaling == "yarn":
+        parameters |= {"beta_slow": low, "beta_fast": high, "truncate": rope.truncate}
+        weights = (rope.mscale, rope.mscale_all_dim) if scales_scores and rope.mscale_all_dim else (1.0, 0.0)
+        if weights[1]:
+            parameters |= dict(zip(("mscale", "mscale_all_dim"), weights, strict=True))
+        if rope.attention_factor or rope.magnitude != _derive(rope.factor, *weights):
+            parameters["attention_factor"] = rope.magnitude
+    elif rope.attention_factor:
+        parameters["attention_factor"] = rope.attention_factor
+    if rope.scaling == "longrope":
+        factors = {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+        # Also outside, where the class of Phi-3 and other programs look for it.
+        return theta | {"rope_scaling": parameters | factors, ORIGINAL: rope.original_length}
+    return theta | {"rope_scaling": parameters}
 
 
-def _rope_codec(*kinds: str, scales_scores: bool) -> Codec:
+def _rope_codec(kinds: Kinds, scales_scores: bool = False) -> Codec:
     """Return a codec that supports some kinds of scaling.
 
     scales_scores: whether the family's class also multiplies the attention scores by a factor from mscale_all_dim.
@@ -97,5 +169,6 @@ def _rope_codec(*kinds: str, scales_scores: bool) -> Codec:
     )
 
 
-ROPE = _rope_codec("llama3", "yarn", scales_scores=False)
-YARN = _rope_codec("yarn", scales_scores=True)
+ROPE = _rope_codec(ALL_KINDS)
+SCORED_ROPE = _rope_codec(ALL_KINDS, scales_scores=True)
+PHI3_ROPE = _rope_codec({"longrope": "longrope", "su": "longrope", "yarn": "longrope"})  # the class renames the others

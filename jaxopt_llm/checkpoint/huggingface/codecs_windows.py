@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported, read_layer_count, read_value
+from jaxopt_llm.checkpoint.huggingface.codecs import (
+    CORRECT,
+    Codec,
+    Settings,
+    read_layer_count,
+    read_value,
+    shorten,
+    unsupported,
+)
 from jaxopt_llm.config import Kind, ModelConfig
 
 LAYER_TYPES: dict[str, Kind] = {"full_attention": "global", "sliding_attention": "sliding"}
@@ -32,9 +40,10 @@ def _read_moe_window(settings: Settings) -> dict[str, Any]:
     if not read_value(settings, "use_sliding_window", bool, False):
         return {"pattern": ("global",)}
     if settings.get("max_window_layers") not in (None, 0):
-        raise Unsupported(
-            f"max_window_layers={settings['max_window_layers']!r}: only 0 is supported, because versions of "
-            "transformers differ in whether the layers below it have a window"
+        raise unsupported(
+            f"max_window_layers={settings['max_window_layers']!r}",
+            "only 0 is read, because versions of transformers differ in whether the layers below it have a window",
+            "set it to 0 in the config.json if all layers have the window, or use_sliding_window to false if none has",
         )
     return _read_one_window(settings)
 
@@ -50,7 +59,9 @@ def _read_layer_values(settings: Settings, name: str, default: Callable[[int], A
     if given is None:
         return [default(layer) for layer in range(count)]
     if not isinstance(given, list) or len(given) < count:
-        raise Unsupported(f"{name}: must be a list with a value for each of the {count} layers")
+        raise unsupported(
+            f"{name}={shorten(given)}", f"must be a list with a value for each of the {count} layers", CORRECT
+        )
     return given[:count]
 
 
@@ -65,7 +76,8 @@ def _read_layer_types(settings: Settings, default: Callable[[int], str]) -> list
     """Return the kind of each layer from layer_types. default: layer -> its type, for a missing field."""
     types = _read_layer_values(settings, "layer_types", default)
     if unknown := [each for each in types if not (isinstance(each, str) and each in LAYER_TYPES)]:
-        raise Unsupported(f"layer_types: {unknown[0]!r} is not one of {', '.join(LAYER_TYPES)}")
+        need = f"only {' and '.join(LAYER_TYPES)} are read; the model would need layers of this kind"
+        raise unsupported(f"layer_types={unknown[0]!r}", need)
     return [LAYER_TYPES[each] for each in types]
 
 
@@ -77,7 +89,8 @@ def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
         settings, lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
     )
     if "sliding" in kinds and not used:
-        raise Unsupported("layer_types: sliding_attention requires use_sliding_window=true and a sliding_window")
+        need = "sliding_attention requires use_sliding_window=true and a sliding_window"
+        raise unsupported("layer_types", need, CORRECT)
     return _read_windows(kinds, settings)
 
 
@@ -97,9 +110,11 @@ def _read_nope(settings: Settings) -> dict[str, Any]:
     has_positions = _read_layer_values(settings, "no_rope_layers", lambda layer: int((layer + 1) % interval != 0))
     kinds = _read_layer_types(settings, lambda layer: "full_attention")
     if "sliding" in kinds or settings.get("use_sliding_window"):
-        raise Unsupported("use_sliding_window: windows together with layers without positions are not supported")
+        used = settings.get("use_sliding_window")
+        need = "the model would need windows together with layers without positions"
+        raise unsupported(f"use_sliding_window={used!r}", need)
     if any(each not in (0, 1) for each in has_positions):
-        raise Unsupported("no_rope_layers: must contain only 0 and 1")
+        raise unsupported(f"no_rope_layers={shorten(has_positions)}", "must contain only 0 and 1", CORRECT)
     return {"pattern": find_shortest_period("global" if each else "global_nope" for each in has_positions)}
 
 

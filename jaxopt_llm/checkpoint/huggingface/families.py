@@ -3,6 +3,8 @@
 A family fits a ModelConfig if the config.json that it writes reads back as the same model.
 """
 
+from typing import Any
+
 from jaxopt_llm.checkpoint.huggingface import names
 from jaxopt_llm.checkpoint.huggingface.codecs import (
     DIVISIBLE,
@@ -24,10 +26,12 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     require_absent,
     require_values,
     set_fields,
+    shorten,
+    unsupported,
 )
 from jaxopt_llm.checkpoint.huggingface.codecs_deepseek import EXPERT_GROUPS, LATENTS, SHARED_EXPERT_SIZES
 from jaxopt_llm.checkpoint.huggingface.codecs_moe import EXPERT_LAYERS, RENORMALISES, TOP_K, copy_expert_count
-from jaxopt_llm.checkpoint.huggingface.codecs_rope import ROPE, YARN
+from jaxopt_llm.checkpoint.huggingface.codecs_rope import PHI3_ROPE, ROPE, SCORED_ROPE
 from jaxopt_llm.checkpoint.huggingface.codecs_windows import (
     ALTERNATING_WINDOWS,
     MOE_WINDOW,
@@ -36,6 +40,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs_windows import (
     WINDOWS_FROM_LAYER,
 )
 from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.nearest_family import describe_nearest
 from jaxopt_llm.config import ModelConfig
 
 
@@ -44,18 +49,31 @@ def find_by_settings(settings: Settings) -> Family:
     model_type, architectures = settings.get("model_type"), settings.get("architectures")
     family = next((each for each in FAMILIES if each.model_type == model_type), None)
     if family is None:
-        supported = ", ".join(each.model_type for each in FAMILIES)
-        raise Unsupported(f"model_type={model_type!r}: not a supported family ({supported})")
+        problem = f"no family of this name is read; {describe_nearest(settings, FAMILIES)}"
+        raise unsupported(f"model_type={model_type!r}", problem)
     if architectures not in (None, [family.architecture]):
-        raise Unsupported(f"architectures={architectures}: only {family.architecture} is supported")
+        problem = f"only {family.architecture} is read; the model would need another head, or layers of another kind"
+        raise unsupported(f"architectures={architectures}", problem)
     check_value(settings, "is_causal", True)
-    if settings.get("per_layer_config"):
-        raise Unsupported("per_layer_config: settings that differ between layers are not supported")
-    if model_type == "mistral" and settings.get("layer_types") is not None:
-        raise Unsupported("layer_types: transformers loads a mistral with it as a ministral, which is not supported")
+    if each := settings.get("per_layer_config"):
+        raise unsupported(
+            f"per_layer_config={shorten(each)}", "the model would need settings that differ between its layers"
+        )
+    if model_type == "mistral" and (types := settings.get("layer_types")) is not None:
+        problem = "transformers loads a mistral with it as a ministral; the model would need kinds of layers"
+        raise unsupported(f"layer_types={shorten(types)}", problem)
     if settings.get("quantization_config"):
-        raise Unsupported("quantization_config: quantised weights are not supported; use the unquantised model")
+        raise _quantised(settings["quantization_config"])
     return family
+
+
+def _quantised(quantisation: Any) -> Unsupported:
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+    return unsupported(
+        f"quantization_config.quant_method={method!r}",
+        "weights as codes are not read",
+        "use the model with its original weights, and --lora.base nf4 or int8 to hold them as codes in training",
+    )
 
 
 def find_by_model(config: ModelConfig, preferred: str | None = None) -> Family:
@@ -88,7 +106,7 @@ UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.
 
 DEEPSEEK_NAMES = names.OUTSIDE | names.LATENT_ATTENTION | names.MLP | names.NORMS | names.EXPERTS | names.SHARED_EXPERTS
 DEEPSEEK_CODECS: tuple[Codec, ...] = (
-    *(SIZES, MLP_SIZE, LATENTS, YARN, SWIGLU, SHARED_EXPERT_SIZES),
+    *(SIZES, MLP_SIZE, LATENTS, SCORED_ROPE, SWIGLU, SHARED_EXPERT_SIZES),
     copy_fields(
         {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
         | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
@@ -146,8 +164,8 @@ FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         names.OUTSIDE | names.FUSED | names.NORMS,
-        (*GATED_CODECS, ONE_WINDOW),
-        UNTIED_DEFAULTS,
+        (SIZES, HEADS, PHI3_ROPE, MLP_SIZE, SWIGLU, ONE_WINDOW),
+        UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
     ),
     Family(
         "olmo2",

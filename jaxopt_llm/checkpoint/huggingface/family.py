@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import FIELD_TYPES, PRETRAINED_FIELDS, Codec, Settings, Unsupported
+from jaxopt_llm.checkpoint.huggingface.codecs import (
+    CORRECT,
+    FIELD_TYPES,
+    PRETRAINED_FIELDS,
+    Codec,
+    Settings,
+    Unsupported,
+)
 from jaxopt_llm.checkpoint.huggingface.codecs_moe import find_expert_layers
 from jaxopt_llm.checkpoint.huggingface.codecs_windows import find_shortest_period
 from jaxopt_llm.config import ModelConfig
@@ -53,7 +60,7 @@ class Family:
             fields |= codec.read(settings)
         config = replace_fields(ModelConfig(), fields)
         if found := config.problems():
-            raise Unsupported("; ".join(found))
+            raise Unsupported(f"{'; '.join(found)}; {CORRECT}")
         return config
 
     def write(self, config: ModelConfig) -> Settings:
@@ -83,6 +90,8 @@ def canonicalise(config: ModelConfig) -> ModelConfig:
         "pattern": find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
         "attention_scale": config.attention_scale or config.head_dim**-0.5,
     }
+    if config.rope.scaling == "yarn":  # whichever fields it comes from
+        canonical |= {"rope.attention_factor": config.rope.magnitude, "rope.mscale": ModelConfig().rope.mscale}
     if expert_layers := find_expert_layers(has_experts):
         canonical["moe.dense_layers"], canonical["moe.expert_every"] = expert_layers
     unread = {name: get_field(ModelConfig(), name) for name in find_unread_by_model(config)}

@@ -237,7 +237,7 @@ def open_model_folder(path: Path) -> ModelFolder:
         InputError: the folder is not a complete folder of a supported family.
     """
     family, config = read_config(path)
-    stored = dict(safetensors.open_folder(path))
+    stored = dict(safetensors.open_folder(path, _read_chosen_weights(path)))
     layouts = list_tensor_layouts(family, config)
     if not any(name.startswith(family.base_prefix) for name in stored):
         # The model without its head, as in the first published folder of GPT-2.
@@ -249,7 +249,7 @@ def open_model_folder(path: Path) -> ModelFolder:
     stored = _use_published_names(family, config, stored, layouts)
     for name, layout in layouts.items():
         if name not in stored:
-            raise InputError(f"{path}: tensor {name!r} is missing; download the folder again")
+            raise InputError(f"{path}: tensor {name!r} is missing; download the folder again{_explain_two_sets(path)}")
         tensor = stored[name]
         if tensor.array.dtype not in safetensors.FLOAT_DTYPES.values():
             raise safetensors.dtype_error(tensor.file, name, str(tensor.array.dtype))
@@ -263,6 +263,22 @@ def open_model_folder(path: Path) -> ModelFolder:
                 "it; use the config.json of these weights"
             )
     return ModelFolder(path, family, config, stored, config.vocabulary_size)
+
+
+def _read_chosen_weights(path: Path) -> str | None:
+    """Return the name of the file with the weights that a config.json names, which few do."""
+    name = read_settings(path).get("transformers_weights")
+    if name is not None and not isinstance(name, str):
+        raise InputError(f"{path / CONFIG_FILE}: transformers_weights={name!r} is not a file name; remove it")
+    return name
+
+
+def _explain_two_sets(path: Path) -> str:
+    """Return which of two sets of weights of a folder is read; empty if there is only one."""
+    single, index = path / safetensors.SINGLE, path / safetensors.INDEX
+    if not (single.is_file() and index.is_file()):
+        return ""
+    return f", or remove {single.name}, which is taken before the shards of {index.name}, if the shards are the model"
 
 
 def _use_published_names(

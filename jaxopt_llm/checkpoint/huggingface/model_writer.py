@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,25 +26,25 @@ from jaxopt_llm.parallel import offload
 # What an export copies from the folder that the weights came from: nothing that names code, people or places.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
+
+
+def write_nothing(folder: Path) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Folder, tokenizer and settings of a model's origin, which a written folder keeps.
+    """Origin of a model, of which a written folder keeps this.
 
     Attributes:
-        folder: the Hugging Face folder whose token ids are kept.
-        tokenizer: the folder of the tokenizer, or its file; the files of the tokenizer are copied.
-        settings: further fields of config.json; those of `folder` take precedence.
+        folder: the Hugging Face folder whose token ids and maximum sequence length are kept.
+        settings: further fields of config.json, which take precedence over those of `folder`.
+        write_files: writes the files that are not the model's, such as the tokenizer's, into the new folder.
     """
 
     folder: Path | None = None
-    tokenizer: Path | None = None
     settings: Settings = field(default_factory=dict)
+    write_files: Callable[[Path], None] = write_nothing
 
 
 class Layers(Protocol):
@@ -133,31 +132,20 @@ def write_layers(
     # parameter are next to each other where they are read.
     order = sorted(layouts, key=lambda name: [piece.path for piece in layouts[name].pieces])
     with NewFolder(path) as folder:
-        get_tensor = _tensor_getter(path, layouts, specs, source)
+        get_tensor = make_tensor_getter(path, layouts, specs, source)
         safetensors.write_folder(folder, specs, get_tensor, max_file_bytes, order)
         content = {
             **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
-            **origin.settings,
             **{name: origin_settings[name] for name in COPIED_SETTINGS if name in origin_settings},
+            **origin.settings,
             **family.write(config),
             "torch_dtype": str(next(dtypes[name] for name in widest_first if name not in fixed)),
         }
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        if origin.tokenizer is not None:
-            _copy_tokenizer(origin.tokenizer, folder)
+        origin.write_files(folder)
 
 
-def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer. A file that has another name is copied as tokenizer.json."""
-    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    if tokenizer.is_file():
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
-
-
-def _tensor_getter(
+def make_tensor_getter(
     path: Path, layouts: Mapping[str, TensorLayout], specs: Mapping[str, TensorSpec], source: Layers
 ) -> Callable[[str], np.ndarray]:
     """Return a function that fetches a tensor by its name."""

@@ -45,18 +45,31 @@ class TensorSpec(NamedTuple):
 # --- reading
 
 
-def open_folder(folder: Path) -> dict[str, StoredTensor]:
+def open_folder(folder: Path, chosen: str | None = None) -> dict[str, StoredTensor]:
     """Open the tensors of a folder, by name.
+
+    The files are those that transformers takes: the one that config.json names, else model.safetensors, else the shards
+    of the index. Other files with weights are not read.
+
+    Args:
+        folder: the folder.
+        chosen: name of the file or of the index that config.json names (`transformers_weights`); None: it names none.
 
     Raises:
         InputError: the folder is incomplete or has no safetensors files.
     """
-    index = folder / INDEX
-    if index.is_file():
-        return _open_shards(folder, _read_index(index))
+    if chosen is not None:
+        return _open_chosen(folder, chosen)
     if (folder / SINGLE).is_file():
         return open_file(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        return _open_shards(folder, _read_index(folder / INDEX))
     names = sorted(path.name for path in folder.iterdir())
+    if variants := [name for name in names if re.fullmatch(r"model\.[^.]+\.safetensors", name)]:
+        raise InputError(
+            f"{folder}: no {SINGLE} and no {INDEX}, only the variant {variants[0]}, which is not taken by itself; "
+            f"rename it to {SINGLE} if it is the one that you want"
+        )
     if any(name.endswith(".safetensors") for name in names):
         raise InputError(f"{folder}: no {SINGLE} and no {INDEX}, only parts of them; download the folder again")
     if any(name.endswith(PICKLE_SUFFIXES) for name in names):
@@ -66,6 +79,21 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
         )
         raise pickle_error(folder, code, str(folder), f"{folder}-safetensors")
     raise InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
+
+
+def _open_chosen(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """Open the file or the index of a folder that its config.json names."""
+    if not re.fullmatch(r"[\w.-]+\.safetensors(\.index\.json)?", name):
+        raise InputError(
+            f"{folder / 'config.json'}: transformers_weights={name!r} is not a plain *.safetensors file name; remove it"
+        )
+    if not (folder / name).is_file():
+        raise InputError(
+            f"{folder}: no {name}, which transformers_weights of config.json names; download the folder again"
+        )
+    if name.endswith(".index.json"):
+        return _open_shards(folder, _read_index(folder / name))
+    return open_file(folder / name)
 
 
 def pickle_error(folder: Path, code: str, *arguments: str) -> InputError:

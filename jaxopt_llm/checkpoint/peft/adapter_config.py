@@ -29,6 +29,15 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others also change the base
 }
+_MERGED = "merge the adapter with PEFT (merge_and_unload, then save_pretrained), and use the merged model"
+_PLAIN = f"not supported; an adapter must be LoRA or DoRA of matrices, with modules_to_save; {_MERGED}"
+_OTHERS = {
+    "trainable_token_indices": (
+        "single rows of a table, trained by themselves, are not supported; train whole tables with modules_to_save, "
+        f"or {_MERGED}"
+    ),
+    "target_parameters": f"adapters of bare parameters, such as experts, are not supported; {_MERGED}",
+}
 ALL_LINEAR = "all-linear"
 
 
@@ -47,6 +56,7 @@ class PeftConfig:
     use_rslora: bool = False
     use_dora: bool = False
     ensure_weight_tying: bool = False
+    modules_to_save: list[str] | None = None
 
     def rank(self, module: str) -> int:
         return _first_match(self.rank_pattern, module, self.r)
@@ -148,6 +158,7 @@ FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a pattern or a list of them",
         lambda value: all(_is_pattern(each, _layer_pattern) for each in (value if type(value) is list else [value])),
     ),
+    "modules_to_save": ("a list of names", _is_list_of(str)),
     **dict.fromkeys(
         ("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", lambda value: type(value) is bool)
     ),
@@ -165,13 +176,13 @@ def read_peft_config(folder: Path) -> PeftConfig:
         value = settings.get(name)
         if not any(type(value) is type(each) and value == each for each in values):
             supported = ", ".join(repr(each) for each in values if each is not None)
-            remedy = "; it changes the base: save with path_initial_model_for_weight_conversion, which undoes that"
-            more = remedy if name == "init_lora_weights" else ""
+            undo = "it changes the base: save with path_initial_model_for_weight_conversion, which undoes that"
+            more = f"; {undo if name == 'init_lora_weights' else _MERGED}"
             raise InputError(f"{file}: {name}={value!r}: only {supported} is supported{more}")
     given = {name: value for name, value in settings.items() if value is not None and name not in SUPPORTED_VALUES}
     for name, value in given.items():
         if name not in (*FIELD_CHECKS, *IGNORED_FIELDS) and value not in (False, [], {}, ""):
-            raise InputError(f"{file}: {name}={value!r}: not supported; an adapter must be plain LoRA or DoRA")
+            raise InputError(f"{file}: {name}={value!r}: {_OTHERS.get(name, _PLAIN)}")
     for name, (description, is_valid) in FIELD_CHECKS.items():
         if name in given and not is_valid(given[name]):
             raise InputError(f"{file}: {name}={given[name]!r}: must be {description}")
@@ -216,7 +227,6 @@ def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base:
         "fan_in_fan_out": input_first,
         "init_lora_weights": True,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
         **asdict(config),
     }
     (folder / FILE).write_text(json.dumps(content, indent=2) + "\n")

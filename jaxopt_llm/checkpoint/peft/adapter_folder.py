@@ -30,6 +30,7 @@ from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.peft import modules as peft
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
 from jaxopt_llm.checkpoint.peft.modules import PeftModule, find_modules
+from jaxopt_llm.checkpoint.peft.whole_weights import WholeWeights, split_whole_weights
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -99,6 +100,8 @@ class AdapterFolder:
         scale: factor of A·B that these fields give.
         parts: (path of our parameter, index in its stack) -> its part; some layers of a stack may have none.
         base: tables of the base model that PEFT saved with the adapters, by module.
+        whole: whole weights that PEFT saved with the adapters, in place of the base model's.
+        model: the base model with these weights: its tables may have other sizes, and the head may be separate.
     """
 
     path: Path
@@ -106,6 +109,8 @@ class AdapterFolder:
     scale: float
     parts: Mapping[tuple[str, int | None], AdapterPart]
     base: Mapping[str, StoredTensor]
+    whole: WholeWeights
+    model: ModelConfig
 
     def add_to_specs(self, specs: Params) -> Params:
         """Return the specs of a bare model with these adapters."""
@@ -155,7 +160,7 @@ class AdapterFolder:
                     f"{stored.file}: it has base weights of {module}, which no Hugging Face folder is given to compare "
                     "with; name the folder of the base model, or save the adapter with save_embedding_layers=False"
                 )
-            table = next(name for name, path in folder.family.names.items() if path == peft.EMBEDDING)
+            table = f"{peft.find_table(folder.family)}.weight"
             name = table if module == peft.HEAD and folder.config.tied_head else f"{module}.weight"
             if not huggingface.have_equal_values(stored, folder.stored[name]):
                 raise InputError(
@@ -171,6 +176,8 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
         InputError: the folder is not a complete folder of adapters of the model, or our model cannot express them.
     """
     peft_config = read_peft_config(path)
+    tensors = _open_tensors(path)
+    whole, config = split_whole_weights(path / WEIGHTS, tensors, peft_config, family, config)
     modules = find_modules(family, config)
     selected = {name for name, module in modules.items() if peft_config.selects(name, module.in_block)}
     if peft_config.ensure_weight_tying and any(modules[name].layout is modules[peft.HEAD].layout for name in selected):
@@ -180,7 +187,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
             f"{path / adapter_config.FILE}: target_modules={peft_config.target_modules!r}, with layers_to_transform="
             f"{peft_config.layers_to_transform}, selects no module of the model; check that the adapter belongs to it"
         )
-    stored = _read_tensors(path, modules, list_tensor_layouts(family, config))
+    stored = _group_by_module(path / WEIGHTS, tensors, modules, list_tensor_layouts(family, config))
     base = {name: tensors.pop(peft.BASE) for name, tensors in stored.items() if peft.BASE in tensors}
     for name, tensors in stored.items():
         if name not in selected and tensors:
@@ -203,7 +210,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     }
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
     lora, scale = _lora_fields(path, peft_config, parts, locations)
-    return AdapterFolder(path, lora, scale, parts, base)
+    return AdapterFolder(path, lora, scale, parts, base, whole, config)
 
 
 def _lora_fields(
@@ -236,10 +243,7 @@ def _lora_fields(
     return lora, widest.factors.scale
 
 
-def _read_tensors(
-    path: Path, modules: Collection[str], layouts: Mapping[str, TensorLayout]
-) -> dict[str, dict[str, StoredTensor]]:
-    """Return the tensors of a folder by module and kind. layouts: of the model's tensors."""
+def _open_tensors(path: Path) -> dict[str, StoredTensor]:
     file = path / WEIGHTS
     if not file.is_file() and (path / PICKLE).is_file():
         code = (
@@ -249,8 +253,19 @@ def _read_tensors(
         raise safetensors.pickle_error(path, code, str(path / PICKLE), str(file))
     if not file.is_file():
         raise InputError(f"{path}: it has no adapter weights, {WEIGHTS}; download the folder again")
-    tensors: dict[str, dict[str, StoredTensor]] = {}
-    for name, stored in safetensors.open_file(file).items():
+    tensors = safetensors.open_file(file)
+    for name, stored in tensors.items():
+        if stored.array.dtype not in safetensors.FLOAT_DTYPES.values():
+            raise safetensors.dtype_error(file, name, str(stored.array.dtype))
+    return dict(tensors)
+
+
+def _group_by_module(
+    file: Path, tensors: Mapping[str, StoredTensor], modules: Collection[str], layouts: Mapping[str, TensorLayout]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return the tensors of adapters by module and kind. layouts: of the model's tensors."""
+    grouped: dict[str, dict[str, StoredTensor]] = {}
+    for name, stored in tensors.items():
         kind = next((kind for kind in peft.KINDS if name.endswith(f".{kind}")), "")
         module = name.removeprefix(peft.PREFIX).removesuffix(f".{kind}")
         layout = layouts.get(f"{module}.weight")
@@ -261,10 +276,8 @@ def _read_tensors(
                 f"{file}: tensor {name!r} belongs to no adapter of the model's matrices; check that the adapter "
                 "belongs to the model"
             )
-        if stored.array.dtype not in safetensors.FLOAT_DTYPES.values():
-            raise safetensors.dtype_error(file, name, str(stored.array.dtype))
-        tensors.setdefault(module, {})[kind] = stored
-    return tensors
+        grouped.setdefault(module, {})[kind] = stored
+    return grouped
 
 
 def _make_factors(

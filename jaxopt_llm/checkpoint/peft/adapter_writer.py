@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,20 @@ import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, fetch_layer
+from jaxopt_llm.checkpoint.huggingface.model_writer import (
+    Layers,
+    collect_leaves,
+    fetch_layer,
+    make_tensor_getter,
+    write_nothing,
+)
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
-from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorPiece
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import modules as peft
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
 from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS
 from jaxopt_llm.checkpoint.peft.modules import PeftModule, find_modules
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.model import Params
@@ -28,15 +35,42 @@ from jaxopt_llm.model.model import Params
 Adapted = Mapping[str, list[tuple[TensorPiece, LoraWeight]]]  # module name -> its pieces with adapters
 
 
+@dataclass(frozen=True)
+class AdapterOrigin:
+    """Origin of adapters, of which their folder tells this.
+
+    Attributes:
+        base: the path or name under which PEFT finds the base model; empty: none.
+        write_files: writes the files that are not the adapters', such as the tokenizer's, into the new folder.
+    """
+
+    base: str = ""
+    write_files: Callable[[Path], None] = write_nothing
+
+
+class WholeParameters(NamedTuple):
+    """Whole parameters that are written next to adapters.
+
+    Attributes:
+        layers: where they are read.
+        trained: paths of those that were trained with the adapters (PEFT: modules_to_save).
+        resized: whether the tables have other rows than those of the base model, and are written for that.
+    """
+
+    layers: Layers
+    trained: frozenset[str]
+    resized: bool
+
+
 def write_adapter_folder(
     path: Path,
     params: Params,
     family: Family,
     config: ModelConfig,
-    alpha: float,
-    rslora: bool = False,
-    base: str = "",
+    lora: LoraConfig,
+    origin: AdapterOrigin | None = None,
     dtype: Any = None,
+    whole: WholeParameters | None = None,
 ) -> None:
     """Write a new folder of the adapters among a model's parameters, which PEFT can load on top of the base model.
 
@@ -45,22 +79,58 @@ def write_adapter_folder(
         params: the parameters with adapters.
         family: the family whose tensor names are used.
         config: the model.
-        alpha: `lora.alpha`.
-        rslora: `lora.rslora`.
-        base: the path or name under which PEFT finds the base model.
-        dtype: dtype of the tensors instead of the adapters' dtype.
+        lora: the settings of the adapters.
+        origin: what the folder says about its training; None: nothing.
+        dtype: dtype of the tensors instead of the parameters' dtype.
+        whole: whole parameters to write with the adapters.
 
     Raises:
         InputError: PEFT cannot express the adapters, the path already exists, or a value is not finite in the dtype.
     """
+    origin = origin or AdapterOrigin()
     weights = {name: leaf for name, leaf in collect_leaves(params).items() if isinstance(leaf, LoraWeight)}
     first = next(iter(weights.values()))
     rank, dora = first.lora_a.shape[-1], first.magnitude is not None
     modules = find_modules(family, config)
     adapted = _group_by_module(path, weights, modules)
+    specs = _list_adapter_specs(path, adapted, modules, dtype)
+    counts = {name: len(pieces) for name, pieces in adapted.items()}
+    layouts = list_tensor_layouts(family, config)
+    if config.tied_head:
+        layouts[f"{peft.HEAD}.weight"] = layouts[f"{peft.find_table(family)}.weight"]
+    saved = _list_trained_modules(path, whole.trained, layouts, adapted, config) if whole else []
+    peft_config = dataclasses.replace(
+        _describe_targets(counts, modules, rank, lora.alpha, lora.rslora),
+        use_dora=dora,
+        ensure_weight_tying=config.tied_head and bool({*adapted, *saved} & {peft.HEAD}),
+        modules_to_save=_find_module_endings([*saved], layouts) or None,
+    )
+    get_tensor = _tensor_getter(path, adapted, modules, specs)
+    if whole:
+        named = _name_whole_tensors(saved, whole.resized, layouts, adapted)
+        dtypes = {name: jnp.dtype(dtype or whole.layers.dtype(each.pieces[0].path)) for name, each in named.items()}
+        specs |= {name: TensorSpec(dtypes[name], each.shape) for name, each in named.items()}
+        # The widest dtypes come first, so that each tensor is aligned in the file.
+        specs = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
+        get_adapter, get_whole = get_tensor, make_tensor_getter(path, named, specs, whole.layers)
+
+        def get_tensor(name: str) -> np.ndarray:
+            return (get_whole if name in named else get_adapter)(name)
+
+    with NewFolder(path) as folder:
+        safetensors.write_file(folder / WEIGHTS, specs, get_tensor)
+        write_peft_config(folder, peft_config, family.input_first, origin.base)
+        origin.write_files(folder)
+
+
+def _list_adapter_specs(
+    path: Path, adapted: Adapted, modules: Mapping[str, PeftModule], dtype: Any
+) -> dict[str, TensorSpec]:
+    """Return the tensors of the adapters by name."""
     specs: dict[str, TensorSpec] = {}
     for name, pieces in adapted.items():
-        module = modules[name]
+        module, first = modules[name], pieces[0][1]
+        rank, dora = first.lora_a.shape[-1], first.magnitude is not None
         if dora and len(pieces) < len(module.layout.pieces):
             with_adapter = [piece for piece, _ in pieces]
             without = next(piece.path for piece in module.layout.pieces if piece not in with_adapter)
@@ -68,18 +138,70 @@ def write_adapter_folder(
                 f"{path}: DoRA of {with_adapter[0].path} without {without}: both are in PEFT's module {name}; use "
                 "`convert merge` instead"
             )
-        tensor_dtype = jnp.dtype(dtype or pieces[0][1].lora_a.dtype)
+        tensor_dtype = jnp.dtype(dtype or first.lora_a.dtype)
         shapes = module.shapes(rank * len(pieces), dora)
         specs |= {f"{peft.PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
-    counts = {name: len(pieces) for name, pieces in adapted.items()}
-    peft_config = dataclasses.replace(
-        _describe_targets(counts, modules, rank, alpha, rslora),
-        use_dora=dora,
-        ensure_weight_tying=config.tied_head and peft.HEAD in adapted,
-    )
-    with NewFolder(path) as folder:
-        safetensors.write_file(folder / WEIGHTS, specs, _tensor_getter(path, adapted, modules, specs))
-        write_peft_config(folder, peft_config, family.input_first, base)
+    return specs
+
+
+def _list_trained_modules(
+    path: Path,
+    trained: Collection[str],
+    layouts: Mapping[str, TensorLayout],
+    adapted: Adapted,
+    config: ModelConfig,
+) -> list[str]:
+    """Return the modules with parameters that were trained as a whole. layouts: of the tensors of the model.
+
+    Raises:
+        InputError: PEFT has no module for a parameter, or the module also has an adapter.
+    """
+    found: dict[str, None] = {}
+    for name, layout in layouts.items():
+        module = name.rpartition(".")[0]
+        for piece in layout.pieces:
+            if piece.path not in trained:
+                continue
+            if config.moe.experts and peft.MLP in piece.path:
+                raise InputError(
+                    f"{path}: {piece.path} was trained: PEFT has no modules for experts, nor for the MLPs of a model "
+                    "with experts; use `convert merge`, which writes the whole model"
+                )
+            if module in adapted:
+                raise InputError(
+                    f"{path}: {piece.path} was trained, and {module} has an adapter: PEFT has one or the other; use "
+                    "`convert merge`, which writes the whole model"
+                )
+            found[module] = None
+    return list(found)
+
+
+def _find_module_endings(selected: list[str], layouts: Mapping[str, TensorLayout]) -> list[str]:
+    """Return the shortest ends of names, in whole words, that PEFT takes for exactly the selected modules.
+
+    PEFT compares letters: `norm` also selects input_layernorm.
+    """
+    modules = {module for name in layouts for module in peft.list_enclosing(name)}
+    endings: dict[str, None] = {}
+    for name in selected:
+        words = name.split(".")
+        candidates = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+        endings[next(each for each in candidates if {m for m in modules if m.endswith(each)} <= {*selected})] = None
+    return list(endings)
+
+
+def _name_whole_tensors(
+    saved: Collection[str], resized: bool, layouts: Mapping[str, TensorLayout], adapted: Adapted
+) -> dict[str, TensorLayout]:
+    """Return the layouts of the whole tensors to write, by their names in the folder."""
+    named = {}
+    for name, layout in layouts.items():
+        module = name.rpartition(".")[0]
+        if module in saved:
+            named[f"{peft.PREFIX}{name}"] = layout
+        elif resized and peft.is_table(layout):
+            named[f"{peft.PREFIX}{module}.{peft.BASE}" if module in adapted else f"{peft.PREFIX}{name}"] = layout
+    return named
 
 
 def _describe_targets(

@@ -46,6 +46,22 @@ class PeftModule(NamedTuple):
         return factors | ({MAGNITUDE: (self.outputs,)} if dora else {})
 
 
+def find_table(family: Family) -> str:
+    """Return the module of the embedding table."""
+    return next(name for name, path in family.names.items() if path == EMBEDDING).removesuffix(".weight")
+
+
+def is_table(layout: TensorLayout) -> bool:
+    """Return whether a tensor has a row for each token id."""
+    return "vocabulary" in layout.pieces[0].spec.axes
+
+
+def list_enclosing(tensor: str) -> list[str]:
+    """Return the names of the modules that a tensor is in, from the outermost one."""
+    words = tensor.split(".")[:-1]
+    return [".".join(words[: count + 1]) for count in range(len(words))]
+
+
 def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
     """Return the modules of a model that can have an adapter, by name, in layer order.
 

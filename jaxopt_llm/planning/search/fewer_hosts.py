@@ -14,11 +14,13 @@ from dataclasses import replace
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import Config, MeshConfig, RematConfig, cli, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.parallel import AXES
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
-from jaxopt_llm.planning.search.ranking import FREE, estimate, is_valid, order_candidates
+from jaxopt_llm.planning.device_mesh import divides_over
+from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
+from jaxopt_llm.planning.search.ranking import estimate, is_valid, order_candidates
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import (
     enumerate_meshes,
@@ -39,7 +41,7 @@ def choose_setting(config: Config, cluster: Cluster) -> Config | None:
     A setting that may fit is preferred to one that does not. Everything else stays, so a step computes the same sums;
     with local steps, there are fewer groups of the same devices.
     """
-    limit = int(cluster.chip.memory_bytes * float(MEMORY_FRACTION) * (1 - FREE))
+    limit = leave_free(count_chip_bytes(cluster.chip))
     settings: dict[Config, Config] = {}  # by the same setting with a policy in place of `auto`
     candidates = []
     for setting in _list_settings(config, cluster):
@@ -80,9 +82,7 @@ def scale_mesh(mesh: MeshConfig, hosts: int, count: int) -> MeshConfig | None:
 
     This is for models of which the planner knows nothing.
     """
-    if mesh.devices == 1:  # the mesh is all devices that there are
-        return mesh
-    devices, fixed = mesh.devices // hosts * count, mesh.devices // (mesh.data * mesh.fsdp)
+    devices, fixed = mesh.devices // hosts * count, mesh.devices // (mesh.data * mesh.size("fsdp"))
     if devices % fixed:
         return None
     shards = devices // fixed
@@ -106,12 +106,14 @@ def main() -> int:
     hosts, counts = int(sys.argv[1]), [int(count) for count in sys.argv[2].split(",")]
     recipe = cli.parse_recipe(sys.argv[3:], "fewer_hosts")
     config = recipe.config if recipe.has_model else pretrained.resolve_pretrained(recipe.config)
-    if config.mesh.devices % hosts:
+    if config.mesh.fsdp != AUTO and config.mesh.devices % hosts:
         raise InputError(f"mesh: {config.mesh.devices} device(s) do not divide over {hosts} hosts; change --mesh.*")
     flags: dict[int, list[str] | None] = {}
     for count in counts:
         setting: Config | None
-        if recipe.has_model:
+        if config.mesh.fsdp == AUTO:  # the start of the run finds its mesh
+            setting = config if recipe.has_model or divides_over(config, count) else None
+        elif recipe.has_model:
             mesh = scale_mesh(config.mesh, hosts, count)
             setting = None if mesh is None else replace(config, mesh=mesh)
         else:

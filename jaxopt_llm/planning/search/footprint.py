@@ -196,10 +196,10 @@ def _gathers_ahead(config: Config) -> bool:
 
     It then also keeps the masks that attention adds (compiler/xla_options.py).
     """
-    ahead = xla_options.pipelines_all_gather(vars(config.mesh), config.training.accumulation)
+    ahead = xla_options.pipelines_all_gather(config.mesh.sizes, config.training.accumulation)
     return _gathers_weights(config) and ahead
 
 
 def _gathers_weights(config: Config) -> bool:
     """Return whether weights are gathered before each use."""
-    return config.sharding.zero_stage == 3 and math.prod(getattr(config.mesh, axis) for axis in STORAGE_AXES) > 1
+    return config.sharding.zero_stage == 3 and math.prod(config.mesh.size(axis) for axis in STORAGE_AXES) > 1

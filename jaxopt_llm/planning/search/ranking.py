@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
+from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.passes import Passes
@@ -36,15 +37,13 @@ from jaxopt_llm.training.validation import validate
 
 MAX_COMPILED = 12  # settings
 MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given ones is legal
-MEMORY_SLACK = 0.05  # error that the arithmetic may make: a setting is compiled if it would fit with this much less
-# Share of the memory that a setting leaves free, if there is such a setting: for the fragments of XLA's allocator, and
-# for samples and evaluations.
-FREE = 0.05
 
 
 class CompiledPlan(Protocol):
     """Figures of a compiled program that the search reads (plan.Plan)."""
 
+    @property
+    def limit(self) -> int: ...
     @property
     def spare(self) -> int: ...
     @property
@@ -104,6 +103,11 @@ class CompiledCandidate:
         return self.plan.spare >= 0
 
     @property
+    def is_roomy(self) -> bool:
+        """Whether it leaves as much memory free as a run demands of the settings that it chooses."""
+        return self.plan.spare >= self.plan.limit - leave_free(self.plan.limit)
+
+    @property
     def network_share(self) -> float:
         """Share of the step in which the GPUs wait for the network between hosts."""
         between_hosts = [each for each in self.plan.collectives if each.link == "network"]
@@ -121,7 +125,8 @@ class SearchResult:
     limit: bytes of each GPU up to which the arithmetic takes a setting.
     illegal: meshes of these GPUs without any legal setting, with the reasons.
     candidates: all legal settings: those that may fit, fastest first, then the others, smallest first.
-    compiled: the candidates that were compiled. Those that fit come first; both groups are ordered by time.
+    compiled: the candidates that were compiled. First come those that leave memory free, then the others that fit;
+        each group is ordered by time.
     """
 
     recipe: Config
@@ -222,17 +227,17 @@ def rank_settings(
         illegal, candidates: of `estimate_legal`.
         compile_all: compiles up to `at_once` settings in parallel.
     """
-    roomy = int((1 - FREE) * limit)
+    roomy = leave_free(limit)
     if any(candidate.footprint.peak <= roomy for candidate in candidates):
         limit = min(limit, roomy)
-    candidates = order_candidates(candidates, (1 + MEMORY_SLACK) * limit)
+    candidates = order_candidates(candidates, add_slack(limit))
     compiled = _compile_best(config, candidates, limit, compile_all, at_once)
     return SearchResult(config, cluster, limit, illegal, candidates, order_compiled(compiled))
 
 
 def order_compiled(compiled: Iterable[CompiledCandidate]) -> tuple[CompiledCandidate, ...]:
-    """Return the compiled settings that fit, fastest first, then the others, fastest first."""
-    return tuple(sorted(compiled, key=lambda candidate: (not candidate.fits, candidate.time.total)))
+    """Return the compiled settings that leave memory free, then those that fit, then the others, each fastest first."""
+    return tuple(sorted(compiled, key=lambda each: (not each.is_roomy, not each.fits, each.time.total)))
 
 
 def _find_legal_hosts(config: Config, cluster: Cluster) -> int | None:
@@ -250,10 +255,13 @@ def _compile_best(
 ) -> list[CompiledCandidate]:
     compiled: list[CompiledCandidate] = []
 
+    def suffices(candidate: CompiledCandidate) -> bool:
+        return candidate.plan.spare >= candidate.plan.limit - limit
+
     def is_hopeless(candidate: Candidate) -> bool:
-        """Return whether a similar setting, estimated to need no more memory, did not fit."""
+        """Return whether a similar setting, estimated to need no more memory, needed too much."""
         return any(
-            not other.fits
+            not suffices(other)
             and (other.config.mesh, other.config.sharding) == (candidate.config.mesh, candidate.config.sharding)
             and other.candidate.footprint.peak <= candidate.footprint.peak
             for other in compiled
@@ -261,7 +269,7 @@ def _compile_best(
 
     def is_slower(candidate: Candidate) -> bool:
         """Return whether what has been compiled shows that the candidate is hardly faster than the best."""
-        measured = [other for other in compiled if other.fits]
+        measured = [other for other in compiled if suffices(other)]
         # The estimate of pipeline stages errs in another way than that of all other settings.
         alike = [other for other in measured if other.has_stages == (candidate.config.mesh.pipeline > 1)] or measured
         times = [(other.candidate.time.total, other.time.total) for other in alike]
@@ -270,7 +278,7 @@ def _compile_best(
     def list_promising() -> Iterator[Candidate]:
         """Yield the recipe for comparison, then the candidates that may win by what has been compiled so far."""
         yield from (candidate for candidate in candidates if candidate.config == recipe)
-        fitting = (candidate for candidate in candidates if candidate.footprint.peak <= (1 + MEMORY_SLACK) * limit)
+        fitting = (candidate for candidate in candidates if candidate.footprint.peak <= add_slack(limit))
         for candidate in fitting:
             rejected = candidate.config == recipe or is_slower(candidate) or is_hopeless(candidate)
             if not rejected and is_valid(candidate.config):

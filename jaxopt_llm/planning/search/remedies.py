@@ -7,6 +7,7 @@ from dataclasses import replace
 from jaxopt_llm.compiler.chips import CHIPS, Chip
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import METADATA, SEARCHED
+from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all, order_candidates
 from jaxopt_llm.planning.search.report import format_flags
 from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
@@ -18,15 +19,14 @@ LONGER = 1.1  # ratio from which on a remedy gives the time of a step without ov
 HOST_FACTORS = (2, 4, 8, 16, 32, 64)  # numbers of hosts that are tried, as multiples of the given hosts
 
 
-def find_remedies(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> list[str]:
+def find_remedies(result: SearchResult, allowed: tuple[str, ...]) -> list[str]:
     """Return up to MAX_REMEDIES changes that make a setting fit.
 
     Args:
         allowed: fields that the search was allowed to change.
-        fraction: share of a GPU's memory that XLA may use.
     """
     found = itertools.chain(
-        _try_narrower(result, allowed), _try_larger_gpus(result, allowed, fraction), _try_more_hosts(result, allowed)
+        _try_narrower(result, allowed), _try_larger_gpus(result, allowed), _try_more_hosts(result, allowed)
     )
     most = HOST_FACTORS[-1] * result.cluster.hosts
     none = f"shorten --training.sequence-length, because up to {most} hosts do not help"
@@ -45,7 +45,7 @@ def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[st
             yield f"train only adapters: {_describe(found, result.cluster, recipe)}"
 
 
-def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: float) -> Iterator[str]:
+def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
     """Try the chips that have more memory and are slower in nothing, smallest first."""
     given = result.cluster.chip
 
@@ -54,7 +54,7 @@ def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...], fraction: f
         return chip.peak_flops["bfloat16"], *rates
 
     for name, chip in sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes):
-        limit = int(fraction * chip.memory_bytes)
+        limit = leave_free(count_chip_bytes(chip))
         cluster = replace(result.cluster, gpu=name)
         slower = any(new < old for new, old in zip(figures(chip), figures(given), strict=True))
         if chip.memory_bytes <= given.memory_bytes or slower:

@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxopt_llm.config import AXES, Config, MeshConfig, PipelineConfig, RematConfig, fields
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, fields
 from jaxopt_llm.config.fields import FIELDS, SEARCHED
+from jaxopt_llm.planning.free_memory import FREE
 from jaxopt_llm.planning.search.ranking import CompiledCandidate, SearchResult
 from jaxopt_llm.planning.units import GIB
 
 
 def describe_mesh(mesh: MeshConfig) -> str:
-    return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one GPU"
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one GPU"
 
 
 def describe_sharding(config: Config) -> list[str]:
@@ -91,7 +92,11 @@ def format_table(result: SearchResult, seconds: float) -> str:
         days = compute_days(candidate)
         speed = f"{compute_tokens_per_second(candidate):9,.0f} {'-' if days is None else f'{days:,.2f}':>8}"
         mfu = f"{compute_mfu(candidate, result):4.0%}"
-        fits = "" if candidate.fits else ": DOES NOT FIT"
+        fits = (
+            ("" if candidate.is_roomy else f", leaves less than {FREE:.0%} free")
+            if candidate.fits
+            else ": DOES NOT FIT"
+        )
         waits = f"; {candidate.network_share:.1%} of the step waits for the network" if cluster.hosts > 1 else ""
         lines += [
             f"{rank:3} {time.total:7.3f} {speed} {mfu}  {time.bottleneck:16}  {columns}",

@@ -177,7 +177,7 @@ def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> It
     addition to the compute copy that the blocks read, and the master weights can be offloaded to the host.
     """
     zero_stages: tuple[ZeroStage, ...] = (0, 1) if offloads else (0,)
-    if any(getattr(mesh, axis) > 1 for axis in STORAGE_AXES):
+    if any(mesh.size(axis) > 1 for axis in STORAGE_AXES):
         zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)
     stage: ZeroStage
     over_data = (False, True) if mesh.data > 1 else (False,)

@@ -113,10 +113,10 @@ class _Step:
             beside: seconds of the kernels next to which the others move.
         """
         mesh = self.config.mesh
-        axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
         if not axes or not array_bytes:
             return
-        group = math.prod(getattr(mesh, axis) for axis in axes)
+        group = math.prod(mesh.size(axis) for axis in axes)
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
         link, rate = _find_link(axes, kind, mesh, self.cluster)
         waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
@@ -152,7 +152,7 @@ class _Step:
                 yield from self._transfer_over_data(layers.masters + non_layer.masters)
             return
         if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
-            summed_before = any(getattr(mesh, axis) > 1 for axis in (*expert, "context"))
+            summed_before = any(mesh.size(axis) > 1 for axis in (*expert, "context"))
             kind, rounds = ("all-reduce", 2) if summed_before else ("reduce-scatter", 1)
             whole = reduced * (layers.trained + non_layer.trained)
             yield from self.transfer(("fsdp",), kind, whole, rounds, alone=1.0)
@@ -215,7 +215,7 @@ class _Step:
 
     def _gathered_bytes(self, axes: tuple[str, ...]) -> float:
         """Return the bytes of a weight in a gather over these axes."""
-        in_codes = {axis for axis in axes if getattr(self.config.mesh, axis) > 1} & {*self.config.sharding.int8_gathers}
+        in_codes = {axis for axis in axes if self.config.mesh.size(axis) > 1} & {*self.config.sharding.int8_gathers}
         return CODE_BYTES["int8"] if in_codes else self.compute_bytes
 
     def transfer_tokens(self) -> Iterator[EstimatedTransfer]:

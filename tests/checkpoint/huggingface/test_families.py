@@ -1,6 +1,7 @@
 """Published config.json files as our models, checked against the published numbers of parameters."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,9 @@ YARN_ROPE = {
     "original_max_position_embeddings": 4096,
     "type": "yarn",
 }
+LINEAR_ROPE = {"rope_type": "linear", "factor": 2.0}
+LENGTH = {"max_position_embeddings": 131_072}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 # As published, in the older form and without the fields that each omits: config.json, number of parameters, and some
 # of our fields.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
@@ -303,6 +307,62 @@ def test_rope_fields_have_the_precedence_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "fields"),
+    [
+        ("llama", {"rope_scaling": LINEAR_ROPE}, {"scaling": "linear", "factor": 2.0}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 1.0}}, {"scaling": "linear", "factor": 1.0}),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 3}, "max_position_embeddings": 2048},
+            {"scaling": "dynamic", "factor": 3.0, "original_length": 2048},
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 2048},
+            {"original_length": 2048, "high_frequency_factor": 32.0, "attention_factor": 0.0, "truncate": True},
+        ),
+        ("llama", {"rope_scaling": YARN_ROPE}, {"attention_factor": 1.0, "mscale_all_dim": 0.0}),
+        ("llama", {"rope_scaling": YARN_ROPE | {"mscale": None}}, {"attention_factor": 0.0}),
+        ("qwen3", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, {"attention_factor": 1.5}),
+        ("qwen3", {"rope_scaling": YARN_ROPE | {"truncate": False}}, {"truncate": False}),
+        ("deepseek_v2", {"rope_scaling": LLAMA3_ROPE}, {"scaling": "llama3", "factor": 8.0}),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN_ROPE | {"mscale": None, "factor": 2.0}},
+            {"attention_factor": 1 + 0.1 * math.log(2), "mscale_all_dim": 0.707},
+        ),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}},
+            {"attention_factor": 1.5, "mscale_all_dim": 0.707},
+        ),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN_ROPE | {"factor": None}, "max_position_embeddings": 8192},
+            {"factor": 2.0, "original_length": 4096},
+        ),
+        (
+            "phi3",
+            {"rope_scaling": LONG_ROPE, "original_max_position_embeddings": 4096, "max_position_embeddings": 131072},
+            {"scaling": "longrope", "factor": 32.0, "original_length": 4096, "long_factors": (2.0,) * 48},
+        ),
+        ("phi3", {"rope_scaling": LONG_ROPE | {"type": "su"}, "max_position_embeddings": 4096}, {"factor": 1.0}),
+        # The class of Phi-3 has its own original length, which takes precedence over the one inside.
+        (
+            "phi3",
+            {"rope_scaling": LONG_ROPE | {"original_max_position_embeddings": 64}, "max_position_embeddings": 8192},
+            {"original_length": 4096, "factor": 2.0},
+        ),
+    ],
+)
+def test_rope_kinds(name: str, changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    config = read(published(name) | changes)
+    assert {each: get_field(config.rope, each) for each in fields} == fields
+    family = families.find_by_settings(published(name))
+    assert canonicalise(read(family.write(config))) == canonicalise(config)
+
+
+@pytest.mark.parametrize(
     ("config", "family"),
     [
         (ModelConfig(), "llama"),
@@ -325,6 +385,12 @@ def test_rope_fields_have_the_precedence_of_transformers() -> None:
         (ModelConfig(qk_norm="projection", head_dim=32, width=128, moe=MoEConfig(experts=4)), "olmoe"),
         (ModelConfig(moe=MoEConfig(balance_loss=0.5)), "llama"),
         (ModelConfig(rope=RopeConfig(scaling="yarn", factor=2.0)), "llama"),
+        (ModelConfig(rope=RopeConfig(scaling="yarn", factor=2.0, mscale=2.0)), "llama"),  # as an attention_factor
+        (
+            ModelConfig(rope=RopeConfig(scaling="longrope", short_factors=(1.0,) * 16, long_factors=(2.0,) * 16)),
+            "llama",
+        ),
+        (ModelConfig(pattern=("sliding",), rope=RopeConfig(scaling="dynamic", original_length=64)), "mistral"),
         (replace_fields(ModelConfig(), DEEPSEEK), "deepseek_v2"),
         (
             replace_fields(
@@ -364,7 +430,6 @@ def test_a_family_that_cannot_express_the_balance_loss_does_not_fit() -> None:
         ({"moe.experts": 4, "moe.shared_expert_width": 8}, "model.moe.shared_expert_width=8"),
         ({"moe.experts": 4, "moe.dense_layers": 1}, "model.moe.dense_layers=1"),
         ({"kv_heads": 4, "mla.kv_rank": 8}, "model.mla.kv_rank=8"),
-        ({"rope.scaling": "yarn", "rope.factor": 2.0, "rope.mscale": 2.0}, "model.rope.mscale=2.0"),
         (
             DEEPSEEK | {"moe.shared_expert_width": 9},
             "model.moe.shared_expert_width=9: must be a multiple of model.moe.expert_width=8",
@@ -384,9 +449,17 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"model_type": "bert"}, "model_type='bert': not a supported family"),
+        (
+            "llama",
+            {"model_type": "bert"},
+            "model_type='bert': no family of this name is read; the nearest is mistral or olmo2",
+        ),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quant_method='gptq': weights as codes are not read",
+        ),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"hidden_size": "4096"}, "hidden_size='4096': must be a whole number"),
         ("llama", {"hidden_size": 2**40}, "must be a whole number below"),
@@ -394,18 +467,37 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: must be a finite number"),
         ("llama", {"attention_bias": True}, "attention_bias=True: only False"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu': only 'silu'"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ("llama", {"rope_scaling": {"type": "proportional"}}, "rope_type='proportional': the model would need other"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "model.rope.factor=0.5: must be at least 1"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "need other frequencies in some of its layers"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ("phi3", LENGTH | {"rope_scaling": {"type": "longrope"}}, "short_factor=None: must be a list of numbers"),
+        (
+            "phi3",
+            LENGTH | {"rope_scaling": LONG_ROPE | {"short_factor": [1.0]}},
+            "short_factors: 1 values; .*each of the 48",
+        ),
+        (
+            "phi3",
+            LENGTH | {"rope_scaling": LONG_ROPE | {"long_factor": [0.0] * 48}},
+            "long_factors: 0.0 must be above 0",
+        ),
+        (
+            "phi3",
+            LENGTH | {"rope_scaling": LONG_ROPE | {"long_factor": ["1"] * 48}},
+            "long_factor='1': must be a finite number",
+        ),
+        ("phi3", {"rope_scaling": LINEAR_ROPE}, "rope_type='linear': .* those of 'default', 'longrope', 'su', 'yarn'"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75"),
         (
             "qwen2",
             {"layer_types": ["sliding_attention"] * 28},
             "layer_types: sliding_attention requires use_sliding_window=true",
         ),
-        ("gemma2", {"layer_types": ["linear_attention"] * 42}, "layer_types: 'linear_attention'"),
+        ("gemma2", {"layer_types": ["linear_attention"] * 42}, "layer_types='linear_attention': only"),
         ("gemma2", {"layer_types": ["full_attention"]}, "a value for each of the 42 layers"),
-        ("smollm3", {"no_rope_layers": [2] * 36}, "no_rope_layers: must contain only 0 and 1"),
+        ("smollm3", {"no_rope_layers": [2] * 36}, "no_rope_layers=.*: must contain only 0 and 1"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
         ("qwen2", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647: must be at most 10,000"),
         ("llama", {"rope_theta": 10**400}, "must be a finite number"),
@@ -415,7 +507,7 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         ("gpt2", {"num_attention_heads": 6}, "num_attention_heads=6: it is another name of n_head, which is 12"),
         ("llama", {"is_causal": False}, "is_causal=False: only True"),
         ("qwen2", {"per_layer_config": {"2": {"rms_norm_eps": 1.0}}}, "per_layer_config"),
-        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types: transformers loads a mistral with it"),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types=.*: transformers loads a mistral with it"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: only 0.0"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be at least 1"),
         ("mixtral", {"num_experts": 4}, "num_experts=4: it is another name of num_local_experts, which is 8"),
@@ -432,7 +524,7 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         ),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be at least 1"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers=48: only 0 is supported"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers=48: only 0 is read"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: only null"),
         ("olmoe", {"sliding_window": 8}, "sliding_window=8: only null"),
         ("olmoe", {"head_dim": 64}, "head_dim=64: times num_attention_heads=16 it must be hidden_size=2048"),
@@ -444,20 +536,15 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
         ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts=0: must be at least 1"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2: only 1"),
         ("deepseek_v2", {"first_k_dense_replace": 60}, "model.moe.dense_layers=60: must be below"),
-        ("deepseek_v2", {"rope_scaling": LLAMA3_ROPE}, "rope_type='llama3': only 'default' and 'yarn'"),
         (
             "deepseek_v2",
-            {"rope_scaling": YARN_ROPE | {"mscale": None}},
-            "mscale_all_dim=0.707: not supported without mscale",
+            {"rope_scaling": LINEAR_ROPE | {"mscale_all_dim": 0.7}},
+            "mscale_all_dim=0.7: rope_type='linear' would need scaled scores",
         ),
-        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"attention_factor": 1.5}}, "attention_factor=1.5: only null"),
-        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"truncate": False}}, "truncate=False: only True"),
-        ("deepseek_v2", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor is missing"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False: only True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
         ("deepseek_v3", {"n_group": 7}, "model.moe.experts=256: must be a multiple of model.moe.router_groups=7"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
-        ("llama", {"rope_scaling": YARN_ROPE}, "mscale_all_dim=0.707: not supported in this family"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8': weights as codes"),
         ("gemma2", {"num_attention_heads": 15}, "hidden_size=3584: must be a multiple of num_attention_heads=15"),
     ],
 )

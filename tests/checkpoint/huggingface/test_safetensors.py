@@ -96,6 +96,39 @@ def test_header_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         safetensors.open_folder(tmp_path)
 
 
+def test_one_file_is_taken_before_the_shards_of_an_index(tmp_path: Path) -> None:
+    write_arrays(tmp_path, 24)
+    index = (tmp_path / safetensors.INDEX).read_text()
+    first = min(tmp_path.glob("model-*"))
+    write_arrays(tmp_path)
+    assert {each.file.name for each in safetensors.open_folder(tmp_path).values()} == {safetensors.SINGLE}
+    first.unlink()
+    (tmp_path / safetensors.INDEX).write_text("damaged")
+    assert safetensors.open_folder(tmp_path).keys() == ARRAYS.keys()
+    (tmp_path / safetensors.SINGLE).unlink()
+    with pytest.raises(InputError, match="invalid JSON"):
+        safetensors.open_folder(tmp_path)
+    (tmp_path / safetensors.INDEX).write_text(index)
+    with pytest.raises(InputError, match=f"{first.name}: cannot be read"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_config_json_may_name_the_file_and_a_variant_is_not_taken_by_itself(tmp_path: Path) -> None:
+    write_arrays(tmp_path)
+    (tmp_path / safetensors.SINGLE).rename(tmp_path / "model.fp16.safetensors")
+    with pytest.raises(InputError, match=r"only the variant model.fp16.safetensors, .* rename it to model.safetensors"):
+        safetensors.open_folder(tmp_path)
+    assert safetensors.open_folder(tmp_path, "model.fp16.safetensors").keys() == ARRAYS.keys()
+    with pytest.raises(InputError, match=r"no other.safetensors, which transformers_weights of config.json names"):
+        safetensors.open_folder(tmp_path, "other.safetensors")
+    with pytest.raises(InputError, match=r"transformers_weights='../x.safetensors' is not a plain"):
+        safetensors.open_folder(tmp_path, "../x.safetensors")
+    settings = {"model_type": "llama", "transformers_weights": 3}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError):
+        model_folder.open_model_folder(tmp_path)
+
+
 def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     index = folder / safetensors.INDEX
     content = json.loads(index.read_text())

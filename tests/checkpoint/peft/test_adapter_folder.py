@@ -1,5 +1,6 @@
 """PEFT folders: adapters are read into any mesh, merged into their base, and refused if they are incomplete."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from adapters import ALPHA, QUERY, RANK, add_adapters, open_adapters, rewrite_adapters, write_adapters
+from adapters import ALPHA, LORA, QUERY, RANK, add_adapters, open_adapters, rewrite_adapters, write_adapters
 
 from jaxopt_llm import load_pretrained
 from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
@@ -146,7 +147,7 @@ def test_adapters_in_a_fused_module_keep_their_scale(rslora: bool, tmp_path: Pat
     phi3 = next(each for each in FAMILIES if each.model_type == "phi3")
     adapted = add_adapters(config, "attention/query attention/value attention/output")
     params = jax.device_put(adapted, toy.placement().replicated)
-    write_adapter_folder(tmp_path / "adapter", params, phi3, config, ALPHA, rslora)
+    write_adapter_folder(tmp_path / "adapter", params, phi3, config, dataclasses.replace(LORA, rslora=rslora))
     peft_config = read_peft_config(tmp_path / "adapter")
     modules = [f"model.layers.0.self_attn.{name}_proj" for name in ("qkv", "o")]
     assert [peft_config.rank(module) for module in modules] == [2 * RANK, RANK]
@@ -189,7 +190,9 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"bias": "all"}, "bias='all': only 'none' is supported"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': only .* it changes the base: save with path_initial"),
     ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save=\\['lm_head'\\]: not supported"),
+    ({"modules_to_save": ["score"]}, "modules_to_save=\\['score'\\]: 'score' is no module of this decoder"),
+    ({"modules_to_save": ["norm"]}, "tensor 'base_model.model.model.layers.0.input_layernorm.weight' is missing"),
+    ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head': must be a list of names"),
     ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication="),
     ({"trainable_token_indices": [1]}, "trainable_token_indices="),
     ({"target_parameters": ["x"]}, "target_parameters="),
@@ -282,5 +285,5 @@ def test_adapters_that_peft_cannot_express_are_not_written(tmp_path: Path) -> No
         InputError,
         match="DoRA of .*/mlp/up without .*/mlp/gate: both are in PEFT's module .*gate_up_proj; use `convert merge`",
     ):
-        write_adapter_folder(tmp_path / "adapter", params, phi3, config, ALPHA)
+        write_adapter_folder(tmp_path / "adapter", params, phi3, config, LORA)
     assert not (tmp_path / "adapter").exists()

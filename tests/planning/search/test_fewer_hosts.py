@@ -58,7 +58,6 @@ def test_hosts_that_make_no_whole_groups_have_no_mesh() -> None:
 @pytest.mark.parametrize(
     ("mesh", "hosts", "count", "expected"),
     [
-        (MeshConfig(), 4, 3, MeshConfig()),
         (MeshConfig(fsdp=8), 4, 3, MeshConfig(fsdp=6)),
         (MeshConfig(data=2, fsdp=4, tensor=2), 4, 2, MeshConfig(data=2, fsdp=2, tensor=2)),
         (MeshConfig(data=4, fsdp=2), 4, 3, MeshConfig(fsdp=6)),

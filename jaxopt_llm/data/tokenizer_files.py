@@ -1,0 +1,186 @@
+"""Files of a tokenizer and of its chat template: copies in a run directory, and what an exported folder gets of them.
+
+A run keeps the files as they are, because its token ids depend on them. An exported folder has files from which
+transformers reads the ids, the template and the BOS of the training.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
+from jaxopt_llm.core import hub, json_files
+from jaxopt_llm.core.files import sync_directory, sync_file
+from jaxopt_llm.data import prepared
+from jaxopt_llm.data.template import find_template
+from jaxopt_llm.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
+
+VOCABULARY = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+NAMED_TEMPLATES = "additional_chat_templates"
+# Nothing that is code. transformers reads these by name; programs in other languages read the older ones.
+TOKENIZER_FILES = (
+    *(VOCABULARY, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
+# Files of the model next to a tokenizer, which name its family and the tokens that end a text.
+MODEL_FILES = ("config.json", "generation_config.json")
+BYTE_TOKENS = ("<|bos|>", "<|eos|>")  # names for the ids 256 and 257 of the byte tokenizer, which have none
+
+
+def keep_tokenizer(
+    config: DataConfig, tokenizer: Tokenizer, directory: Path, prepared_corpora: Iterable[Path] = ()
+) -> None:
+    """Copy the files of a run's tokenizer and chat template into its directory: see `config.cli.load_run_config`.
+
+    Copies of an earlier start are replaced; a start that dies before the end leaves none of them.
+
+    prepared_corpora: folders with the run's data. If they were prepared with one template that is not the tokenizer's
+        own, it takes the place of the tokenizer's.
+    """
+    working, kept = (directory / name for name in (f".{TOKENIZER_FOLDER}.partial", TOKENIZER_FOLDER))
+    shutil.rmtree(working, ignore_errors=True)
+    template = find_template(config, tokenizer).source if config.chat_template else None
+    if find_tokenizer_folder(config) is not None:
+        working.mkdir(parents=True)
+        _copy_files(config, working, (*TOKENIZER_FILES, *MODEL_FILES))
+        _copy_templates(config, working)
+        templates = {prepared.read_template(corpus) for corpus in prepared_corpora}
+        if len(templates) == 1 and (found := templates.pop()) is not None:
+            shutil.rmtree(working / NAMED_TEMPLATES, ignore_errors=True)
+            (working / TEMPLATE_FILE).write_text(found, encoding="utf-8", newline="")
+        for file in working.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as stream:
+                    sync_file(stream)
+        sync_directory(working)
+    shutil.rmtree(kept, ignore_errors=True)
+    if working.is_dir():
+        working.replace(kept)
+    (directory / TEMPLATE_FILE).unlink(missing_ok=True)
+    if template is not None:
+        (directory / TEMPLATE_FILE).write_text(template, encoding="utf-8", newline="")
+    sync_directory(directory)
+
+
+def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer and its chat template for transformers into an existing folder."""
+    if config.uses_bytes:
+        _write_json(folder / VOCABULARY, _describe_bytes())
+        settings: dict[str, Any] = {}
+    else:
+        _copy_files(config, folder, TOKENIZER_FILES)
+        settings = read_json_object(folder / SETTINGS)
+    changed = _set_tokens(config, tokenizer, settings, folder / VOCABULARY)
+    if config.chat_template:
+        changed.pop("chat_template", None)
+        template = find_template(config, tokenizer).source
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8", newline="")
+    elif not config.uses_bytes:
+        _copy_templates(config, folder)
+    if changed != settings:
+        _write_json(folder / SETTINGS, changed)
+    drop_code(folder)
+
+
+def drop_code(folder: Path) -> None:
+    """Remove the names of code, which is not copied, from the tokenizer_config.json of a new folder."""
+    settings = read_json_object(folder / SETTINGS)
+    if settings.pop("auto_map", None) is not None:
+        _write_json(folder / SETTINGS, settings)
+
+
+def _copy_files(config: DataConfig, folder: Path, names: tuple[str, ...]) -> None:
+    """Copy the files with these names. A tokenizer.json that has another name gets this one."""
+    source = find_tokenizer_folder(config)
+    assert source is not None
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    named = hub.find_folder(config.tokenizer, "data.tokenizer=", weights=False)
+    if named.is_file():
+        shutil.copyfile(named, folder / VOCABULARY)
+
+
+def _copy_templates(config: DataConfig, folder: Path) -> None:
+    """Copy the templates that are in files of their own."""
+    source = find_tokenizer_folder(config)
+    assert source is not None
+    if (source / TEMPLATE_FILE).is_file():
+        shutil.copyfile(source / TEMPLATE_FILE, folder / TEMPLATE_FILE)
+    for file in sorted((source / NAMED_TEMPLATES).glob("*.jinja")):
+        (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / NAMED_TEMPLATES / file.name)
+
+
+def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the tokenizer_config.json whose BOS and EOS are those of the training.
+
+    If a BOS must be added for it, the post-processor of `file`, the tokenizer.json, adds it from now on. A conversation
+    has no BOS but that of its template, which may read the names of the tokens: they stay as they were.
+    """
+    changed = dict(settings)
+    if not settings:  # transformers would take the class of the model's family, with its own rules
+        changed |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if config.uses_bytes:
+        changed["split_special_tokens"] = True  # in a text, their names are bytes like others
+    if config.content != "text" or not (config.uses_bytes or not settings or config.bos or config.eos):
+        return changed
+    names = {index: token for token, index in tokenizer.vocabulary.items()}
+    names |= dict(zip((256, 257), BYTE_TOKENS, strict=True)) if config.uses_bytes else {}
+    if not settings or config.eos:
+        changed["eos_token"] = names[tokenizer.eos]
+    if tokenizer.bos is not None and (not settings or config.bos):
+        changed |= {"bos_token": names[tokenizer.bos], "add_bos_token": True}
+        _add_bos(file, names[tokenizer.bos], tokenizer.bos)
+    return changed
+
+
+def _add_bos(file: Path, name: str, index: int) -> None:
+    """Let the post-processor of a tokenizer.json put BOS before each text, instead of tokens that it adds now."""
+    content = json_files.read_object(file, "repair the file")
+    before = content.get("post_processor")
+    steps = before.get("processors", [before]) if before else []
+    singles = [step.get("single") for step in steps if step.get("type") == "TemplateProcessing"]
+    if any(single and single[0].get("SpecialToken", {}).get("id") == name for single in singles):
+        return
+    token, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    adding = {
+        "type": "TemplateProcessing",
+        "single": [token, text],
+        "pair": [token, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [index], "tokens": [name]}},
+    }
+    kept = [step for step in steps if step.get("type") != "TemplateProcessing"]
+    content["post_processor"] = {"type": "Sequence", "processors": [*kept, adding]} if kept else adding
+    _write_json(file, content)
+
+
+def _describe_bytes() -> dict[str, Any]:
+    """Return the tokenizer.json of the byte tokenizer: a byte-level BPE without merges, whose ids are the bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # Byte-level tokenizers write other bytes as the characters from U+0100 on.
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    vocabulary = {characters[byte]: byte for byte in range(256)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = dict(zip(BYTE_TOKENS, (ByteTokenizer.bos, ByteTokenizer.eos), strict=True))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": name, **flags} for name, index in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,421 @@
+"""Conversations in the text that a chat template writes: where the assistant's turns lie, and what is left out.
+
+The template is a function that is only called: this file compares its texts for parts of a conversation, with and
+without the generation prompt, and with probes in place of what was written. It imports nothing of this package, because
+sandbox.py loads it by its path.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+# Text of messages and tools. The last argument: whether the generation prompt follows. Refused if the template rejects.
+Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str]
+Document = tuple[str, list[tuple[int, int]]]  # text, and the ranges of characters that are learned
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, as in transformers
+PROBES = tuple(f"{letter}{secrets.token_hex(8)}" for letter in "qz")  # texts that no conversation contains
+EXAMPLE = [{"role": "user", "content": PROBES[1]}, {"role": "assistant", "content": PROBES[0]}]
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+_TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": _PARAMETERS}}
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+class Refused(Exception):
+    """Exception for a conversation that the template rejects or cannot write, or in whose text a turn is not found."""
+
+
+class Lost(Exception):
+    """Exception for a conversation of which the template leaves out a part.
+
+    The arguments are a phrase that also describes several such conversations, and more about this one.
+    """
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Turn of the assistant, as the model is served.
+
+    Attributes:
+        document: the conversation up to and including the turn, and what the template writes after it.
+        text: the document up to and including the token that ends the turn.
+        start: index in the text at which the model takes over.
+        joined: whether the document is the prompt and a turn that the template writes only after another text.
+    """
+
+    document: str
+    text: str
+    start: int
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a template writes after the assistant's answer.
+
+    Attributes:
+        epilogue: text of the last turn of a conversation after the token that ends the turn.
+        following: special token, after whitespace, that begins the user's next turn and so ends an answer; empty if
+            the template ends an answer with a token of its own.
+    """
+
+    epilogue: str = ""
+    following: str = ""
+
+
+class Specials:
+    """Special tokens of a tokenizer in texts.
+
+    eos: the token that the tokenizer declares as the end of a text.
+    """
+
+    def __init__(self, tokens: Sequence[str], eos: str) -> None:
+        self.eos = eos
+        self._tokens = {token for token in tokens if token}
+        self._lengths = sorted({len(token) for token in self._tokens}, reverse=True)
+        escaped = "|".join(map(re.escape, sorted(self._tokens, key=lambda token: (-len(token), token))))
+        self._pattern = re.compile(escaped or "(?!)")
+        # Tokens such as <think> are not special, but one token too.
+        self._whole = re.compile(rf"{escaped}|</?\w+>" if escaped else r"</?\w+>")
+        self._longest = max(self._lengths, default=0) + 32
+
+    def end(self, text: str) -> str:
+        """Return the special token that ends a text, or an empty text."""
+        ends = (text[-length:] for length in self._lengths)
+        return next((end for end in ends if end in self._tokens), "")
+
+    def following(self, text: str, index: int) -> str:
+        """Return the special token at an index of a text, with the whitespace before it, or an empty text."""
+        begin = index + len(text[index:]) - len(text[index:].lstrip())
+        found = self._pattern.match(text, begin)
+        return text[index : found.end()] if found else ""
+
+    def last(self, text: str) -> int:
+        """Return the index of the last special token of a text, or -1."""
+        return max((found.start() for found in self._pattern.finditer(text)), default=-1)
+
+    def common(self, *texts: str) -> int:
+        """Return the length of the longest common prefix of texts that does not end inside a token such as <think>."""
+        length = common_length(*texts)
+        for text in texts:
+            for found in self._whole.finditer(text, max(0, length - self._longest), length + self._longest):
+                if found.start() < length < found.end():
+                    return self.common(*(each[: found.start()] for each in texts))
+        return length
+
+
+def common_length(*texts: str) -> int:
+    """Return the length of the longest common prefix of texts."""
+    first, last = min(texts), max(texts)
+    low, high = 0, len(first)
+    while low < high:  # a comparison of two slices is much faster than a loop over characters
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == last[low:middle] else (low, middle - 1)
+    return low
+
+
+def alter(message: Message, probe: str) -> Message:
+    """Return a message in which a probe replaces what was written: the content, the reasoning, the called functions."""
+    fields = [name for name in ("content", *REASONING) if isinstance(message.get(name), str)]
+    changed: Message = {name: probe for name in fields if message[name] or not message.get("tool_calls")}
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [rename(call, probe) for call in calls]
+    return {**message, **changed}
+
+
+def rename(tool: Any, name: str) -> Any:
+    """Return a tool, or a call of one, with another name of the function."""
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": {**tool["function"], "name": name}}
+    return {**tool, "name": name}
+
+
+def find_reasoning(message: Message) -> list[str]:
+    """Return the reasoning of a message: a field, or the part of the content between <think> and </think>."""
+    found = [message[name] for name in REASONING if isinstance(message.get(name), str)]
+    content = message.get("content")
+    thought = _THOUGHT.match(content) if isinstance(content, str) else None
+    return [text.strip() for text in (*found, *(thought.groups() if thought else ())) if text.strip()]
+
+
+def find_ending(render: Render, specials: Specials, has_tools: bool) -> Ending:
+    """Return what the template writes after an answer: an example with a next turn and one without it are compared."""
+    tools = [_TOOL] if has_tools else None
+    try:
+        texts = render(EXAMPLE, tools, False), render([*EXAMPLE, EXAMPLE[0]], tools, True)
+    except Refused:
+        return Ending()
+    last, inner = (text.rpartition(PROBES[0])[2] for text in texts)
+    common = specials.common(last, inner)
+    if specials.eos and (found := last[:common].find(specials.eos)) >= 0:
+        return Ending(epilogue=last[found + len(specials.eos) :])
+    if specials.end(last[:common].rstrip()):
+        return Ending(epilogue=last[common:])
+    if specials.end(last.rstrip()):
+        return Ending()
+    return Ending(following=specials.following(inner, len(last[:common].rstrip())))
+
+
+def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] | None) -> list[Message]:
+    """Return messages whose tool calls have their arguments in the form that the template writes as JSON.
+
+    Some templates write the JSON of an object, and would write the JSON of a JSON text, with quotes. Others write a
+    text as it is, and cannot write an object. A probe in place of the arguments shows what the template does.
+    """
+
+    def write(arguments: Any) -> str:
+        try:
+            return render(_map_arguments(messages, lambda _: arguments), tools, False)
+        except Refused:
+            return ""
+
+    key, value = PROBES
+    given = [call["arguments"] for message in messages for call in _functions(message) if "arguments" in call]
+    texts = [arguments for arguments in given if isinstance(arguments, str)]
+    if texts and (text := f'{{"{key}":  1}}') not in write(text):
+        try:
+            return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
+        except ValueError as error:
+            raise Refused(f"the arguments of a tool call are not JSON: {error}") from None
+    if len(texts) < len(given):
+        written = write({key: value})
+        if value not in written or f"'{key}'" in written:  # quotes of Python
+            return _map_arguments(messages, _encode_json)
+    return messages
+
+
+class Conversation:
+    """Conversation in the text of a template.
+
+    Args:
+        render: renders messages.
+        messages: the conversation.
+        tools: its tools.
+        specials: special tokens, which can end a turn.
+    """
+
+    def __init__(
+        self, render: Render, messages: Sequence[Message], tools: Sequence[Any] | None, specials: Specials
+    ) -> None:
+        self._template, self._messages, self._tools, self._specials = render, messages, tools, specials
+        self._rendered: dict[tuple[int, bool], str] = {}
+
+    def render_first(self, count: int, prompts: bool = False) -> str:
+        """Return the text of the first messages. prompts: whether the generation prompt follows."""
+        if (count, prompts) not in self._rendered:
+            self._rendered[count, prompts] = self._render(self._messages[:count], prompts)
+        return self._rendered[count, prompts]
+
+    def _render(self, messages: Sequence[Message], prompts: bool = False) -> str:
+        return self._template(messages, self._tools, prompts)
+
+    # ---- Turns.
+
+    def find_documents(self, learned: Sequence[int], ending: Ending) -> list[Document]:
+        """Return the documents in which the learned turns are as the model is served.
+
+        This is the whole conversation if it shows each turn as it was served. Otherwise the template rewrites earlier
+        turns when more turns follow. Then there is one document for each group of turns of which the last one shows
+        the others as they were served.
+        """
+        turns = {index: self.read_turn(index, ending) for index in learned}
+        last = turns.get(len(self._messages) - 1)
+        whole = self.render_first(len(self._messages)) if last is None else last.document
+        spans = {index: (turn.start, len(turn.text)) for index, turn in turns.items() if whole.startswith(turn.text)}
+        moved = {index: self._locate(index, turn, whole) for index, turn in turns.items() if index not in spans}
+        if all(moved.values()):
+            return [(whole, sorted(span for span in (*spans.values(), *moved.values()) if span))]
+        documents = [(whole, sorted(spans.values()))] if spans else []
+        rest = [turn for index, turn in turns.items() if index not in spans]
+        while rest:
+            text = rest[-1].document
+            documents.append((text, [(turn.start, len(turn.text)) for turn in rest if text.startswith(turn.text)]))
+            rest = [turn for turn in rest if not text.startswith(turn.text)]
+        return documents[::-1]
+
+    def read_turn(self, index: int, ending: Ending) -> Turn:
+        """Return a turn as the model is served."""
+        try:
+            prompt = self.render_first(index, prompts=True)
+        except Refused as error:
+            if index > 0:
+                raise
+            raise Refused(f"the assistant begins it, and there is no prompt without messages: {error}") from None
+        whole = self.render_first(index + 1)
+        start, joined = len(prompt), False
+        if not whole.startswith(prompt):
+            start, turn = self._find_start(index, prompt, whole)
+            joined = start == len(prompt)
+            whole = prompt + whole[turn:] if joined else whole
+        text = whole.removesuffix(ending.epilogue)
+        stripped = text.rstrip()
+        if self._specials.end(stripped) and len(stripped) > start:
+            text = stripped
+        elif following := self._find_following(index, stripped, ending):
+            text = stripped + following
+        return Turn(whole if whole.startswith(text) else text, text, start, joined)
+
+    def _find_start(self, index: int, prompt: str, whole: str) -> tuple[int, int]:
+        """Return where the model takes over if the rendering of a turn does not begin with its prompt.
+
+        This is where the rendering leaves the generation prompt: an index of the rendering, twice. Text that is the
+        same for two probes in place of the answer is the template's own.
+
+        Some templates write the messages before the turn in another way with the turn than without it. Mistral's
+        leave out the system message. Then the result is the length of the prompt, and the index of the turn in the
+        rendering, where the same generation prompt or the same last special token precedes the answer.
+        """
+        before, message = self._messages[:index], self._messages[index]
+        probed = [self._render([*before, alter(message, probe)]) for probe in PROBES]
+        start, opening = self._specials.common(prompt, whole, *probed), self._find_opening(index)
+        last = self._specials.last(prompt)
+        header = prompt[opening:] or (prompt[last:] if last >= 0 else "")
+        found = whole.rfind(header, 0, self._specials.common(whole, *probed)) if header else -1
+        if start > opening or (start == opening and found < 0):
+            return start, start
+        if found < 0:
+            raise Refused("it writes the messages before an assistant's turn differently with and without the turn")
+        return len(prompt), found + len(header)
+
+    def _find_opening(self, index: int) -> int:
+        return self._specials.common(self.render_first(index, prompts=True), self.render_first(index))
+
+    def _find_following(self, index: int, text: str, ending: Ending) -> str:
+        """Return the special token that follows a turn, with whitespace before it, or an empty text."""
+        if index + 1 < len(self._messages):
+            longer = self.render_first(index + 2)
+            if longer.startswith(text):
+                return self._specials.following(longer, len(text))
+        return "" if self._messages[index].get("tool_calls") else ending.following
+
+    def _locate(self, index: int, turn: Turn, whole: str) -> tuple[int, int] | None:
+        """Return the range of a turn in the whole conversation, or None if its text is not that of the served turn.
+
+        A probe in place of the answer shows where the answer begins, in the served turn and in the whole conversation.
+        """
+        if turn.joined:
+            return None
+        opening, rendering = self._find_opening(index), self.render_first(index + 1)
+        before, message, after = self._messages[:index], self._messages[index], self._messages[index + 1 :]
+        places = set()
+        for probe in PROBES:
+            served, longer = (self._render([*before, alter(message, probe), *rest]) for rest in ((), after))
+            places.add(opening + common_length(longer, whole) - common_length(served, rendering))
+        begin = places.pop()
+        text = turn.text[opening:]
+        if places or begin < 0 or not whole.startswith(text, begin):
+            return None
+        return begin + turn.start - opening, begin + len(text)
+
+    # ---- Parts that the template leaves out.
+
+    def check_parts(self, learned: Sequence[int]) -> None:
+        """Raise Lost if a part of the conversation leaves no trace in the text.
+
+        Probes in place of all parts are looked for in one text. A part whose probe is missing is lost if the text does
+        not change with the part. Reasoning only counts in learned turns: templates drop it in earlier ones by design.
+        """
+        parts = [*self._list_parts()]
+        messages, tools = self._messages, self._tools
+        for number, part in enumerate(parts):
+            messages, tools = part.replace(messages, tools, f"{PROBES[0]}-{number}-")
+        text = self._try(messages, tools) or ""
+        for number, part in enumerate(parts):
+            if f"{PROBES[0]}-{number}-" not in text and self._is_lost(part, learned):
+                raise Lost(part.reason, part.detail)
+        for index in learned:
+            turn = self.render_first(index + 1)
+            for reasoning in find_reasoning(self._messages[index]):
+                part = Part("with reasoning that the chat template leaves out", index, reasoning=reasoning)
+                if reasoning not in turn and self._is_lost(part, learned):
+                    raise Lost(part.reason, part.detail)
+
+    def _list_parts(self) -> Iterator["Part"]:
+        for index, message in enumerate(self._messages):
+            calls = message.get("tool_calls") or []
+            if isinstance(message.get("content"), str) and message["content"].strip():
+                reason = "with a message that the chat template leaves out"
+                beside = "with text beside tool calls that the chat template leaves out"
+                yield Part(beside if calls else reason, index, detail=f"its role is {message.get('role')}")
+            for call in range(len(calls)):
+                yield Part("with tool calls that the chat template leaves out", index, call=call)
+        for tool in range(len(self._tools or ())):
+            yield Part("with tools that the chat template leaves out", tool=tool)
+
+    def _is_lost(self, part: "Part", learned: Sequence[int]) -> bool:
+        """Return whether no text changes with the part: that of the conversation, and the prompt of the last turn."""
+        texts = [(len(self._messages), False), (max(learned, default=0), True)]
+        if part.message is not None and self._messages[part.message].get("role") == "assistant":
+            texts = [(part.message + 1, False)]
+        messages, tools = part.replace(self._messages, self._tools, PROBES[0])
+        return all(
+            self._try(messages[:count], tools, prompts) == self.render_first(count, prompts) for count, prompts in texts
+        )
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompts: bool = False) -> str | None:
+        try:
+            return self._template(messages, tools, prompts)
+        except Refused:
+            return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a conversation: a tool, a tool call of a message, its reasoning, or else its content."""
+
+    reason: str
+    message: int | None = None
+    call: int | None = None
+    tool: int | None = None
+    reasoning: str = ""
+    detail: str = ""
+
+    def replace(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, probe: str
+    ) -> tuple[Sequence[Message], Sequence[Any] | None]:
+        """Return the messages and tools with a probe in place of the part."""
+        if self.tool is not None:
+            return messages, [rename(each, probe) if i == self.tool else each for i, each in enumerate(tools or ())]
+        assert self.message is not None
+        message = messages[self.message]
+        if self.call is not None:
+            calls = [rename(each, probe) if i == self.call else each for i, each in enumerate(message["tool_calls"])]
+            message = {**message, "tool_calls": calls}
+        elif self.reasoning:
+            texts = {name: message[name] for name in ("content", *REASONING) if isinstance(message.get(name), str)}
+            message = {**message, **{name: text.replace(self.reasoning, probe) for name, text in texts.items()}}
+        else:
+            message = {**message, "content": probe}
+        return [*messages[: self.message], message, *messages[self.message + 1 :]], tools
+
+
+def _functions(message: Message) -> list[Message]:
+    """Return the functions that a message calls, each with its name and arguments."""
+    calls = [call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    return [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+
+
+def _encode_json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _map_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """Return messages with changed arguments of tool calls."""
+
+    def convert(call: Any) -> Any:
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            return {**call, "function": convert(call["function"])}
+        return (
+            {**call, "arguments": change(call["arguments"])} if isinstance(call, dict) and "arguments" in call else call
+        )
+
+    return [
+        {**message, "tool_calls": [*map(convert, message["tool_calls"])]} if message.get("tool_calls") else message
+        for message in messages
+    ]

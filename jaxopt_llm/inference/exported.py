@@ -1,0 +1,155 @@
+"""Files of an exported folder that describe a training: tokenizer, chat template, and settings of generation."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from jaxopt_llm.checkpoint.huggingface.codecs import Settings
+from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_nothing
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import TEMPLATE_FILE
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.continuation import find_eos_ids
+from jaxopt_llm.data.template import find_template, open_renderer
+from jaxopt_llm.data.tokenizer import (
+    Tokenizer,
+    find_tokenizer_folder,
+    load_tokenizer,
+    read_json_object,
+)
+from jaxopt_llm.data.tokenizer_files import (
+    NAMED_TEMPLATES,
+    SETTINGS,
+    TOKENIZER_FILES,
+    VOCABULARY,
+    drop_code,
+    write_tokenizer,
+)
+
+GENERATION_FILE = "generation_config.json"
+# Fields of a base's generation_config.json that are kept: numbers that choose and end a text, and nothing that names
+# code. Its EOS tokens are those of the training, in addition to its own.
+GENERATION_FIELDS = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("num_beams", "length_penalty", "early_stopping", "penalty_alpha", "use_cache", "guidance_scale"),
+    *("repetition_penalty", "no_repeat_ngram_size", "max_length", "min_length", "max_new_tokens", "min_new_tokens"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "bos_token_id", "pad_token_id"),
+)
+# Families whose tokenizer transformers 5 reads with this class, whatever tokenizer_config.json declares. The class has
+# its own rules to split a text, and its own special tokens.
+FORCED_CLASSES = {"qwen2": "Qwen2Tokenizer"}
+
+
+def describe_training(data: DataConfig, base: Path | None, write_card: Callable[[Path], None]) -> Origin:
+    """Return what a folder of a trained model keeps of the training.
+
+    Args:
+        data: settings that name the tokenizer and the chat template of the training.
+        base: Hugging Face folder that the training started from; None if there is none.
+        write_card: writes the model card into the new folder.
+    """
+    tokenizer = load_tokenizer(data)
+    ids = _find_token_ids(data, tokenizer, base)
+    generation = _make_generation_config(data, base, ids)
+
+    def write_files(folder: Path) -> None:
+        write_tokenizer(data, tokenizer, folder)
+        (folder / GENERATION_FILE).write_text(json.dumps(generation, indent=2) + "\n")
+        write_card(folder)
+
+    return Origin(base, ids, write_files)
+
+
+def list_tokenizer_notes(data: DataConfig, model_type: str) -> list[str]:
+    """Return a sentence if transformers reads the tokenizer of an exported folder with a class that may differ."""
+    forced, folder = FORCED_CLASSES.get(model_type), find_tokenizer_folder(data)
+    declared = read_json_object(folder / SETTINGS).get("tokenizer_class", "none") if folder else "none"
+    if forced is None or str(declared).removesuffix("Fast") == forced:
+        return []
+    return [
+        f"AutoTokenizer of transformers 5 reads the tokenizer of every {model_type} model as a {forced}, and this one "
+        f"declares {declared}: load it with PreTrainedTokenizerFast, which reads it as the training did."
+    ]
+
+
+def copy_origin(folder: Path) -> Origin:
+    """Return what a copy of a Hugging Face folder's model keeps of the folder: its files as they are."""
+
+    def write_files(target: Path) -> None:
+        for name in (*TOKENIZER_FILES, TEMPLATE_FILE, GENERATION_FILE):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, target / name)
+        drop_code(target)
+        if (folder / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(folder / NAMED_TEMPLATES, target / NAMED_TEMPLATES)
+
+    return Origin(folder, {}, write_files)
+
+
+def describe_merge(
+    base: Path, adapter: Path, vocabulary_size: int, write_card: Callable[[Path], None] = write_nothing
+) -> Origin:
+    """Return what the model of a folder with the adapters of a PEFT folder keeps.
+
+    The tokenizer and the template are the adapters' own if their folder has them, because they were trained with these.
+
+    Raises:
+        InputError: the adapters' tokenizer has more tokens than the model's vocabulary.
+    """
+    if (adapter / VOCABULARY).is_file():
+        data = DataConfig(tokenizer=str(adapter.absolute()))
+        if (size := load_tokenizer(data).vocabulary_size) > vocabulary_size:
+            problem = f"its tokenizer has {size} tokens, more than the vocabulary of {base} ({vocabulary_size})"
+            raise InputError(f"--adapter {adapter}: {problem}; name the base that the adapters were trained over")
+        return describe_training(data, base, write_card)
+    copied = copy_origin(base)
+
+    def write_files(folder: Path) -> None:
+        copied.write_files(folder)
+        write_card(folder)
+
+    return replace(copied, write_files=write_files)
+
+
+def _find_token_ids(data: DataConfig, tokenizer: Tokenizer, base: Path | None) -> Settings:
+    """Return the token ids of config.json. What the tokenizer does not declare is left to the base."""
+    ends = find_eos_ids(data, tokenizer, _find_turn_end(data, tokenizer))
+    ordered = [tokenizer.eos, *sorted(ends - {tokenizer.eos})]
+    ids: dict[str, Any] = {"eos_token_id": ordered if len(ordered) > 1 else tokenizer.eos}
+    for name in ("bos", "pad"):
+        if (index := tokenizer.vocabulary.get(tokenizer.named_tokens.get(f"{name}_token", ""))) is not None:
+            ids[f"{name}_token_id"] = index
+    if tokenizer.bos is not None:
+        ids["bos_token_id"] = tokenizer.bos
+    return ids
+
+
+def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """Return the token that ends a turn in the chat template; None: there is no template, or none ends a turn."""
+    dated = replace(data, date=data.date or date.today().isoformat())
+    try:
+        template = find_template(dated, tokenizer)
+    except InputError:
+        if data.content != "text":
+            raise
+        return None  # a model of text needs no template
+    try:
+        with open_renderer(template) as renderer:
+            return renderer.find_turn_end()
+    except InputError as error:
+        print(f"warning: {error}; the token that ends a turn is not added to eos_token_id", file=sys.stderr)
+        return None
+
+
+def _make_generation_config(data: DataConfig, base: Path | None, ids: Settings) -> dict[str, Any]:
+    """Return the generation_config.json: what the base's says, and the token ids of the training."""
+    folders = [folder for folder in (find_tokenizer_folder(data), base) if folder]
+    found = [read_json_object(folder / GENERATION_FILE) for folder in folders]
+    settings: dict[str, Any] = next((each for each in found if each), {})
+    kept = {name: settings[name] for name in GENERATION_FIELDS if settings.get(name) is not None}
+    return kept | ids

@@ -1,0 +1,73 @@
+"""Model cards: what they say of the base and of the data, and what they leave out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.inference import card
+
+pytestmark = pytest.mark.core
+
+
+def describe(tmp_path: Path, settings: dict[str, object], library: str = "transformers") -> str:
+    config = replace_fields(Config(), settings)
+    return card.describe_run(tmp_path, config, 3, "mine", ["A note."], library)
+
+
+def test_data_sets_of_the_hub_are_named_and_files_only_by_their_names(tmp_path: Path) -> None:
+    paths = (
+        "hf://datasets/org/chats@main/train.parquet",
+        "/home/someone/private/mine.jsonl",
+        "s3://bucket/key/a*.jsonl",
+    )
+    text = describe(tmp_path, {"data.paths": paths, "evaluation.paths": ("held=/home/someone/held.jsonl",)})
+    assert "datasets:\n- org/chats\n" in text
+    assert "mine.jsonl, a*.jsonl |" in text and "| held-out data | held |" in text and "\nA note.\n" in text
+    assert not any(hidden in text for hidden in ("someone", "bucket", "private"))
+
+
+def test_settings_of_machines_are_left_out(tmp_path: Path) -> None:
+    settings = {
+        "training.batch_size": 7,
+        "training.trainable": ("*/scale",),
+        "run.directory": "/home/someone/runs",
+        "run.seed": 5,
+        "groups.server": "10.0.0.1:80",
+        "groups.token_file": "/home/someone/token",
+        "logging.wandb_project": "hidden",
+        "data.chat_template": "/home/someone/a.jinja",
+    }
+    found = card.list_changes(replace_fields(Config(), settings))
+    assert found == {"run.seed": "5", "training.batch_size": "7", "training.trainable": '["*/scale"]'}
+
+
+@pytest.mark.parametrize(
+    ("front", "expected"),
+    [
+        ("license: apache-2.0", {"license": "apache-2.0"}),
+        (
+            'license: other\nlicense_name: "a-licence"\r\nlicense_link: https://x.org/LICENSE',
+            {"license": "other", "license_name": "a-licence", "license_link": "https://x.org/LICENSE"},
+        ),
+        ("tags:\n- license: no", {}),
+        ("license:\n- a\n- b", {}),
+        ("", {}),
+    ],
+)
+def test_the_license_is_that_of_the_base(front: str, expected: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n\nlicense: mit\n")
+    lines = card.describe_merge(str(tmp_path), tmp_path, "x/adapter", "mine").split("---\n")[1].splitlines()
+    found = dict(line.split(": ", 1) for line in lines if line.startswith("license"))
+    assert {name: json.loads(value) for name, value in found.items()} == expected
+
+
+def test_the_base_is_named_by_its_id(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--Model-1B" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    text = card.describe_merge(str(snapshot), snapshot, "adapters/mine", "mine")
+    assert "\nbase_model: org/Model-1B\n" in text and "- base_model:finetune:org/Model-1B\n" in text
+    local = card.describe_merge(str(tmp_path), tmp_path, "/home/someone/adapter", "mine")
+    assert "base_model" not in local and f"| base | {tmp_path.name} |" in local and "| adapters | adapter |" in local

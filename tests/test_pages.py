@@ -1,0 +1,52 @@
+"""The pages of docs/ as the site shows them."""
+
+import re
+
+import pytest
+from commands import ROOT
+from guides import WIDTH
+
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+_EXACT = ("diff",)  # lines of the package, which may be wider
+
+
+def wide_lines(text: str) -> list[str]:
+    """Return the lines of blocks of code, fenced or indented, that a page cuts off."""
+    found, fence, in_list, in_code, before = [], None, False, False, ""
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fence = line.strip("` ") if fence is None else None
+        elif fence is None:
+            if re.match(r"\s*([-*]|\d+\.) ", line):
+                in_list = True
+            elif line and not line.startswith(" "):
+                in_list = False
+            in_code = line.startswith("    ") and not in_list and (in_code or not before.strip())
+        if len(line) > WIDTH and (in_code if fence is None else fence not in _EXACT):
+            found.append(line)
+        before = line
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_column_of_the_page(page: str) -> None:
+    assert wide_lines((ROOT / page).read_text()) == []
+
+
+def test_which_lines_are_code() -> None:
+    wide = "x" * (WIDTH + 1)
+    assert wide_lines(f"```text\n{wide}\n```\n") == wide_lines(f"Text\n\n    {wide}\n") != []
+    assert not wide_lines(f"{wide}\n\n```diff\n{wide}\n```\n- a list\n\n    {wide}\n")
+
+
+def test_every_page_is_in_the_sidebar_and_fine_tuning_on_several_gpus_is_first() -> None:
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert len(named) == len(set(named)) and set(named) == pages
+    assert named[:2] == ["index.md", "guides/several_gpus.md"]
+
+
+def test_installation_is_described_once() -> None:
+    """The package is not on PyPI: `pip install jaxopt_llm` would find nothing."""
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    assert not [page for page, text in texts.items() if re.search(r"pip install '?jaxopt_llm", text)]
