@@ -13,17 +13,17 @@ QUOTES_THE_PACKAGE = "docs/extending.md"
 
 def wide_lines(text: str) -> list[str]:
     """Return the lines of blocks of code, fenced or indented, that a page cuts off."""
-    found, fence, in_list, in_code, before = [], None, False, False, ""
+    found, fenced, in_list, in_code, before = [], False, False, False, ""
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
-            fence = line.strip("` ") if fence is None else None
-        elif fence is None:
+            fenced = not fenced
+        elif not fenced:
             if re.match(r"\s*([-*]|\d+\.) ", line):
                 in_list = True
             elif line and not line.startswith(" "):
                 in_list = False
             in_code = line.startswith("    ") and not in_list and (in_code or not before.strip())
-        if len(line) > WIDTH and (in_code or fence is not None):
+        if len(line) > WIDTH and (in_code or fenced):
             found.append(line)
         before = line
     return found
