@@ -50,9 +50,10 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: a/b\n---\nlicense: none\n")
     (folder / "secret.jinja").write_text(TURNS)
     (folder / "recipe.py").write_text(RECIPE.format(path=str(base)))
-    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(30)))
-    data = ("--data.paths", folder / "talks.jsonl", "--data.content", "chat")
-    data += ("--data.chat-template", folder / "secret.jinja")
+    for name in ("talks", "held"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(30)))
+    data = ("--data.paths", folder / "talks.jsonl", "--evaluation.paths", folder / "held.jsonl")
+    data += ("--data.content", "chat", "--data.chat-template", folder / "secret.jinja")
     options = ("--config", folder / "recipe.py", "--run.directory", folder / "run", *data, "--lora.rank", 2, *STILL)
     done("train", *options)
     (folder / "secret.jinja").write_text(OTHER)
@@ -71,7 +72,7 @@ def merged(chat_run: Path) -> Path:
 def learned_ids(run: Path) -> list[int]:
     """Token ids of the first conversation, as the training read it."""
     data = cli.load_run_config(run, "").data
-    stream = open_corpus(data, load_tokenizer(data)).sources[0].training
+    stream = open_corpus(data, load_tokenizer(data), holds_out=False).sources[0].training
     return stream.read(0, len(IDS)).tolist()
 
 
@@ -161,11 +162,13 @@ def test_named_templates_are_kept_and_a_template_of_ones_own_replaces_them(chat_
 @pytest.mark.slow
 def test_the_template_of_prepared_conversations_is_exported(chat_run: Path, tmp_path: Path) -> None:
     base = chat_run.parent / "base"  # whose tokenizer_config.json has another template
-    prepare = ("--input", chat_run.parent / "talks.jsonl", "--content", "chat", "--tokenizer", base)
-    done("prepare", *prepare, "--chat-template", chat_run / "chat_template.jinja", "--output", tmp_path / "prepared")
+    prepare = ("--content", "chat", "--tokenizer", base, "--chat-template", chat_run / "chat_template.jinja")
+    for name in ("talks", "held"):
+        done("prepare", "--input", chat_run.parent / f"{name}.jsonl", *prepare, "--output", tmp_path / name)
     options = ("--config", chat_run.parent / "recipe.py", "--run.directory", tmp_path / "run", *STILL)
-    done("train", *options, "--data.paths", tmp_path / "prepared", "--training.steps", 1)
-    shutil.rmtree(tmp_path / "prepared")
+    sets = ("--data.paths", tmp_path / "talks", "--evaluation.paths", tmp_path / "held")
+    done("train", *options, *sets, "--training.steps", 1)
+    shutil.rmtree(tmp_path / "talks")
     done("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == TURNS

@@ -113,6 +113,20 @@ def test_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_several_gpus(tmp_path: Path) -> None:
+    done = follow("several_gpus", tmp_path)
+    two, one = printed_by(done, "runs/two"), printed_by(done, "runs/one")
+    line = "2 devices: mesh.data 2 (4 rows of each device at a time)\n"
+    shown = [block.code for block in read_blocks("several_gpus") if block.language == "text"]
+    assert two.startswith(line) and all(text.startswith(line) for text in shown) and "devices: " not in one
+    assert len(losses(one)) == 3 and losses(one) == pytest.approx(losses(two), rel=1e-4)
+    planned = printed_by(done, " plan ")
+    assert planned.startswith(line)
+    for number in re.findall(r"^  (\w+ +[\d.]+)$", shown[1], re.MULTILINE):
+        assert number in planned
+
+
+@pytest.mark.slow
 def test_deepspeed(tmp_path: Path) -> None:
     done = follow("deepspeed", tmp_path)
     first, sizes, habits = (printed_by(done, text) for text in ("held out:", "features", "class Network"))

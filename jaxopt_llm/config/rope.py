@@ -61,12 +61,12 @@ class RopeConfig:
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of a document."""
+        """Dependence of the frequencies on the length of a document."""
         return self.scaling in ("dynamic", "longrope")
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the embedding differs from one without scaling."""
+        """Difference of the embedding from one without scaling."""
         attention_factor = self.attention_factor if self.scaling == "yarn" else 0.0
         return self.factor != 1 or self.by_length or attention_factor not in (0, 1)
 

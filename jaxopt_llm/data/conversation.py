@@ -71,7 +71,9 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     if not row.keys() >= FORMS[form]:
         detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
-    check_row(row, form)
+    check_row(row)
+    if "label" in row:
+        counter.count({"label"})
     context, answers = _split_messages(row, form)
     learns = [take_learned(message, message["role"] == "assistant") for message in context + answers]
     learns[: len(context)] = [False] * len(context)
@@ -210,11 +212,14 @@ def _parse_calls(value: Any) -> list[Any]:
 
 
 def _text(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise Malformed("with a part of a message that is not text")
+    """Return the text of a part of a content, which LLaMA-Factory and Axolotl also name `value`."""
+    text = part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = f"its type is {part['type']}" if isinstance(part, dict) and "type" in part else ""
+        raise Malformed("with a part of a message that is not text", kind)
     if part.keys() & {"train", "weight"}:
         raise Malformed("with a part of a message that has train or weight of its own")
-    return str(part["text"])
+    return text
 
 
 def _describe_value(value: Any) -> str:

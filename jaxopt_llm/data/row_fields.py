@@ -19,8 +19,8 @@ _MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios")
 # Fields that have a meaning elsewhere and cannot be used here, with the reason.
 _UNUSABLE_IN_ROWS = {
     **_MEDIA,
-    **dict.fromkeys(("rejected_response", "rejected_messages", "margin", "kto_tag"), _JUDGED),
-    **dict.fromkeys(("score_chosen", "score_rejected"), _JUDGED),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "score_chosen", "score_rejected"), _JUDGED),
+    **dict.fromkeys(("margin", "kto_tag", "label"), _JUDGED),
     **dict.fromkeys(("input_ids", "assistant_masks", "completion_mask"), _TOKENS),
     **dict.fromkeys(("functions", "function_call", "available_tools"), "which tools replaces"),
     "system_prompt": "which is read with --data.columns system=system_prompt",
@@ -33,7 +33,6 @@ _UNUSABLE_IN_MESSAGES = {
     "refusal": "which is no content",
     **dict.fromkeys(("train_detail", "training_detail"), "which trains on parts of a message"),
 }
-_JUDGEMENTS_OF_PAIRS = {"label": _JUDGED}  # in other forms, a label may be anything
 # Fields of a message that are 1 (or true) if it is learned and 0 (or false) if not: those of OpenAI, of LLaMA-Factory,
 # of Axolotl and of ms-swift.
 LEARNED_FLAGS = ("weight", "loss_weight", "train", "training", "loss")
@@ -41,21 +40,23 @@ LEARNED_FLAGS = ("weight", "loss_weight", "train", "training", "loss")
 
 def known_fields(form: str) -> Collection[str]:
     """Return the fields of a row that are used, or make it malformed."""
-    return {*fields_of_form(form), "chosen", "rejected", *_unusable_in_rows(form)}
+    return {*fields_of_form(form), "chosen", "rejected", *_UNUSABLE_IN_ROWS}
 
 
-def check_row(row: Mapping[str, Any], form: str) -> None:
+def check_row(row: Mapping[str, Any]) -> None:
     """Raise Malformed if a row has a field that cannot be used. Empty values count as absent."""
     if row.keys() & {"chosen", "rejected"}:
-        raise Malformed(PREFERENCE_PAIR)
-    for name, reason in _unusable_in_rows(form).items():
-        harmless = (name == "only_last" and row.get(name) is False) or (name == "weight" and row.get(name) == 1)
-        if name in row and row[name] not in ("", [], {}) and not harmless:
-            raise Malformed(f"with {name}, {reason}", f"--data.columns {name}= leaves it unread")
+        raise Malformed(PREFERENCE_PAIR, "--data.columns chosen= rejected= leaves it unread")
+    for name, reason in _UNUSABLE_IN_ROWS.items():
+        if name in row and row[name] not in ("", [], {}) and not _is_harmless(name, row[name]):
+            raise Malformed(f"with the field {name}, {reason}", f"--data.columns {name}= leaves it unread")
 
 
-def _unusable_in_rows(form: str) -> dict[str, str]:
-    return _UNUSABLE_IN_ROWS | (_JUDGEMENTS_OF_PAIRS if form == "pairs" else {})
+def _is_harmless(name: str, value: Any) -> bool:
+    """Return whether a value of a field that cannot be used makes no difference."""
+    if name == "label":  # true and false judge an answer, while a number or a text names a class
+        return not isinstance(value, bool)
+    return (name == "only_last" and value is False) or (name == "weight" and value == 1)
 
 
 def take_learned(message: dict[str, Any], is_assistant: bool) -> bool:
@@ -64,9 +65,9 @@ def take_learned(message: dict[str, Any], is_assistant: bool) -> bool:
     Raises:
         Malformed: a field cannot be used, or tells to learn a message that is not the assistant's.
     """
-    for name in message.keys() & _UNUSABLE_IN_MESSAGES.keys():
-        if message[name] not in ("", [], {}):
-            raise Malformed(f"with a message with {name}, {_UNUSABLE_IN_MESSAGES[name]}")
+    for name, reason in _UNUSABLE_IN_MESSAGES.items():
+        if message.get(name) not in (None, "", [], {}):
+            raise Malformed(f"with a message that has the field {name}, {reason}")
     flags = {name: message.pop(name) for name in LEARNED_FLAGS if name in message}
     for name, flag in flags.items():
         if not isinstance(flag, bool | int | float) or flag not in (0, 1):
@@ -91,7 +92,7 @@ class FieldCounter:
 
     def count(self, names: Collection[str], owner: str = "") -> None:
         """Count fields of one row that only the template can read. owner: what has the fields, for messages."""
-        for name in names:
+        for name in sorted(names):
             if name not in self._is_read:
                 self._is_read[name] = re.search(rf"\b{re.escape(name)}\b", self._template) is not None
             if not self._is_read[name]:

@@ -55,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Ending:
-    """What a template writes after the assistant's answer.
+    """Text that a template writes after the assistant's answer.
 
     Attributes:
         epilogue: text of the last turn of a conversation after the token that ends the turn.

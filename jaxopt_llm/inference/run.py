@@ -188,7 +188,7 @@ def load_model(
             adapters = open_run_adapters(adapter, directory, config)
         else:
             adapters, folder = open_adapters(adapter, folder)
-            config = replace(config, model=replace(folder.config, pretrained=config.model.pretrained))
+            config = _use_adapter_tables(config, folder, adapters.path)
     if folder is None:
         find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)
@@ -213,6 +213,18 @@ def load_model(
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, dtype)
     return LoadedModel(config, tokenizer, model, params, placement, restored)
+
+
+def _use_adapter_tables(config: Config, folder: ModelFolder, adapter: Path) -> Config:
+    """Return the configuration of a model with the whole weights that are saved with its adapters.
+
+    If they have rows for more tokens, the tokenizer is the one next to them, unless another is given.
+    """
+    name, data = config.model.pretrained, config.data
+    resized = folder.config.vocabulary_size != config.model.vocabulary_size
+    if resized and data.tokenizer == name and (adapter / "tokenizer.json").is_file():
+        data = replace(data, tokenizer=str(adapter))
+    return replace(config, model=replace(folder.config, pretrained=name), data=data)
 
 
 def _check_quantisation(

@@ -207,25 +207,35 @@ def test_arguments_of_the_template_in_a_row(config: DataConfig, tmp_path: Path) 
 
 PAIR = {"prompt": "Hi", "completion": "Hello"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "openai's preferences": ({**GOOD, "rejected": [ANSWER]}, "with a preference pair (chosen, rejected)"),
-    "an unpaired preference": ({**PAIR, "label": False}, "with label, which judges answers"),
-    "llama-factory's feedback": ({**GOOD, "kto_tag": True}, "with kto_tag, which judges answers"),
-    "ms-swift's preferences": ({**GOOD, "rejected_response": "x"}, "with rejected_response, which judges"),
-    "a reward's margin": ({**PAIR, "margin": 0.5}, "with margin, which judges"),
-    "images": ({**GOOD, "images": ["a.png"]}, "with images, which is no text"),
-    "audio": ({**GOOD, "audios": ["a.wav"]}, "with audios, which is no text"),
-    "tokens": ({**GOOD, "input_ids": [1]}, "with input_ids, which belongs to rows of tokens"),
-    "a mask": ({**GOOD, "assistant_masks": [1]}, "with assistant_masks, which belongs to rows of tokens"),
-    "openai's old functions": ({**GOOD, "functions": [{"name": "f"}]}, "with functions, which tools replaces"),
-    "mistral's system": ({**GOOD, "system_prompt": "x"}, "with system_prompt, which is read with --data.columns sy"),
-    "mistral's last": ({**GOOD, "only_last": True}, "with only_last, which is replaced by weight 0"),
-    "a row's weight": ({**GOOD, "weight": 0.5}, "with weight, which would weigh the row"),
+    "openai's preferences": (
+        {**GOOD, "rejected": [ANSWER]},
+        "with a preference pair (chosen, rejected) instead of one conversation (--",
+    ),
+    "an unpaired preference": ({**PAIR, "label": False}, "with the field label, which judges answers"),
+    "a judged conversation": ({**GOOD, "label": True}, "with the field label, which judges answers"),
+    "llama-factory's feedback": ({**GOOD, "kto_tag": True}, "with the field kto_tag, which judges answers"),
+    "ms-swift's preferences": ({**GOOD, "rejected_response": "x"}, "with the field rejected_response, which judges"),
+    "a reward's margin": ({**PAIR, "margin": 0.5}, "with the field margin, which judges"),
+    "images": ({**GOOD, "images": ["a.png"]}, "with the field images, which is no text"),
+    "audio": ({**GOOD, "audios": ["a.wav"]}, "with the field audios, which is no text"),
+    "tokens": ({**GOOD, "input_ids": [1]}, "with the field input_ids, which belongs to rows of tokens"),
+    "a mask": ({**GOOD, "assistant_masks": [1]}, "with the field assistant_masks, which belongs to rows of tokens"),
+    "openai's old functions": (
+        {**GOOD, "functions": [{"name": "f"}]},
+        "with the field functions, which tools replaces",
+    ),
+    "mistral's system": (
+        {**GOOD, "system_prompt": "x"},
+        "with the field system_prompt, which is read with --data.columns sy",
+    ),
+    "mistral's last": ({**GOOD, "only_last": True}, "with the field only_last, which is replaced by weight 0"),
+    "a row's weight": ({**GOOD, "weight": 0.5}, "with the field weight, which would weigh the row"),
     "half a weight": ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "with a message whose weight is neither 0 nor"),
     "a word": ({"messages": [USER, {**ANSWER, "train": "no"}]}, "with a message whose train is neither 0 nor 1"),
     "a learned question": ({"messages": [{**USER, "train": True}, ANSWER]}, "with train on a message that is not the"),
     "offsets": (
         {"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}]},
-        "with a message with train_detail, which trains on parts of a message",
+        "with a message that has the field train_detail, which trains on parts of a message",
     ),
     "parts": (
         {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "x", "train": False}]}]},
@@ -233,15 +243,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "openai's old call": (
         {"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},
-        "with a message with function_call, which tool_calls replaces",
+        "with a message that has the field function_call, which tool_calls replaces",
     ),
     "a refusal": (
         {"messages": [USER, {"role": "assistant", "content": "", "refusal": "No."}]},
-        "with a message with refusal, which is no content",
+        "with a message that has the field refusal, which is no content",
     ),
     "ollama's images": (
         {"messages": [{**USER, "images": ["x"]}, ANSWER]},
-        "with a message with images, which is no text",
+        "with a message that has the field images, which is no text",
     ),
     "another sender": (
         {"conversations": [{"from": "bing", "value": "x"}]},
@@ -304,6 +314,12 @@ def test_fields_of_messages_count_if_the_template_lacks_their_name(config: DataC
     template.write_text(CHATML.replace("{{ message.content }}", "{{ message.prefix }}{{ message.content }}"))
     text, _, unread = learn(path, replace(config, chat_template=str(template)))
     assert "assistant\nTrueHello" in text and "prefix" not in unread and "mood" in unread
+
+
+def test_a_label_that_names_a_class_and_parts_with_values(config: DataConfig, tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "value": "He"}, {"type": "text", "text": "llo"}]}
+    text, _, unread = learn(write(tmp_path / "a.jsonl", [{"messages": [USER, answer], "label": 3}]), config)
+    assert (text, unread) == (turns("Hi", "Hello"), "fields not read: label (1 row)")
 
 
 def test_many_names_are_counted_together(config: DataConfig, tmp_path: Path) -> None:

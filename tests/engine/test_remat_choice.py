@@ -16,6 +16,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.engine import engine, plan
 from jaxopt_llm.engine.plan import EnginePlan
 from jaxopt_llm.engine.remat_choice import Fitting, compile_fitting
+from jaxopt_llm.planning import free_memory
 
 pytestmark = pytest.mark.core
 
@@ -27,7 +28,7 @@ def plan_step(memory: float, monkeypatch: pytest.MonkeyPatch, policy: Any = "aut
     # Long rows, so that activations outweigh the gradients of several layers that XLA reduces together in a list.
     batch = {name: jax.ShapeDtypeStruct((ROWS, 8 * LENGTH), jnp.int32) for name in ("ids", "next")}
     made = jaxopt_llm.initialize(lambda: Model(**given, layers=8, rngs=nnx.Rngs(0)), loss, batch, config)
-    monkeypatch.setattr(plan, "MEMORY_FRACTION", memory / plan.CHIPS["h200"].memory_bytes)
+    monkeypatch.setattr(free_memory, "MEMORY_FRACTION", memory / plan.CHIPS["h200"].memory_bytes)
     return made.plan("h200")
 
 

@@ -13,11 +13,16 @@ import folders
 import jax
 import numpy as np
 import pytest
+import texts
+import toy
 from chats import write_tokenizer
 from commands import command, some_text, train
 
 from jaxopt_llm import convert, evaluate, generate, load_pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.model_writer import LoadedLayers, collect_leaves
+from jaxopt_llm.checkpoint.peft.adapter_writer import WholeParameters, write_adapter_folder
 from jaxopt_llm.config.fields import replace_fields, to_json
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
@@ -100,6 +105,33 @@ def test_generate_and_evaluate_take_adapters(
             found = printed(main, "--checkpoint", checkpoint, "--adapter", adapter, *arguments)
             assert found == expected.replace("step 0 on", f"{name} on")
         assert printed(main, "--checkpoint", base, *arguments) != expected
+
+
+def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_base: Path, tmp_path: Path) -> None:
+    """The tables are trained, and have rows for tokens that the base does not have."""
+    larger, path = replace(CONFIG, vocabulary_size=600), tmp_path / "adapter"
+    params = jax.device_put(adapters.add_adapters(larger, "attention/query"), toy.placement().replicated)
+    whole = WholeParameters(
+        LoadedLayers(collect_leaves(params)), frozenset({"non_layer/embedding/table", "non_layer/head/table"}), True
+    )
+    family = huggingface.choose_family(larger)
+    write_adapter_folder(path, params, family, larger, adapters.ALPHA, whole=whole)
+    assert json.loads((path / "adapter_config.json").read_text())["modules_to_save"] == ["embed_tokens", "lm_head"]
+    texts.write_byte_tokenizer(path / "tokenizer.json", more=343)
+
+    loaded = run.load_model(base, adapter=path)
+    assert (loaded.config.model.vocabulary_size, loaded.tokenizer.vocabulary_size) == (600, 600)
+    own = run.load_model(base, replace(loaded.config.data, tokenizer=str(base / "tokenizer.json")), adapter=path)
+    assert own.tokenizer.vocabulary_size <= 512
+    for table in ("embedding", "head"):
+        expected = params["non_layer"][table]["table"]
+        np.testing.assert_array_equal(loaded.params["non_layer"][table]["table"], expected)
+    convert.merge_folders(base, path, tmp_path / "merged", None, 10**9)
+    found, merged = load_pretrained(base, path), load_pretrained(tmp_path / "merged")
+    assert merged.config.vocabulary_size == 600
+    chex.assert_trees_all_close(found.logits(TOKENS + 80), merged.logits(TOKENS + 80), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match="it also has whole weights of the model .*convert export --checkpoint"):
+        load_pretrained(run_of_base, path)
 
 
 def test_adapters_of_another_base_are_a_warning(

@@ -108,15 +108,7 @@ def write_adapter_folder(
     get_tensor = _tensor_getter(path, adapted, modules, specs)
     if whole:
         named = _name_whole_tensors(saved, whole.resized, layouts, adapted)
-        dtypes = {name: jnp.dtype(dtype or whole.layers.dtype(each.pieces[0].path)) for name, each in named.items()}
-        specs |= {name: TensorSpec(dtypes[name], each.shape) for name, each in named.items()}
-        # The widest dtypes come first, so that each tensor is aligned in the file.
-        specs = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
-        get_adapter, get_whole = get_tensor, make_tensor_getter(path, named, specs, whole.layers)
-
-        def get_tensor(name: str) -> np.ndarray:
-            return (get_whole if name in named else get_adapter)(name)
-
+        specs, get_tensor = _add_whole_tensors(path, specs, get_tensor, named, whole.layers, dtype)
     with NewFolder(path) as folder:
         safetensors.write_file(folder / WEIGHTS, specs, get_tensor)
         write_peft_config(folder, peft_config, family.input_first, origin.base)
@@ -142,6 +134,23 @@ def _list_adapter_specs(
         shapes = module.shapes(rank * len(pieces), dora)
         specs |= {f"{peft.PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
     return specs
+
+
+def _add_whole_tensors(
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    get_adapter: Callable[[str], np.ndarray],
+    named: Mapping[str, TensorLayout],
+    layers: Layers,
+    dtype: Any,
+) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
+    """Return the specs of a folder's tensors, and the function that builds them, with the whole tensors `named`."""
+    dtypes = {name: jnp.dtype(dtype or layers.dtype(layout.pieces[0].path)) for name, layout in named.items()}
+    whole = {name: TensorSpec(dtypes[name], layout.shape) for name, layout in named.items()}
+    get_whole = make_tensor_getter(path, named, whole, layers)
+    # The widest dtypes come first, so that each tensor is aligned in the file.
+    widest_first = dict(sorted({**specs, **whole}.items(), key=lambda item: -item[1].dtype.itemsize))
+    return widest_first, lambda name: (get_whole if name in named else get_adapter)(name)
 
 
 def _list_trained_modules(

@@ -98,8 +98,8 @@ def split_whole_weights(
             "merge it with PEFT where it was trained (merge_and_unload), and use the merged model"
         )
     _check_shapes(path, found, layouts)
-    paths = {piece.path: None for name in found for piece in layouts[name].pieces}
-    return WholeWeights(found, tuple(paths)), config
+    paths = {piece.path for name in found for piece in layouts[name].pieces}
+    return WholeWeights(found, tuple(sorted(paths))), config
 
 
 def _select(path: Path, peft_config: PeftConfig, layouts: Mapping[str, TensorLayout]) -> set[str]:

@@ -104,7 +104,7 @@ class CompiledCandidate:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether it leaves as much memory free as a run demands of the settings that it chooses."""
+        """True if it leaves as much memory free as a run demands of the settings that it chooses."""
         return self.plan.spare >= self.plan.limit - leave_free(self.plan.limit)
 
     @property
