@@ -18,11 +18,11 @@ from test_convert import RECIPE, done
 import jaxopt_llm
 from jaxopt_llm import convert
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.config import cli
+from jaxopt_llm.config import DataConfig, cli
 from jaxopt_llm.data.corpus import open_corpus
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.data.tokenizer_files import write_tokenizer
-from jaxopt_llm.inference import base_difference
+from jaxopt_llm.inference import base_difference, exported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -236,16 +236,41 @@ def test_larger_tables_agree_with_the_tokenizer(tmp_path: Path) -> None:
     np.testing.assert_allclose(model(ids).logits.detach().numpy(), ours, atol=1e-4)
 
 
-def test_a_class_that_transformers_forces_is_named(tmp_path: Path) -> None:
-    """A tokenizer of one's own in a Qwen2 folder; the remedy of the sentence works."""
+def test_a_class_that_transformers_forces_is_that_of_the_training(tmp_path: Path) -> None:
+    """A tokenizer of one's own in a Qwen2 folder is read as a Qwen2Tokenizer, in the run and in its export."""
     base = folders.folder_with_tokenizer(tmp_path / "base")
     convert.import_folder(base, tmp_path / "run", str(base))
     said = done("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
-    assert "reads the tokenizer of every qwen2 model as a Qwen2Tokenizer, and this one declares none" in said
-    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == 258  # with <|endoftext|>
-    found = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert "AutoTokenizer" not in said
     ours = load_tokenizer(cli.load_run_config(tmp_path / "run", "").data)
+    assert ours.class_name == "Qwen2Tokenizer"
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(found) == 258 == ours.vocabulary_size  # with <|endoftext|>
     assert all(found(text)["input_ids"] == ours.encode([text.encode()])[0].tolist() for text in SAMPLES)
+
+
+def test_a_class_that_transformers_forces_on_another_tokenizer_is_named(tmp_path: Path) -> None:
+    base = folders.folder_with_tokenizer(tmp_path / "base")
+    (base / "config.json").unlink()
+    data = DataConfig(tokenizer=str(base))
+    (note,) = exported.list_tokenizer_notes(data, "qwen2")
+    assert "every qwen2 model as a Qwen2Tokenizer: load it with PreTrainedTokenizerFast" in note
+    assert not exported.list_tokenizer_notes(data, "llama") and not exported.list_tokenizer_notes(data, "mistral")
+    found = transformers.PreTrainedTokenizerFast.from_pretrained(base)
+    ours = load_tokenizer(data)
+    assert all(found(text)["input_ids"] == ours.encode([text.encode()])[0].tolist() for text in SAMPLES)
+
+
+def test_adapters_keep_the_class_that_read_the_tokenizer(tmp_path: Path) -> None:
+    """Mistral's folders declare a LlamaTokenizer, which transformers takes unless it knows the model."""
+    base = folders.folder_with_tokenizer(tmp_path / "base")
+    (base / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}))
+    data = DataConfig(tokenizer=str(base))
+    (tmp_path / "out").mkdir()
+    write_tokenizer(data, load_tokenizer(data), tmp_path / "out")
+    settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError, describe_error
 from jaxopt_llm.data.bounded_tokenizer import BoundedTokenizer, Refused
+from jaxopt_llm.data.tokenizer_classes import BACKEND, GENERIC_CLASS
 from jaxopt_llm.data.tokenizer_folder import TokenizerFiles, read_tokenizer_files
 from jaxopt_llm.data.tokenizer_folder import read_json_object as read_json_object
 
@@ -35,6 +36,7 @@ class Tokenizer(Protocol):
         named_tokens: special tokens by their names in transformers: bos_token, eos_token, ...
         vocabulary: id of each token; empty if the tokens have no names.
         sha256: hash of everything that the ids depend on, including `prefix` and `suffix`.
+        class_name: the tokenizer_class with which transformers reads its files in the same way.
         note: what its files do not show about the ids, or an empty text.
     """
 
@@ -48,6 +50,7 @@ class Tokenizer(Protocol):
     named_tokens: Mapping[str, str]
     vocabulary: Mapping[str, int]
     sha256: str
+    class_name: str
     note: str
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
@@ -76,6 +79,7 @@ class ByteTokenizer:
     vocabulary: Mapping[str, int] = MappingProxyType({})
     vocabulary_size = 258
     sha256 = hashlib.sha256(b"bytes").hexdigest()
+    class_name = GENERIC_CLASS
     note = ""
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
@@ -133,6 +137,7 @@ class JsonTokenizer:
         self.bos = self.prefix[0] if self.prefix else None
         suffix = () if eos else self._library.suffix
         self.suffix: tuple[int, ...] = suffix if suffix[-1:] == (self.eos,) else (*suffix, self.eos)
+        self.class_name = GENERIC_CLASS if files.chosen == BACKEND else files.chosen
         replaced = " and ".join(self._library.replaced)
         self.note = replaced and f"{files.chosen} of transformers 5 replaces the {replaced} of {file.name}"
         assembly, added = files.assembly, self._library.added_tokens

@@ -12,6 +12,7 @@ Settings = Mapping[str, Any]
 Pipeline = dict[str, Any]
 
 BACKEND = "TokenizersBackend"
+GENERIC_CLASS = "PreTrainedTokenizerFast"  # its name in transformers 4, which transformers 5 knows too
 _BACKEND_NAMES = {BACKEND, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"}
 _OTHER_NAMES = {"Phi3Tokenizer": "LlamaTokenizer"}
 
@@ -172,8 +173,8 @@ def choose_class(model: Settings, settings: Settings, byte_level: bool) -> str |
     """
     kind = str(model.get("model_type") or "")
     registered = REGISTERED.get(kind)
-    declared = _plain_name(settings.get("tokenizer_class"))
-    name = declared or _plain_name(model.get("tokenizer_class"))
+    declared = plain_name(settings.get("tokenizer_class"))
+    name = declared or plain_name(model.get("tokenizer_class"))
     code = settings.get("auto_map") or {}
     if code.get("AutoTokenizer") if isinstance(code, dict) else code:
         if not registered and declared not in {*CLASSES, *_BACKEND_NAMES}:
@@ -185,7 +186,7 @@ def choose_class(model: Settings, settings: Settings, byte_level: bool) -> str |
     return name or registered or BACKEND
 
 
-def _plain_name(name: Any) -> str:
+def plain_name(name: Any) -> str:
     """Return the name of a class without its former suffix, and one of several names of a class."""
     plain = str(name or "").removesuffix("Fast")
     return BACKEND if plain in _BACKEND_NAMES else _OTHER_NAMES.get(plain, plain)

@@ -17,6 +17,7 @@ from jaxopt_llm.core.files import sync_directory, sync_file
 from jaxopt_llm.data import prepared
 from jaxopt_llm.data.template import find_template
 from jaxopt_llm.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokenizer_classes import plain_name
 
 VOCABULARY = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -123,8 +124,11 @@ def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, An
     has no BOS but that of its template, which may read the names of the tokens: they stay as they were.
     """
     changed = dict(settings)
-    if not settings:  # transformers would take the class of the model's family, with its own rules
-        changed |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    # The training may have read another class from the config.json next to the files, which is not copied.
+    if plain_name(settings.get("tokenizer_class")) != plain_name(tokenizer.class_name):
+        changed["tokenizer_class"] = tokenizer.class_name
+    if not settings:
+        changed["clean_up_tokenization_spaces"] = False
     if config.uses_bytes:
         changed["split_special_tokens"] = True  # in a text, their names are bytes like others
     if config.content != "text" or not (config.uses_bytes or not settings or config.bos or config.eos):

@@ -157,10 +157,9 @@ def _choose_readable(name: str, model: dict[str, Any], settings: dict[str, Any],
 def _check_versions(name: str, model: dict[str, Any], settings: dict[str, Any]) -> None:
     """Raise InputError for settings that make transformers use another pipeline than that of tokenizer.json."""
     where = f"{name}: tokenizer_config.json has"
-    if others := [each for each in settings.get("fast_tokenizer_files") or [] if each != "tokenizer.json"]:
-        raise InputError(
-            f"{where} fast_tokenizer_files={others}; rename the one to use to tokenizer.json, and remove it"
-        )
+    if (others := settings.get("fast_tokenizer_files")) and others != ["tokenizer.json"]:
+        remedy = "rename the one to use to tokenizer.json, and remove this list"
+        raise InputError(f"{where} fast_tokenizer_files={others}; {remedy}")
     version = str(model.get("transformers_version") or "0").partition(".")[0]
     patched = not version.isdecimal() or int(version) < 5
     if settings.get("fix_mistral_regex") and patched and model.get("model_type") in _MISTRAL:

@@ -90,8 +90,7 @@ def measure(directory: Path, config: Config, step: int) -> Difference:
     """
     trained, original = stored.open_both_bases(directory, config, step)
     tokenizer = load_tokenizer(config.data)
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    ids = np.array([*bos, *tokenizer.encode([TEXT.encode()])[0]], np.int32)
+    ids = np.array([*tokenizer.prefix, *tokenizer.encode([TEXT.encode()])[0]], np.int32)
     limit = config.model.max_positions if config.model.positions == "learned" else MAX_TOKENS
     ids = ids[: min(limit, MAX_TOKENS)]
     logits = [each[0, :, : config.model.vocabulary_size] for each in compute_logits(config, (trained, original), ids)]

@@ -22,9 +22,9 @@ from jaxopt_llm.data.tokenizer import (
     load_tokenizer,
     read_json_object,
 )
+from jaxopt_llm.data.tokenizer_classes import BACKEND, choose_class, plain_name
 from jaxopt_llm.data.tokenizer_files import (
     NAMED_TEMPLATES,
-    SETTINGS,
     TOKENIZER_FILES,
     VOCABULARY,
     drop_code,
@@ -40,9 +40,6 @@ GENERATION_FIELDS = (
     *("repetition_penalty", "no_repeat_ngram_size", "max_length", "min_length", "max_new_tokens", "min_new_tokens"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "bos_token_id", "pad_token_id"),
 )
-# Families whose tokenizer transformers 5 reads with this class, whatever tokenizer_config.json declares. The class has
-# its own rules to split a text, and its own special tokens.
-FORCED_CLASSES = {"qwen2": "Qwen2Tokenizer"}
 
 
 def describe_training(data: DataConfig, base: Path | None, write_card: Callable[[Path], None]) -> Origin:
@@ -67,13 +64,14 @@ def describe_training(data: DataConfig, base: Path | None, write_card: Callable[
 
 def list_tokenizer_notes(data: DataConfig, model_type: str) -> list[str]:
     """Return a sentence if transformers reads the tokenizer of an exported folder with a class that may differ."""
-    forced, folder = FORCED_CLASSES.get(model_type), find_tokenizer_folder(data)
-    declared = read_json_object(folder / SETTINGS).get("tokenizer_class", "none") if folder else "none"
-    if forced is None or str(declared).removesuffix("Fast") == forced:
+    tokenizer = load_tokenizer(data)
+    settings = {"tokenizer_class": tokenizer.class_name}
+    own, chosen = plain_name(tokenizer.class_name), choose_class({"model_type": model_type}, settings, byte_level=False)
+    if chosen == own or (chosen == BACKEND and not tokenizer.note):  # without a note, the file alone gives the same ids
         return []
     return [
-        f"AutoTokenizer of transformers 5 reads the tokenizer of every {model_type} model as a {forced}, and this one "
-        f"declares {declared}: load it with PreTrainedTokenizerFast, which reads it as the training did."
+        f"AutoTokenizer of transformers 5 reads the tokenizer of every {model_type} model as a {chosen}: load it with "
+        f"{tokenizer.class_name}, which reads it as the training did."
     ]
 
 
