@@ -332,7 +332,7 @@ class EvaluationConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether the held-out loss is that of data.held_out of the documents, which are then not trained on."""
+        """True if data.held_out of the documents are held out, to measure their loss, and not trained on."""
         return self.every > 0 and not self.paths
 
     def named_paths(self) -> list[tuple[str, str]]:

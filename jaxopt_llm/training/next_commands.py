@@ -1,4 +1,4 @@
-"""What a user can do with a run that has ended: the commands to type."""
+"""Commands that a user can type after a run has ended."""
 
 import shlex
 from collections.abc import Iterator
