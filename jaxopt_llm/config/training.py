@@ -187,7 +187,7 @@ class ScheduleConfig:
     cooldown_steps: int = setting(100, bounds=AT_LEAST_ONE)
     """wsd: number of steps of the final fall, which ends at decay_steps."""
     warmup_share: float = setting(0.0, bounds=SHARE)
-    """Steps of that rise as a share of decay_steps, by default of the steps of the run, rounded up (Hugging Face:
+    """Steps of the warm-up as a share of decay_steps, by default of the run's steps, rounded up (Hugging Face:
     warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
 
     @property
