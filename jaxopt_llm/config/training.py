@@ -176,9 +176,6 @@ class ScheduleConfig:
     warmup_steps: int = setting(100, bounds=NON_NEGATIVE)
     """Steps over which the learning rate rises linearly from 0 to the peak. A flag of this setting or of warmup_share
     sets the other to 0."""
-    warmup_share: float = setting(0.0, bounds=SHARE)
-    """Steps of that rise as a share of decay_steps, by default of the steps of the run, rounded up (Hugging Face:
-    warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
     decay_steps: int = setting(0, bounds=NON_NEGATIVE)
     """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
     a run can be extended. 0 = training.steps at the first start of the run, or the end of the warm-up if that is
@@ -190,6 +187,9 @@ class ScheduleConfig:
     linearly in the last cooldown_steps (warmup-stable-decay, Hu et al. 2024)."""
     cooldown_steps: int = setting(100, bounds=AT_LEAST_ONE)
     """wsd: number of steps of the final fall, which ends at decay_steps."""
+    warmup_share: float = setting(0.0, bounds=SHARE)
+    """Steps of the warm-up as a share of decay_steps, by default of the run's steps, rounded up (Hugging Face:
+    warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
 
     @property
     def end_step(self) -> int | None:
