@@ -13,11 +13,11 @@ from jaxopt_llm.planning.oom import make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.settings_choice import (
     choose_settings,
+    describe_left_out,
     format_choices,
     keep_settings,
     list_candidates,
     list_choices,
-    list_left_out,
     list_settings,
 )
 from jaxopt_llm.training.compile import Executables, compile_program, lower_programs
@@ -63,7 +63,7 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     limit = int(channel.exchange(str(count_usable_bytes(device)))[0])  # all processes need the same candidates
     limit = max(limit - copied, 0)
     where = describe_cluster(config.mesh.devices), limit, device.platform == "gpu"
-    for line in list_left_out(config, *where):
+    if line := describe_left_out(config, *where):
         say(line)
     choice = choose_settings(
         list_candidates(config, *where),

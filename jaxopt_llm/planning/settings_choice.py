@@ -89,14 +89,18 @@ def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool =
     return candidates
 
 
-def list_left_out(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> list[str]:
-    """Return a line for each candidate that `list_candidates` leaves out."""
-    return [
-        f"{each}: not compiled, needs {each.predicted / GIB:.2f} GiB per device by arithmetic, more than "
-        f"{each.limit / GIB:.2f}"
-        for each in _predict_all(config, cluster, limit, on_gpu)[:-1]
-        if not _may_fit(each)
-    ]
+def describe_left_out(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> str:
+    """Return the line on the candidates that `list_candidates` leaves out, or "" if there are none."""
+    left = [each for each in _predict_all(config, cluster, limit, on_gpu)[:-1] if not _may_fit(each)]
+    if not left:
+        return ""
+    needs = ", ".join(f"{_name_policy(each.config)} {each.predicted / GIB:.2f}" for each in left)
+    return f"not compiled, because by arithmetic they need more than {left[0].limit / GIB:.2f} GiB per device: {needs}"
+
+
+def _name_policy(config: Config) -> str:
+    policy = format_choices({"remat.policy": config.remat.policy})
+    return f"{policy} unrolled" if config.training.unroll == "all" else policy
 
 
 def _predict_all(config: Config, cluster: Cluster, limit: int, on_gpu: bool) -> list[Candidate]:

@@ -29,7 +29,13 @@ from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
-from jaxopt_llm.planning.settings_choice import Choice, choose_settings, list_candidates, list_choices, list_left_out
+from jaxopt_llm.planning.settings_choice import (
+    Choice,
+    choose_settings,
+    describe_left_out,
+    list_candidates,
+    list_choices,
+)
 from jaxopt_llm.planning.speed import Speed, compute_speed
 from jaxopt_llm.training.initial_weights import stores_frozen_weights
 from jaxopt_llm.training.program import Program, make_program
@@ -158,7 +164,8 @@ def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
     text = str(peak.compiled.as_text())
     collectives = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
     chosen = list_choices(config, choice.config)
-    refused = *list_left_out(config, cluster, count_chip_bytes(cluster.chip)), *choice.refused
+    left_out = describe_left_out(config, cluster, count_chip_bytes(cluster.chip))
+    refused = *([left_out] if left_out else []), *choice.refused
     return _CompiledStep(
         choice.config, chosen, refused, program, mesh, placement, peak, text, collectives, compile_seconds
     )

@@ -16,10 +16,10 @@ from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import (
     Candidate,
     choose_settings,
+    describe_left_out,
     keep_settings,
     list_candidates,
     list_choices,
-    list_left_out,
     list_settings,
 )
 from jaxopt_llm.planning.step_plan import make_plan
@@ -69,9 +69,9 @@ def test_arithmetic_leaves_out_what_cannot_fit() -> None:
     assert found[0].config.remat.policy == "save_attention"
     assert [each.limit for each in found] == [leave_free(limit), limit, limit]
     assert [each.config.remat.policy for each in list_candidates(RECIPE, EIGHT, GIB)] == ["full", "full"]
-    lines = list_left_out(RECIPE, EIGHT, limit)
-    assert len(lines) == 6 and lines[0].startswith("remat.policy none, ")
-    assert lines[0].endswith("GiB per device by arithmetic, more than 38.00")
+    line = describe_left_out(RECIPE, EIGHT, limit)
+    assert "more than 38.00 GiB per device: remat.policy none " in line and line.count("remat.policy") == 6
+    assert describe_left_out(RECIPE, EIGHT, LARGE) == ""
 
 
 def test_values_of_the_user_stay() -> None:
