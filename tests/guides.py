@@ -100,7 +100,7 @@ def find_differences(shown: str, printed: str) -> list[str]:
     """Return the lines of a `text` block that a command did not print, in their order."""
     lines, missing, at, free = printed.splitlines(), [], 0, False
     for line in shown.splitlines():
-        if line == "...":
+        if line.strip() == "...":
             free = True
             continue
         candidates = range(at, len(lines) if free else min(at + 1, len(lines)))
@@ -141,7 +141,7 @@ def rewrite(shown: str, printed: str) -> str:
     Lines up to the first `...` are taken from the start, lines after the last one from the end, and lines between two
     of them where the words of their first line occur.
     """
-    lines, parts = printed.rstrip("\n").splitlines(), re.split(r"^\.\.\.$\n?", shown, flags=re.MULTILINE)
+    lines, parts = printed.rstrip("\n").splitlines(), re.split(r"^ *\.\.\.$\n?", shown, flags=re.MULTILINE)
     counts, taken, at = [len(part.splitlines()) for part in parts], [], 0
     for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
         if index == len(parts) - 1 and len(parts) > 1:

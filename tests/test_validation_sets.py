@@ -178,6 +178,8 @@ def test_prompts_are_spread_and_fit() -> None:
     text = join_all([IndexedPiece("texts", ids, ends, np.zeros(6, np.uint64))])
     assert [prompt.size for prompt, _ in samples.choose_prompts(text, 2, 200, 20)] == [64, 6]
     assert [(p.size, rest.size) for p, rest in samples.choose_prompts(text, 1, 40, 20)] == [(20, 20)]
+    alone = join_all([IndexedPiece("one text", ids, ends[-1:], np.zeros(1, np.uint64))])
+    assert len([*samples.choose_prompts(alone, 2, 200, 20)]) == 1
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def choose_prompts(
         if size <= 0:
             return
         starts = stream.document_starts(begin, size)
-        ends = np.append(starts[1:], begin + size)
+        ends = np.append(starts, begin + size)[1:]
         for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
             begin = last
             tokens, counted = stream.read(first, last - first), stream.read_mask(first, last - first)
