@@ -116,7 +116,7 @@ def find_differences(shown: str, printed: str) -> list[str]:
 
 def _equal(shown: str, printed: str) -> bool:
     if shown.endswith(" ..."):
-        shown = shown.removesuffix(" ...").rpartition(" ")[0]  # the last word may be cut
+        shown = shown.removesuffix(" ...")
         same = _mask(printed).startswith(_mask(shown))
     else:
         same = _mask(printed) == _mask(shown)
@@ -160,4 +160,4 @@ def _words(line: str) -> Sequence[str]:
 
 
 def _shorten(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rstrip()} ..."
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rpartition(' ')[0].rstrip()} ..."
