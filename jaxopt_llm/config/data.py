@@ -1,11 +1,11 @@
 """Settings of the training data and of the tokenizer."""
 
-import json
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
 
 from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, setting
+from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
 Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
@@ -152,7 +152,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> dict[str, Any]:
     for argument in arguments:
         name, _, value = argument.partition("=")
         try:
-            parsed[name] = json.loads(value)
+            parsed[name] = json_files.parse(value)
         except ValueError:
             parsed[name] = value
     return parsed

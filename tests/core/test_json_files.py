@@ -12,7 +12,7 @@ from jaxopt_llm.core.errors import CheckpointError, InputError
 
 PACKAGE = Path(json_files.__file__).parent.parent
 # The programs of bounded processes import nothing of the package.
-PARSERS = {"core/json_files.py", "data/sandbox.py", "data/tokenizer_process.py"}
+PARSERS = {"core/json_files.py", "data/sandbox.py", "data/tokenizer_process.py", "data/turns.py"}
 
 
 DEEP = ("[" * 100_000, '{"a":' * 100_000, "[" * 101 + "]" * 101)

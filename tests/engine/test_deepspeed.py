@@ -456,7 +456,7 @@ def test_automatic_values_are_our_defaults_and_said_so() -> None:
         ((None, 4, None), 8, (32, 1, 8)),
         ((64, 4, 2), 8, (64, 2, 8)),
         ((64, 4, 2), None, (64, 2, 8)),
-        ((64, None, 2), None, (64, 2, 1)),
+        ((64, None, 2), None, (64, 2, "auto")),
         ((None, None, 2), 8, (Config().training.batch_size, 2, 8)),
     ],
 )
@@ -481,7 +481,7 @@ def test_absent_keys_have_the_defaults_of_deepspeed() -> None:
     """Without a clip, a decay, a warm-up or ZeRO in the file, there is what DeepSpeed does without them."""
     read = read_deepspeed({"optimizer": {"type": "Adam"}}, "ds.json", devices=1)
     rate = {"optimizer.learning_rate": 1e-3}
-    assert changes(read.config) == {**rate, **ADAM, **CONSTANT, **FLOAT32, "sharding.zero_stage": 0}
+    assert changes(read.config) == {**rate, **ADAM, **CONSTANT, **FLOAT32, "sharding.zero_stage": 0, "mesh.fsdp": 1}
     assert read.config.optimizer.clip_norm == 1.0  # since 0.19.3
     assert "gradient_clipping absent" in "\n".join(read.lines())
 
