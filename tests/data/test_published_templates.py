@@ -232,11 +232,11 @@ def test_the_true_reason_of_a_rejection_is_told(folders: dict[str, Path], tmp_pa
 
 
 # Writes no token at the end of a turn. {} holds what it requires or rejects.
-ENDLESS = """{}{%- for m in messages %}<|{{ m.role }}|>
+ENDLESS = """{}{{ tools | tojson if tools }}
+{%- for m in messages %}<|{{ m.role }}|>
 {{- m.content or '' }}
 {%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
 {%- endfor %}
-{{- tools | tojson if tools }}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 ROLES = ["<|user|>", "<|assistant|>", "<|system|>"]
 NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -251,7 +251,9 @@ def ends(source: str, rows: list[Row], tokens: list[str] = ROLES) -> list[list[s
     return [[each["text"][a:b] for each in found for a, b in each["spans"]] for found in documents]
 
 
-@pytest.mark.parametrize("check", ["", NEEDS_SYSTEM, NEEDS_ADD, NEEDS_SYSTEM + NEEDS_ADD])
+@pytest.mark.parametrize(
+    "check", ["", NEEDS_SYSTEM, NEEDS_ADD, NEEDS_SYSTEM + NEEDS_ADD], ids=["none", "system", "tool", "both"]
+)
 def test_an_ending_is_found_with_another_example(check: str) -> None:
     """The template may require a system message, or reject the tool of the example."""
     plain = {"messages": [SYSTEM, *TWO]}
@@ -259,7 +261,7 @@ def test_an_ending_is_found_with_another_example(check: str) -> None:
     source = ENDLESS.replace("{}", check, 1)
     expected = ["ein<|user|>", "zwei<|user|>"]
     assert ends(source, [plain]) == [expected]
-    assert ends(source, [tooled])[0][0] == expected[0]
+    assert ends(source, [tooled]) == [expected]
     renderer = sandbox.Renderer(source, None, {}, "", [], ROLES, "")
     assert renderer.find_turn_end() == {"token": "<|user|>"}
 
@@ -267,10 +269,9 @@ def test_an_ending_is_found_with_another_example(check: str) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_spans_do_not_depend_on_the_order_of_rows(order: int) -> None:
     """With tools, this template ends a turn with another token than without."""
-    source = ENDLESS.replace("{}", "", 1).replace("<|{{ m.role }}|>", "<|{{ 'human' if tools and m.role == 'user' else m.role }}|>")
+    human = "<|{{ 'human' if tools and m.role == 'user' else m.role }}|>"
+    source = ENDLESS.replace("{}", "", 1).replace("<|{{ m.role }}|>", human)
     plain, tooled = {"messages": TWO}, {"messages": TWO, "tools": [ADD]}
-    source = source.replace("{{- tools | tojson if tools }}", "").replace("<|", "{{ '' }}<|", 1)
-    source = "{{ tools | tojson if tools }}" + source
     found = ends(source, [plain, tooled][::order], [*ROLES, "<|human|>"])[::order]
     assert found == [["ein<|user|>", "zwei<|user|>"], ["ein<|human|>", "zwei<|human|>"]]
 
@@ -281,12 +282,14 @@ def test_a_turn_whose_end_cannot_be_found_is_refused() -> None:
     row = {"messages": [SYSTEM, *TWO]}
     with pytest.raises(sandbox.Refused, match="no token that ends the turn is found"):
         ends(source, [row])
-    ended = source.replace("{%- endfor %}\n{{-", "{{ '<|end|>' if m.role == 'assistant' }}{%- endfor %}\n{{-")
+    ended = source.replace("{%- endfor %}\n{%- if", "{{ '<|end|>' if m.role == 'assistant' }}{%- endfor %}\n{%- if")
     assert ends(ended, [row], [*ROLES, "<|end|>"]) == [["ein<|end|>", "zwei<|end|>"]]
     assert ends(source, [{**row, "unlearned": [4]}]) == [["ein<|user|>"]]
 
 
-@pytest.mark.parametrize("check", ["", "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"])
+@pytest.mark.parametrize(
+    "check", ["", "{% if messages | length > 2 %}{{ raise_exception('one') }}{% endif %}"], ids=["any", "one turn"]
+)
 def test_a_turn_may_end_as_text(check: str) -> None:
     """Templates of one turn, and those without special tokens, have no token that ends it."""
     source = check + (
@@ -298,8 +301,10 @@ def test_a_turn_may_end_as_text(check: str) -> None:
 
 def test_contents_are_tried_once() -> None:
     """A content that is absent is not tried as absent again."""
-    tried = [[each[1].get("content", "absent") for each in sandbox._fill_contents([user("one"), message])]
-             for message in (calling({}), calling({}, content=""))]
+    tried = [
+        [each[1].get("content", "absent") for each in sandbox._fill_contents([user("one"), message])]
+        for message in (calling({}), calling({}, content=""))
+    ]
     assert tried == [["absent", None, ""], ["", None, "", "absent"]]
 
 

@@ -224,9 +224,8 @@ def test_a_content_beside_calls_is_text(content: Any, config: DataConfig, tmp_pa
 def test_the_page_lists_the_fields_that_cannot_be_used() -> None:
     page = (Path(__file__).parents[2] / "docs/chat.md").read_text()
     listed = page.partition("and has no counterpart here:")[2].partition("The message names the field.")[0]
-    elsewhere = {"chosen", "rejected", "train", "tools", "tool_calls", "loss_weight"}
-    fields = {*UNUSABLE_IN_ROWS, *UNUSABLE_IN_MESSAGES}
-    assert {name for name in re.findall(r"`(\w+)`", listed)} - elsewhere == fields - elsewhere
+    elsewhere = {"chosen", "rejected", "train", "tools", "tool_calls"}
+    assert {*re.findall(r"`(\w+)`", listed)} - elsewhere == {*UNUSABLE_IN_ROWS, *UNUSABLE_IN_MESSAGES}
 
 
 def test_the_parameters_of_a_tool_as_json_text(config: DataConfig, tmp_path: Path) -> None:
@@ -432,7 +431,10 @@ def test_wrong_columns_are_problems() -> None:
     for columns, problem in (
         (("messages",), "data.columns: messages: write FIELD=COLUMN"),
         (("=x",), "data.columns: =x: write FIELD=COLUMN"),
-        (("turns=x",), "data.columns: turns=x: turns is not a field of a conversation; use one of chat_template_kwargs"),
+        (
+            ("turns=x",),
+            "data.columns: turns=x: turns is not a field of a conversation; use one of chat_template_kwargs",
+        ),
         (("text=x",), "data.columns: text=x: name the column of texts with data.text_field=x"),
         (("tools=x", "tools=y"), "a field is named twice"),
         (("images=",), ""),
