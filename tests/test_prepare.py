@@ -296,7 +296,7 @@ def test_columns_of_conversations_and_fields_that_are_not_read(tmp_path: Path) -
     output = ("--output", out)
     for columns, problem in (
         ((), "match no form of conversations; name the columns of a form with --columns FIELD=COLUMN"),
-        (("messages=dialog",), "line 1: with the field images, which is no text (--columns images= leaves it unread)"),
+        (("messages=dialog",), "line 1: with the field images, which is not text (--columns images= leaves it unread)"),
         (
             ("messages=dialog", "images=", "tools=tool"),
             "no row has the column 'tool'; the columns are dialog, id, images, kit",

@@ -137,7 +137,7 @@ class DataConfig:
                 found.append(f"data.columns: {text}: name the column of texts with data.text_field={column}")
             elif column and name not in known:
                 found.append(
-                    f"data.columns: {text}: {name} is no field of a conversation; use one of {', '.join(known)}"
+                    f"data.columns: {text}: {name} is not a field of a conversation; use one of {', '.join(known)}"
                 )
             elif columns.count(column) > 1:
                 found.append(f"data.columns: {text}: another field has the column {column} too; name it once")

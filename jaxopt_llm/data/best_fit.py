@@ -1,9 +1,9 @@
 """Whole documents in rows by best fit: which documents share a row is a function of (seed, epoch).
 
 Best-fit decreasing takes the documents from long to short, and puts each into the fullest row that has room. The number
-of rows depends on the lengths of the documents only, and is that of every epoch. So a row of any epoch is found without
-the packing of earlier ones. An epoch packs other documents together in two ways: the lengths by which the documents are
-ordered are perturbed at random, as much as the number of rows allows, and documents of a length change places.
+of rows depends only on the lengths, so it is the same in every epoch, and a row of any epoch is found without packing
+the earlier ones. Each epoch combines the documents differently: the lengths that set the order are multiplied by random
+factors, as large as the number of rows allows, and documents of equal length change places.
 """
 
 import functools
@@ -23,13 +23,13 @@ _BITS = 16  # of the factor by which a length is perturbed
 
 
 @dataclass(frozen=True)
-class Part:
+class Places:
     """Places for documents of one length in each row of a group.
 
     Attributes:
         length: index of the length.
         places: places in each row.
-        first: place of the first row, counted over all places of this length. Those of the next rows follow.
+        first: index of the first row's first place among all places of this length; the places of later rows follow.
     """
 
     length: int
@@ -45,7 +45,7 @@ class Group:
     """
 
     rows: int
-    parts: tuple[Part, ...]
+    parts: tuple[Places, ...]
 
     @property
     def documents(self) -> int:
@@ -99,7 +99,7 @@ def pack(
             rows, rest = divmod(left, places)
             for taking, each in [(group.rows, places)] if rows >= group.rows else [(rows, places), (1, rest)]:
                 if taking and each:
-                    taken = Group(taking, (*group.parts, Part(index, each, first)))
+                    taken = Group(taking, (*group.parts, Places(index, each, first)))
                     add(taken, room - each * length)
                     group, first, left = group.skip(taking), first + taking * each, left - taking * each
             if group.rows and group.parts:
@@ -108,7 +108,7 @@ def pack(
 
 
 def split_rows(groups: Sequence[Group], more: int) -> list[Group]:
-    """Return groups of `more` rows more, by taking a document each out of rows that have several."""
+    """Return the groups with `more` additional rows. Each new row takes one document out of a row that has several."""
     done, pending = list[Group](), [*groups]
     while pending:
         group = pending.pop()
@@ -120,7 +120,7 @@ def split_rows(groups: Sequence[Group], more: int) -> list[Group]:
         *others, last = group.parts
         if last.places > 1:
             others.append(replace(last, places=last.places - 1))
-        alone = Part(last.length, 1, last.first + rows * (last.places - 1))
+        alone = Places(last.length, 1, last.first + rows * (last.places - 1))
         pending += [group.skip(rows)] * (rows < group.rows) + [Group(rows, tuple(others)), Group(rows, (alone,))]
     return done
 
@@ -185,15 +185,15 @@ class BestFit:
     """
 
     def __init__(self, starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, limit: int) -> None:
-        of = Lengths(lengths, size, limit)
+        packings = Lengths(lengths, size, limit)
         order = np.argsort(-round_up(lengths, size), kind="stable")  # from long to short
         self._starts, self._lengths = starts[order], lengths[order].astype(np.int32)
-        self._bounds = np.concatenate([[0], np.cumsum(of.counts)])  # of the documents of each length
-        self._fixed = _Table(of.decreasing)
-        self._order = np.argsort(np.concatenate([*map(self._find_first, of.decreasing)]), kind="stable")
+        self._bounds = np.concatenate([[0], np.cumsum(packings.counts)])  # of the documents of each length
+        self._fixed = _Table(packings.decreasing)
+        self._order = np.argsort(np.concatenate([*map(self._find_first, packings.decreasing)]), kind="stable")
         # Of two epochs, because a batch may have rows of both.
-        self._pack = functools.lru_cache(2)(lambda *epoch: _Table(of.pack_epoch(*epoch)))
-        self._assign = functools.lru_cache(2 * of.counts.size)(self._assign_places)
+        self._pack = functools.lru_cache(2)(lambda *epoch: _Table(packings.pack_epoch(*epoch)))
+        self._assign = functools.lru_cache(2 * packings.counts.size)(self._assign_places)
 
     def __len__(self) -> int:
         return self._order.size

@@ -1,8 +1,7 @@
 """Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools", "arguments", "unlearned"}.
 
 `tools` is a list. `arguments` holds further variables of the chat template (chat_template_kwargs of the row).
-`unlearned` lists the indices of the assistant's messages of which nothing is learned. Each of the three is absent if it
-is empty.
+`unlearned` lists the indices of assistant messages that are not learned. Each of the three is absent if it is empty.
 """
 
 import json
@@ -15,7 +14,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.row_fields import PREFERENCE_PAIR, FieldCounter, check_row, take_learned
 from jaxopt_llm.data.skipped import Malformed
 
-# Names of roles in the field `from`. In the field `role`, a template may know the names of tools' roles.
+# Roles by the value of `from`. A value of `role` is passed to the template, which may know other names; see `_sender`.
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 _SENDERS = {
     **_SPEAKERS,
@@ -74,11 +73,13 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     check_row(row)
     if "label" in row:
         counter.count({"label"})
-    context, answers = _split_messages(row, form)
+    context, answers = _split_messages(row, form, counter)
     learns = [take_learned(message, message["role"] == "assistant") for message in context + answers]
     learns[: len(context)] = [False] * len(context)
     messages = context + answers
-    if isinstance(row.get("system"), str):
+    if "system" in row:
+        if not isinstance(row["system"], str):
+            raise Malformed("with a system field that is not text")
         if messages and messages[0]["role"] == "system":
             raise Malformed("with both a system field and a system message")
         messages, learns = [{"role": "system", "content": row["system"]}, *messages], [False, *learns]
@@ -99,15 +100,15 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     return json.dumps(present, ensure_ascii=False, default=_describe_value)
 
 
-def _split_messages(row: dict[str, Any], form: str) -> tuple[Messages, Messages]:
-    """Return the messages of which nothing is learned, and the messages whose assistant turns are learned."""
+def _split_messages(row: dict[str, Any], form: str, counter: FieldCounter) -> tuple[Messages, Messages]:
+    """Return the messages that are only context, and the messages whose assistant turns are learned."""
     if form == "pairs":
         prompt, completion = _read_turns(row["prompt"], "user"), _read_turns(row["completion"], "assistant")
-        return [_message(message) for message in prompt], [_message(message) for message in completion]
+        return [_message(each, counter) for each in prompt], [_message(each, counter) for each in completion]
     if form == "alpaca":
         return [], _read_instructions(row)
     (name,) = FORMS[form]
-    return [], [_message(message) for message in _without_nulls(_parse(row[name], list, name))]
+    return [], [_message(message, counter) for message in _without_nulls(_parse(row[name], list, name))]
 
 
 def _read_instructions(row: dict[str, Any]) -> Messages:
@@ -163,7 +164,7 @@ def _read_arguments(row: dict[str, Any], counter: FieldCounter) -> dict[str, Any
 def _parse(value: Any, kind: type, name: str) -> Any:
     """Return a list or an object. A table whose columns have a single type, such as CSV, stores it as JSON text."""
     shown = "a list" if kind is list else "an object"
-    problem = f"with {name} that {'is' if name == 'history' else 'are'} not {shown} or its JSON text"
+    problem = f"with {name} other than {shown} or its JSON text"
     if isinstance(value, str):
         try:
             value = json_files.parse(value)
@@ -174,19 +175,33 @@ def _parse(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _sender(message: dict[str, Any], counter: FieldCounter) -> str:
+    """Return the sender of a message that is named as in `from`, or an empty text if its role is for the template.
+
+    A template that compares roles with `tool` does not expect `observation`, while others write the name of any role.
+    No template expects the JSON text of a function_call.
+    """
+    if "role" not in message:
+        return str(message["from"])
+    role = str(message["role"])
+    is_sender = role == "function_call" or (role == "observation" and counter.names("tool"))
+    return role if is_sender and not counter.names(role) else ""
+
+
+def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
     """Return a message with a role and a content, whatever their names are."""
     if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
         raise Malformed("with a message without a role")
     message = dict(message)
-    if "role" not in message:
-        sender = message.pop("from")
+    if sender := _sender(message, counter):
+        message.pop("role" if "role" in message else "from")
         if sender not in _SENDERS:
             detail = f"it is from {sender!r}; it must be from one of {', '.join(_SENDERS)}"
             raise Malformed("with a message from an unknown sender", detail)
         message = {"role": _SENDERS[sender], **message}
         if sender == "function_call":
-            message["tool_calls"] = _parse_calls(message.pop("value", None))
+            value = message.pop("value", None)
+            message["tool_calls"] = _parse_calls(message.pop("content", value))
     if "content" not in message and "value" in message:
         # In this order, because a template may write the message as JSON.
         message = {"role": message.pop("role"), "content": message.pop("value"), **message}
@@ -194,7 +209,13 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(message.get("content"), list):
         # Most templates only support text, and would write the list in Python's syntax.
         message["content"] = "".join(map(_text, message["content"]))
-    if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+    if message.get("tool_calls", "") == "":
+        message.pop("tool_calls", None)
+    else:
+        message["tool_calls"] = _without_nulls(_parse(message["tool_calls"], list, "tool_calls"))
+        if not all(isinstance(call, dict) for call in message["tool_calls"]):
+            raise Malformed("with tool_calls that are not objects")
+    if not isinstance(message.get("content", "" if message.get("tool_calls") else None), str):
         raise Malformed("with a message whose content is not text", f"its role is {message['role']}")
     return message
 
@@ -202,7 +223,7 @@ def _message(message: Any) -> dict[str, Any]:
 def _parse_calls(value: Any) -> list[Any]:
     """Return the tool calls of a message from function_call: a call or a list of calls, usually as JSON text."""
     try:
-        calls = json_files.parse(value) if isinstance(value, str) else value
+        calls = _without_nulls(json_files.parse(value)) if isinstance(value, str) else value
     except ValueError as error:
         raise Malformed("with a function_call that is not JSON", str(error)) from None
     calls = calls if isinstance(calls, list) else [calls]

@@ -31,7 +31,7 @@ class PackedRows:
 
     Otherwise a row holds whole documents, as `BestFit` packs them, at most `documents_per_row`. The last token of a
     document is only a target. Of a document longer than a row, only the first part is read, or the document is dropped.
-    Documents of which the loss counts no token are dropped.
+    Documents without a token that the loss counts are dropped.
 
     Rows are padded with zeros. Padding has segment 0 and is masked.
 
@@ -184,7 +184,7 @@ def _measure_documents(
 ) -> tuple[NDArray[np.int64], int]:
     """Return the tokens of each document that a row of whole documents holds, and the number of longer documents.
 
-    They are those before its last one, at most `length`, and 0 for a document that is dropped.
+    A document of n tokens counts n - 1, at most `length`, and 0 if it is dropped.
 
     Args:
         starts: start of each document, [documents].

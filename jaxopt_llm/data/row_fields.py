@@ -4,6 +4,7 @@ Other trainers give some fields a meaning that this one does not have. A row tha
 training on the rest of the row would be another training. Any other field that nothing reads is counted by its name.
 """
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,24 +14,24 @@ from jaxopt_llm.data.skipped import Malformed, Skipped
 
 PREFERENCE_PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
 _JUDGED = "which judges answers or compares them"
-_NO_TEXT = "which is no text"
+_NO_TEXT = "which is not text"
 _TOKENS = "which belongs to rows of tokens"
 _MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _NO_TEXT)
 # Fields that have a meaning elsewhere and cannot be used here, with the reason.
-_UNUSABLE_IN_ROWS = {
+UNUSABLE_IN_ROWS = {
     **_MEDIA,
     **dict.fromkeys(("rejected_response", "rejected_messages", "score_chosen", "score_rejected"), _JUDGED),
     **dict.fromkeys(("margin", "kto_tag", "label"), _JUDGED),
     **dict.fromkeys(("input_ids", "assistant_masks", "completion_mask"), _TOKENS),
-    **dict.fromkeys(("functions", "function_call", "available_tools"), "which tools replaces"),
+    **dict.fromkeys(("functions", "function_call", "available_tools"), "write tools instead"),
     "system_prompt": "which is read with --data.columns system=system_prompt",
     "only_last": "which is replaced by weight 0 on the assistant's other messages",
-    "weight": "which would weigh the row",
+    "weight": "which gives the whole row a weight",
 }
-_UNUSABLE_IN_MESSAGES = {
+UNUSABLE_IN_MESSAGES = {
     **_MEDIA,
-    "function_call": "which tool_calls replaces",
-    "refusal": "which is no content",
+    "function_call": "write tool_calls instead",
+    "refusal": "which is not part of the content",
     **dict.fromkeys(("train_detail", "training_detail"), "which trains on parts of a message"),
 }
 # Fields of a message that are 1 (or true) if it is learned and 0 (or false) if not: those of OpenAI, of LLaMA-Factory,
@@ -38,16 +39,17 @@ _UNUSABLE_IN_MESSAGES = {
 LEARNED_FLAGS = ("weight", "loss_weight", "train", "training", "loss")
 
 
-def known_fields(form: str) -> Collection[str]:
+@functools.cache  # it is asked for each column of each row
+def known_fields(form: str) -> frozenset[str]:
     """Return the fields of a row that are used, or make it malformed."""
-    return {*fields_of_form(form), "chosen", "rejected", *_UNUSABLE_IN_ROWS}
+    return frozenset({*fields_of_form(form), "chosen", "rejected", *UNUSABLE_IN_ROWS})
 
 
 def check_row(row: Mapping[str, Any]) -> None:
     """Raise Malformed if a row has a field that cannot be used. Empty values count as absent."""
     if row.keys() & {"chosen", "rejected"}:
         raise Malformed(PREFERENCE_PAIR, "--data.columns chosen= rejected= leaves it unread")
-    for name, reason in _UNUSABLE_IN_ROWS.items():
+    for name, reason in UNUSABLE_IN_ROWS.items():
         if name in row and row[name] not in ("", [], {}) and not _is_harmless(name, row[name]):
             raise Malformed(f"with the field {name}, {reason}", f"--data.columns {name}= leaves it unread")
 
@@ -65,7 +67,7 @@ def take_learned(message: dict[str, Any], is_assistant: bool) -> bool:
     Raises:
         Malformed: a field cannot be used, or tells to learn a message that is not the assistant's.
     """
-    for name, reason in _UNUSABLE_IN_MESSAGES.items():
+    for name, reason in UNUSABLE_IN_MESSAGES.items():
         if message.get(name) not in (None, "", [], {}):
             raise Malformed(f"with a message that has the field {name}, {reason}")
     flags = {name: message.pop(name) for name in LEARNED_FLAGS if name in message}
@@ -89,6 +91,10 @@ class FieldCounter:
         self.skipped = skipped
         self._template = template
         self._is_read: dict[str, bool] = {}
+
+    def names(self, text: str) -> bool:
+        """Return whether the template compares something with a text: it has the text as a constant."""
+        return f"'{text}'" in self._template or f'"{text}"' in self._template
 
     def count(self, names: Collection[str], owner: str = "") -> None:
         """Count fields of one row that only the template can read. owner: what has the fields, for messages."""

@@ -164,7 +164,7 @@ class Renderer:
         self._template = Template(template, date)
         self._tool_template = self._template if tool_template is None else Template(tool_template, date)
         self._variables, self._reserved, self._specials = variables, {*reserved}, _turns["Specials"](ends, eos)
-        self._endings: dict[Template, Any] = {}
+        self._endings: dict[tuple[Template, bool], Any] = {}
 
     def render(
         self,
@@ -226,16 +226,22 @@ class Renderer:
 
     def find_turn_end(self) -> dict[str, Any]:
         """Return the special token that ends an answer, or an empty text."""
-        render = self._bind(self._template, {})
-        conversation = _turns["Conversation"](render, _turns["EXAMPLE"], None, self._specials)
-        turn = conversation.read_turn(1, self._find_ending(self._template, has_tools=False))
-        return {"token": self._specials.end(turn.text)}
+        render, ending = self._bind(self._template, {}), self._find_ending(self._template, has_tools=False)
+        failures = []
+        for example in _turns["EXAMPLES"]:
+            conversation = _turns["Conversation"](render, example, None, self._specials)
+            try:
+                return {"token": self._specials.end(conversation.read_turn(len(example) - 1, ending).text)}
+            except Refused as error:
+                failures.append(error)
+        raise failures[0]
 
     def _find_ending(self, template: Template, has_tools: bool) -> Any:
-        if template not in self._endings:
+        key = template, has_tools
+        if key not in self._endings:
             render = self._bind(template, {})
-            self._endings[template] = _turns["find_ending"](render, self._specials, has_tools)
-        return self._endings[template]
+            self._endings[key] = _turns["find_ending"](render, self._specials, has_tools)
+        return self._endings[key]
 
     def _bind(self, template: Template, arguments: dict[str, Any]) -> Callable[..., str]:
         """Return a function that renders messages and tools, with or without the generation prompt."""
@@ -279,6 +285,7 @@ def _fill_contents(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, An
         for content in (None, ""):
             filled = zip(messages, empty, strict=True)
             yield [{**message, "content": content} if is_empty else message for message, is_empty in filled]
+    if any("content" in message for message, is_empty in zip(messages, empty, strict=True) if is_empty):
         filled = zip(messages, empty, strict=True)
         yield [{k: v for k, v in each.items() if k != "content"} if is_empty else each for each, is_empty in filled]
 

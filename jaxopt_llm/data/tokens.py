@@ -215,12 +215,12 @@ def join_all(pieces: Sequence[Piece]) -> TokenStream:
 def split_held_out(pieces: Sequence[Piece], share: float) -> tuple[list[GroupRanges], list[GroupRanges]]:
     """Split the groups of each piece into training and held-out ranges.
 
-    Groups with a key in the lowest `share` of all keys are held out. Groups in a row with the same key, such as the
-    documents of one conversation, are in the same split. If there are at least two such rows that are not empty, each
-    split gets at least one of them. Memory grows only with the number of held-out groups.
+    Groups with a key in the lowest `share` of all keys are held out. Consecutive groups with the same key, such as the
+    documents of one conversation, stay in one split. If at least two such runs of groups are not empty, each split gets
+    one. Memory grows only with the number of held-out groups.
 
     A larger share only adds held-out documents. New documents do not move existing ones to the other split, except the
-    one row that was held out because the share was too small to hold out any.
+    one run that was held out because the share was too small to hold out any.
     """
     held_out = [_groups_below(piece, share) for piece in pieces]
     size = sum(piece.size for piece in pieces)
@@ -249,7 +249,7 @@ def _groups_below(piece: Piece, share: float) -> NDArray[np.int64]:
 
 
 def _find_extreme_groups(pieces: Sequence[Piece], lowest: bool) -> tuple[int, NDArray[np.int64]]:
-    """Return the index of a piece, and its groups in a row with the lowest or highest key of all.
+    """Return the index of a piece, and its consecutive groups with the lowest or highest key of all.
 
     Empty groups count only if there are no others.
     """

@@ -19,7 +19,9 @@ Document = tuple[str, list[tuple[int, int]]]  # text, and the ranges of characte
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, as in transformers
 PROBES = tuple(f"{letter}{secrets.token_hex(8)}" for letter in "qz")  # texts that no conversation contains
-EXAMPLE = [{"role": "user", "content": PROBES[1]}, {"role": "assistant", "content": PROBES[0]}]
+_EXAMPLE = [{"role": "user", "content": PROBES[1]}, {"role": "assistant", "content": PROBES[0]}]
+# Some templates require a system message, and others reject it.
+EXAMPLES = (_EXAMPLE, [{"role": "system", "content": PROBES[1]}, *_EXAMPLE])
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
 _TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": _PARAMETERS}}
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -30,7 +32,7 @@ class Refused(Exception):
 
 
 class Lost(Exception):
-    """Exception for a conversation of which the template leaves out a part.
+    """Exception for a conversation from which the template leaves out a part.
 
     The arguments are a phrase that also describes several such conversations, and more about this one.
     """
@@ -61,10 +63,12 @@ class Ending:
         epilogue: text of the last turn of a conversation after the token that ends the turn.
         following: special token, after whitespace, that begins the user's next turn and so ends an answer; empty if
             the template ends an answer with a token of its own.
+        is_known: False if the template rejects every example.
     """
 
     epilogue: str = ""
     following: str = ""
+    is_known: bool = True
 
 
 class Specials:
@@ -146,11 +150,8 @@ def find_reasoning(message: Message) -> list[str]:
 
 def find_ending(render: Render, specials: Specials, has_tools: bool) -> Ending:
     """Return what the template writes after an answer: an example with a next turn and one without it are compared."""
-    tools = [_TOOL] if has_tools else None
-    try:
-        texts = render(EXAMPLE, tools, False), render([*EXAMPLE, EXAMPLE[0]], tools, True)
-    except Refused:
-        return Ending()
+    if (texts := _render_example(render, has_tools)) is None:
+        return Ending(is_known=False)
     last, inner = (text.rpartition(PROBES[0])[2] for text in texts)
     common = specials.common(last, inner)
     if specials.eos and (found := last[:common].find(specials.eos)) >= 0:
@@ -162,6 +163,24 @@ def find_ending(render: Render, specials: Specials, has_tools: bool) -> Ending:
     return Ending(following=specials.following(inner, len(last[:common].rstrip())))
 
 
+def _render_example(render: Render, has_tools: bool) -> tuple[str, str] | None:
+    """Return the text of an example, and its text with a next turn, or None if the template rejects every example.
+
+    A template may reject an example without a system message, or the tool of the example. If it rejects the next turn
+    in every example, as templates of a single turn do, the two texts are the same.
+    """
+    single = None
+    for tools in ([_TOOL], None) if has_tools else (None,):
+        for example in EXAMPLES:
+            try:
+                text = render(example, tools, False)
+                single = single or (text, text)
+                return text, render([*example, _EXAMPLE[0]], tools, True)
+            except Refused:
+                continue
+    return single
+
+
 def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] | None) -> list[Message]:
     """Return messages whose tool calls have their arguments in the form that the template writes as JSON.
 
@@ -169,9 +188,12 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
     text as it is, and cannot write an object. A probe in place of the arguments shows what the template does.
     """
 
+    def write_or_raise(arguments: Any) -> str:
+        return render(_map_arguments(messages, lambda _: arguments), tools, False)
+
     def write(arguments: Any) -> str:
         try:
-            return render(_map_arguments(messages, lambda _: arguments), tools, False)
+            return write_or_raise(arguments)
         except Refused:
             return ""
 
@@ -182,6 +204,7 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
         try:
             return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
         except ValueError as error:
+            write_or_raise({key: value})  # the template may reject something else
             raise Refused(f"the arguments of a tool call are not JSON: {error}") from None
     if len(texts) < len(given):
         written = write({key: value})
@@ -259,6 +282,8 @@ class Conversation:
             text = stripped
         elif following := self._find_following(index, stripped, ending):
             text = stripped + following
+        elif not ending.is_known:
+            raise Refused("no token that ends the turn is found, and it rejects the examples that would show one")
         return Turn(whole if whole.startswith(text) else text, text, start, joined)
 
     def _find_start(self, index: int, prompt: str, whole: str) -> tuple[int, int]:
@@ -332,23 +357,23 @@ class Conversation:
         for index in learned:
             turn = self.render_first(index + 1)
             for reasoning in find_reasoning(self._messages[index]):
-                part = Part("with reasoning that the chat template leaves out", index, reasoning=reasoning)
+                part = Trace("with reasoning that the chat template leaves out", index, reasoning=reasoning)
                 if reasoning not in turn and self._is_lost(part, learned):
                     raise Lost(part.reason, part.detail)
 
-    def _list_parts(self) -> Iterator["Part"]:
+    def _list_parts(self) -> Iterator["Trace"]:
         for index, message in enumerate(self._messages):
             calls = message.get("tool_calls") or []
             if isinstance(message.get("content"), str) and message["content"].strip():
                 reason = "with a message that the chat template leaves out"
                 beside = "with text beside tool calls that the chat template leaves out"
-                yield Part(beside if calls else reason, index, detail=f"its role is {message.get('role')}")
+                yield Trace(beside if calls else reason, index, detail=f"its role is {message.get('role')}")
             for call in range(len(calls)):
-                yield Part("with tool calls that the chat template leaves out", index, call=call)
+                yield Trace("with tool calls that the chat template leaves out", index, call=call)
         for tool in range(len(self._tools or ())):
-            yield Part("with tools that the chat template leaves out", tool=tool)
+            yield Trace("with tools that the chat template leaves out", tool=tool)
 
-    def _is_lost(self, part: "Part", learned: Sequence[int]) -> bool:
+    def _is_lost(self, part: "Trace", learned: Sequence[int]) -> bool:
         """Return whether no text changes with the part: that of the conversation, and the prompt of the last turn."""
         texts = [(len(self._messages), False), (max(learned, default=0), True)]
         if part.message is not None and self._messages[part.message].get("role") == "assistant":
@@ -366,7 +391,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Part:
+class Trace:
     """Part of a conversation: a tool, a tool call of a message, its reasoning, or else its content."""
 
     reason: str

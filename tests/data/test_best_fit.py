@@ -14,7 +14,7 @@ from guides import read_blocks
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data import best_fit
-from jaxopt_llm.data.best_fit import BestFit, Group, Lengths, Part, count_rows, round_up, split_rows
+from jaxopt_llm.data.best_fit import BestFit, Group, Lengths, Places, count_rows, round_up, split_rows
 from jaxopt_llm.data.corpus import open_all_documents
 from jaxopt_llm.data.loader import Loader
 from jaxopt_llm.data.packing import PackedRows
@@ -52,16 +52,16 @@ def test_a_length_at_a_time_is_best_fit_decreasing(seed: int) -> None:
     assert sorted(np.repeat(rooms, [group.rows for group in groups])) == slow_rooms(lengths.tolist(), size)
 
 
-def check_packing(groups: list[Group], of: Lengths, size: int, limit: int) -> None:
+def check_packing(groups: list[Group], packings: Lengths, size: int, limit: int) -> None:
     """Check that every document has one place, and that rows have room for theirs."""
-    used: list[list[int]] = [[] for _ in of.counts]
+    used: list[list[int]] = [[] for _ in packings.counts]
     for group in groups:
-        assert sum(int(of.lengths[part.length]) * part.places for part in group.parts) <= size
+        assert sum(int(packings.lengths[part.length]) * part.places for part in group.parts) <= size
         assert 1 <= group.documents <= (limit or size) and group.rows > 0
         for part in group.parts:
             used[part.length] += range(part.first, part.first + group.rows * part.places)
-    assert [sorted(each) for each in used] == [[*range(count)] for count in of.counts]
-    assert count_rows(groups) == of.rows
+    assert [sorted(each) for each in used] == [[*range(count)] for count in packings.counts]
+    assert count_rows(groups) == packings.rows
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
@@ -69,25 +69,25 @@ def check_packing(groups: list[Group], of: Lengths, size: int, limit: int) -> No
 def test_every_document_has_one_place_and_every_epoch_as_many_rows(seed: int, limit: int) -> None:
     size = 100
     lengths = random_lengths(seed, size, 1 + 300 * seed)
-    of = Lengths(lengths, size, limit)
-    for groups in (of.decreasing, *(of.pack_epoch(7, epoch) for epoch in range(5))):
-        check_packing(groups, of, size, limit)
+    packings = Lengths(lengths, size, limit)
+    for groups in (packings.decreasing, *(packings.pack_epoch(7, epoch) for epoch in range(5))):
+        check_packing(groups, packings, size, limit)
 
 
 def test_an_epoch_that_needs_fewer_rows_splits_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Best-fit decreasing packs these into 5 rows, and the perturbed orders of some epochs into 4."""
     lengths = np.array([53, 46, 44, 43, 38, 36, 31, 25, 22, 21, 18, 15])
-    of, added = Lengths(lengths, 100, 0), list[int]()
-    assert of.rows == 5
+    packings, added = Lengths(lengths, 100, 0), list[int]()
+    assert packings.rows == 5
     monkeypatch.setattr(best_fit, "split_rows", lambda groups, more: added.append(more) or split_rows(groups, more))
     for epoch in range(40):
-        check_packing(of.pack_epoch(0, epoch), of, 100, 0)
+        check_packing(packings.pack_epoch(0, epoch), packings, 100, 0)
     assert {*added} == {0, 1}
 
 
 @pytest.mark.parametrize("more", range(5))
 def test_rows_are_split_without_losing_a_document(more: int) -> None:
-    groups = [Group(2, (Part(0, 1, 0), Part(1, 2, 0))), Group(3, (Part(1, 1, 4),))]
+    groups = [Group(2, (Places(0, 1, 0), Places(1, 2, 0))), Group(3, (Places(1, 1, 4),))]
     split = split_rows(groups, more)
     for length, documents in ((0, 2), (1, 7)):
         parts = [(group.rows, part) for group in split for part in group.parts if part.length == length]
@@ -99,19 +99,19 @@ def test_rows_are_split_without_losing_a_document(more: int) -> None:
 @pytest.mark.parametrize("size", [1, 127, 128, 1000, 2048, 100_000])
 def test_lengths_are_rounded_up_by_less_than_a_64th_and_never_beyond_a_row(size: int) -> None:
     lengths = np.arange(1, size + 1)
-    of = Lengths(lengths, size, 0)
+    packings = Lengths(lengths, size, 0)
     rounded = round_up(lengths, size)
     assert (rounded >= lengths).all() and (rounded <= np.minimum(lengths * (1 + 1 / 64), size)).all()
-    assert np.array_equal(np.repeat(of.lengths, of.counts), rounded[::-1])
-    assert of.counts.size <= 64 * (1 + np.log2(max(size / 64, 1)) + 1)
+    assert np.array_equal(np.repeat(packings.lengths, packings.counts), rounded[::-1])
+    assert packings.counts.size <= 64 * (1 + np.log2(max(size / 64, 1)) + 1)
 
 
 def test_a_million_documents_are_packed_a_length_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[Group] = []
     monkeypatch.setattr(Group, "skip", lambda group, rows, skip=Group.skip: groups.append(group) or skip(group, rows))
-    of = Lengths(random_lengths(0, 2048, 10**6), 2048, 0)
-    assert len(groups) < 20 * of.counts.size < 10_000
-    assert len(of.decreasing) < 5 * of.counts.size
+    packings = Lengths(random_lengths(0, 2048, 10**6), 2048, 0)
+    assert len(groups) < 20 * packings.counts.size < 10_000
+    assert len(packings.decreasing) < 5 * packings.counts.size
 
 
 def test_packed_documents_need_few_bytes_each() -> None:

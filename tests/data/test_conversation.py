@@ -216,9 +216,10 @@ BAD: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "system", "content": "x"}], "system": "y"},
         "with both a system field and a",
     ),
+    "a system of parts": ({**GOOD, "system": [{"type": "text", "text": "x"}]}, "with a system field that is not text"),
     "another form": (pair(CHATS[1]), "without the fields of the form messages"),
     "no object": ([1], "not a JSON object"),
-    "no list": ({"messages": "hello"}, "with messages that are not a list or its JSON text"),
+    "no list": ({"messages": "hello"}, "with messages other than a list or its JSON text"),
     "no role": ({"messages": [{"content": "x"}]}, "with a message without a role"),
     "nothing learned": (
         {"messages": [CHATS[1][0], {**CHATS[1][1], "weight": 0}]},
@@ -232,7 +233,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "no assistant": ({"messages": CHATS[1][:1]}, "without an assistant message"),
     "a preference": ({**GOOD, "chosen": "a", "rejected": "b"}, "with a preference pair"),
-    "tools": ({**GOOD, "tools": "{"}, "with tools that are not a list or its JSON text"),
+    "tools": ({**GOOD, "tools": "{"}, "with tools other than a list or its JSON text"),
 }
 
 

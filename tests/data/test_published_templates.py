@@ -13,6 +13,7 @@ from templates import EOS, LEARNED, TEMPLATES
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data import sandbox
 from jaxopt_llm.data.corpus import open_all_documents, open_corpus
 from jaxopt_llm.data.find import find_files
 from jaxopt_llm.data.skipped import Skipped
@@ -221,6 +222,90 @@ def test_calls_are_learned_with_their_arguments_as_json(
         pieces = [[piece.removeprefix("\n") for piece in each] for each in pieces]
     documents = read({"messages": messages, "tools": [ADD]}, config(folders[name]), tmp_path)
     assert learned(documents) == pieces
+
+
+def test_the_true_reason_of_a_rejection_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A text of arguments that is not JSON is only a problem if the template accepts the rest."""
+    messages = [user("one"), user("two"), calling("{x}")]
+    with pytest.raises(InputError, match="rejects the conversation .roles must alternate"):
+        read({"messages": messages}, config(folders["MISTRAL_3"]), tmp_path)
+
+
+# Writes no token at the end of a turn. {} holds what it requires or rejects.
+ENDLESS = """{}{{ tools | tojson if tools }}
+{%- for m in messages %}<|{{ m.role }}|>
+{{- m.content or '' }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+ROLES = ["<|user|>", "<|assistant|>", "<|system|>"]
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+NEEDS_ADD = "{% if tools and tools[0].function.name != 'add' %}{{ raise_exception('no add') }}{% endif %}"
+NEEDS_BOTH = "{% if messages[0].content != 'Be kind.' %}{{ raise_exception('not kind') }}{% endif %}"
+
+
+def ends(source: str, rows: list[Row], tokens: list[str] = ROLES) -> list[list[str]]:
+    """Return what is learned of each row by one renderer."""
+    renderer = sandbox.Renderer(source, None, {}, "", [], tokens, "")
+    documents = [renderer.render(**row)["documents"] for row in rows]
+    return [[each["text"][a:b] for each in found for a, b in each["spans"]] for found in documents]
+
+
+@pytest.mark.parametrize(
+    "check", ["", NEEDS_SYSTEM, NEEDS_ADD, NEEDS_SYSTEM + NEEDS_ADD], ids=["none", "system", "tool", "both"]
+)
+def test_an_ending_is_found_with_another_example(check: str) -> None:
+    """The template may require a system message, or reject the tool of the example."""
+    plain = {"messages": [SYSTEM, *TWO]}
+    tooled = {**plain, "tools": [ADD]}
+    source = ENDLESS.replace("{}", check, 1)
+    expected = ["ein<|user|>", "zwei<|user|>"]
+    assert ends(source, [plain]) == [expected]
+    assert ends(source, [tooled]) == [expected]
+    renderer = sandbox.Renderer(source, None, {}, "", [], ROLES, "")
+    assert renderer.find_turn_end() == {"token": "<|user|>"}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_spans_do_not_depend_on_the_order_of_rows(order: int) -> None:
+    """With tools, this template ends a turn with another token than without."""
+    human = "<|{{ 'human' if tools and m.role == 'user' else m.role }}|>"
+    source = ENDLESS.replace("{}", "", 1).replace("<|{{ m.role }}|>", human)
+    plain, tooled = {"messages": TWO}, {"messages": TWO, "tools": [ADD]}
+    found = ends(source, [plain, tooled][::order], [*ROLES, "<|human|>"])[::order]
+    assert found == [["ein<|user|>", "zwei<|user|>"], ["ein<|human|>", "zwei<|human|>"]]
+
+
+def test_a_turn_whose_end_cannot_be_found_is_refused() -> None:
+    """No example is accepted, so that the last turn would be learned without an end. Another end is enough."""
+    source = ENDLESS.replace("{}", NEEDS_BOTH, 1)
+    row = {"messages": [SYSTEM, *TWO]}
+    with pytest.raises(sandbox.Refused, match="no token that ends the turn is found"):
+        ends(source, [row])
+    ended = source.replace("{%- endfor %}\n{%- if", "{{ '<|end|>' if m.role == 'assistant' }}{%- endfor %}\n{%- if")
+    assert ends(ended, [row], [*ROLES, "<|end|>"]) == [["ein<|end|>", "zwei<|end|>"]]
+    assert ends(source, [{**row, "unlearned": [4]}]) == [["ein<|user|>"]]
+
+
+@pytest.mark.parametrize(
+    "check", ["", "{% if messages | length > 2 %}{{ raise_exception('one') }}{% endif %}"], ids=["any", "one turn"]
+)
+def test_a_turn_may_end_as_text(check: str) -> None:
+    """Templates of one turn, and those without special tokens, have no token that ends it."""
+    source = check + (
+        "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
+        "{{ '### assistant:\n' if add_generation_prompt }}"
+    )
+    assert ends(source, [{"messages": TWO[:2]}]) == [["ein\n\n"]]
+
+
+def test_contents_are_tried_once() -> None:
+    """A content that is absent is not tried as absent again."""
+    tried = [
+        [each[1].get("content", "absent") for each in sandbox._fill_contents([user("one"), message])]
+        for message in (calling({}), calling({}, content=""))
+    ]
+    assert tried == [["absent", None, ""], ["", None, "", "absent"]]
 
 
 def test_a_text_of_arguments_is_kept_where_the_template_writes_it(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from test_corpus import prepare
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import open_all_documents, open_corpus
+from jaxopt_llm.data.row_fields import UNUSABLE_IN_MESSAGES, UNUSABLE_IN_ROWS
 from jaxopt_llm.data.tokenizer import load_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -117,7 +118,7 @@ def test_the_earlier_turns_of_an_instruction_are_learned(config: DataConfig, tmp
     plain = {"instruction": "Sum", "output": "3", "history": []}
     assert learn(write(tmp_path / "a.jsonl", [plain]), config)[0] == turns("Sum", "3")
     for wrong in ([["a"]], [["a", 1]], "x", [["a", "b", "c"]]):
-        with pytest.raises(InputError, match="line 1: with a? ?history that is not a list"):
+        with pytest.raises(InputError, match="line 1: with (a history that is not|history other than) a list"):
             learn(write(tmp_path / "a.jsonl", [{**plain, "history": wrong}]), config)
 
 
@@ -171,6 +172,62 @@ def test_function_calls_of_sharegpt(config: DataConfig, tmp_path: Path) -> None:
             learn(write(tmp_path / "a.jsonl", [bad]), config)
 
 
+def test_a_role_that_the_template_does_not_name_is_a_sender(config: DataConfig, tmp_path: Path) -> None:
+    """ms-swift's files have it. The text of a call is never the text of a message of another role."""
+    call = {"name": "add", "arguments": {"a": 1, "b": None}}
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
+    answers = [{"role": "assistant", "content": "It is 1"}]
+    known = {"role": "tool", "content": "1"}
+    template = tmp_path / "strict.jinja"
+    template.write_text(CHATML.replace("message.role +", "('result' if message.role == 'tool' else message.role) +"))
+    strict = replace(config, chat_template=str(template))
+    expected = learn(write(tmp_path / "a.jsonl", [{"messages": [USER, called, known, *answers]}]), strict)
+    assert len(expected[1]) == 2 and '<call>{"name": "add"' in expected[0] and "user\n" in expected[0]
+    for content in (json.dumps(call), call, [call]):
+        spoken = [{"role": "function_call", "content": content}, {"role": "observation", "content": "1"}]
+        row = {"messages": [USER, *spoken, *answers]}
+        assert learn(write(tmp_path / "a.jsonl", [row]), strict) == expected
+    # A template that names no role of tools writes the role as it is, and one that names the role gets it.
+    observed = [USER, {"role": "observation", "content": "1"}, *answers]
+    path = write(tmp_path / "a.jsonl", [{"messages": observed}])
+    assert "<|im_start|>observation\n1" in learn(path, config)[0]
+    template.write_text(CHATML.replace("message.role +", "('seen' if message.role == 'observation' else 'tool') +"))
+    assert "<|im_start|>seen\n1" in learn(path, strict)[0]
+
+
+def test_tool_calls_as_json_text(config: DataConfig, tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    expected, found = (
+        learn(write(tmp_path / "a.jsonl", [{"messages": [USER, {"role": "assistant", "tool_calls": each}]}]), config)
+        for each in (calls, json.dumps(calls))
+    )
+    assert found == expected and found[1] == ['<call>{"name": "add", "arguments": {"a": 1}}</call>']
+    plain = {**ANSWER, "tool_calls": ""}
+    assert learn(write(tmp_path / "a.jsonl", [{"messages": [USER, plain]}]), config)[1] == ["Hello"]
+    for wrong, problem in (
+        ("add", "with tool_calls other than a list or its JSON text"),
+        ({"name": "add"}, "with tool_calls other than a list or its JSON text"),
+        (["add"], "with tool_calls that are not objects"),
+    ):
+        with pytest.raises(InputError, match=f"line 1: {problem}"):
+            learn(write(tmp_path / "a.jsonl", [{"messages": [USER, {**ANSWER, "tool_calls": wrong}]}]), config)
+
+
+@pytest.mark.parametrize("content", [{"text": "x"}, 1, False])
+def test_a_content_beside_calls_is_text(content: Any, config: DataConfig, tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    row = {"messages": [USER, {"role": "assistant", "content": content, "tool_calls": calls}]}
+    with pytest.raises(InputError, match="line 1: with a message whose content is not text"):
+        learn(write(tmp_path / "a.jsonl", [row]), config)
+
+
+def test_the_page_lists_the_fields_that_cannot_be_used() -> None:
+    page = (Path(__file__).parents[2] / "docs/chat.md").read_text()
+    listed = page.partition("and has no counterpart here:")[2].partition("The message names the field.")[0]
+    elsewhere = {"chosen", "rejected", "train", "tools", "tool_calls"}
+    assert {*re.findall(r"`(\w+)`", listed)} - elsewhere == {*UNUSABLE_IN_ROWS, *UNUSABLE_IN_MESSAGES}
+
+
 def test_the_parameters_of_a_tool_as_json_text(config: DataConfig, tmp_path: Path) -> None:
     """Axolotl's files have them, because the types of parameters differ between rows."""
     parameters = {"type": "object", "properties": {}}
@@ -179,7 +236,7 @@ def test_the_parameters_of_a_tool_as_json_text(config: DataConfig, tmp_path: Pat
     expected, found = (learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": [tool]}]), config) for tool in tools)
     assert found == expected and '"parameters": {"type": "object"' in found[0]
     tools[1]["function"]["parameters"] = "object"
-    with pytest.raises(InputError, match="line 1: with parameters that are not an object"):
+    with pytest.raises(InputError, match="line 1: with parameters other than an object"):
         learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": [tools[1]]}]), config)
 
 
@@ -199,7 +256,7 @@ def test_arguments_of_the_template_in_a_row(config: DataConfig, tmp_path: Path) 
             {"messages": []},
             "the chat template .* rejects the conversation .the arguments of the row have names that are reserved",
         ),
-        ([1], "with chat_template_kwargs that are not an object"),
+        ([1], "with chat_template_kwargs other than an object"),
     ):
         with pytest.raises(InputError, match=f"line 1: {problem}"):
             learn(write(tmp_path / "a.jsonl", [{**GOOD, "chat_template_kwargs": arguments}]), config)
@@ -216,20 +273,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama-factory's feedback": ({**GOOD, "kto_tag": True}, "with the field kto_tag, which judges answers"),
     "ms-swift's preferences": ({**GOOD, "rejected_response": "x"}, "with the field rejected_response, which judges"),
     "a reward's margin": ({**PAIR, "margin": 0.5}, "with the field margin, which judges"),
-    "images": ({**GOOD, "images": ["a.png"]}, "with the field images, which is no text"),
-    "audio": ({**GOOD, "audios": ["a.wav"]}, "with the field audios, which is no text"),
+    "images": ({**GOOD, "images": ["a.png"]}, "with the field images, which is not text"),
+    "audio": ({**GOOD, "audios": ["a.wav"]}, "with the field audios, which is not text"),
     "tokens": ({**GOOD, "input_ids": [1]}, "with the field input_ids, which belongs to rows of tokens"),
     "a mask": ({**GOOD, "assistant_masks": [1]}, "with the field assistant_masks, which belongs to rows of tokens"),
     "openai's old functions": (
         {**GOOD, "functions": [{"name": "f"}]},
-        "with the field functions, which tools replaces",
+        "with the field functions, write tools instead",
     ),
     "mistral's system": (
         {**GOOD, "system_prompt": "x"},
         "with the field system_prompt, which is read with --data.columns sy",
     ),
     "mistral's last": ({**GOOD, "only_last": True}, "with the field only_last, which is replaced by weight 0"),
-    "a row's weight": ({**GOOD, "weight": 0.5}, "with the field weight, which would weigh the row"),
+    "a row's weight": ({**GOOD, "weight": 0.5}, "with the field weight, which gives the whole row a weight"),
     "half a weight": ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "with a message whose weight is neither 0 nor"),
     "a word": ({"messages": [USER, {**ANSWER, "train": "no"}]}, "with a message whose train is neither 0 nor 1"),
     "a learned question": ({"messages": [{**USER, "train": True}, ANSWER]}, "with train on a message that is not the"),
@@ -243,15 +300,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "openai's old call": (
         {"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},
-        "with a message that has the field function_call, which tool_calls replaces",
+        "with a message that has the field function_call, write tool_calls instead",
     ),
     "a refusal": (
         {"messages": [USER, {"role": "assistant", "content": "", "refusal": "No."}]},
-        "with a message that has the field refusal, which is no content",
+        "with a message that has the field refusal, which is not part of the content",
     ),
     "ollama's images": (
         {"messages": [{**USER, "images": ["x"]}, ANSWER]},
-        "with a message that has the field images, which is no text",
+        "with a message that has the field images, which is not text",
     ),
     "another sender": (
         {"conversations": [{"from": "bing", "value": "x"}]},
@@ -374,7 +431,10 @@ def test_wrong_columns_are_problems() -> None:
     for columns, problem in (
         (("messages",), "data.columns: messages: write FIELD=COLUMN"),
         (("=x",), "data.columns: =x: write FIELD=COLUMN"),
-        (("turns=x",), "data.columns: turns=x: turns is no field of a conversation; use one of chat_template_kwargs"),
+        (
+            ("turns=x",),
+            "data.columns: turns=x: turns is not a field of a conversation; use one of chat_template_kwargs",
+        ),
         (("text=x",), "data.columns: text=x: name the column of texts with data.text_field=x"),
         (("tools=x", "tools=y"), "a field is named twice"),
         (("images=",), ""),
