@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -14,9 +15,14 @@ from commands import command, start_python
 from gates import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_text
 
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared
 from jaxopt_llm.data.source import read_standard_library
+from jaxopt_llm.data.verification import find_prepared
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+from jaxopt_llm.training.setup import open_documents
 
 # The command with shards so small that a corpus of a few megabytes has many. It appends no more shards than its first
 # argument says, and then waits to be killed.
@@ -293,14 +299,15 @@ def test_conversations_of_different_templates_are_not_one_corpus(tmp_path: Path)
     given = ("--tokenizer", folder, "--workers", 1, "--output")
     chat = ("--input", tmp_path / "a.jsonl", "--content", "chat", *given)
     marked = (tmp_path / "marked", "--chat-template", tmp_path / "marked.jinja")
-    for options in ((*chat, tmp_path / "own"), (*chat, *marked), ("--input", tmp_path / "a.txt", *given, tmp_path / "text")):
+    text = ("--input", tmp_path / "a.txt", *given, tmp_path / "text")
+    for options in ((*chat, tmp_path / "own"), (*chat, *marked), text):
         done = command("prepare", *options)
         assert (done.returncode, done.stderr) == (0, "")
 
     def start(*names: str) -> str | None:
         paths = tuple(str(tmp_path / name) for name in names)
-        settings = {"data.paths": paths, "data.tokenizer": str(folder), "model.vocabulary_size": 512}
-        settings["evaluation.every"] = 0
+        settings: dict[str, object] = {"data.paths": paths, "data.tokenizer": str(folder)}
+        settings |= {"model.vocabulary_size": 512, "evaluation.every": 0}
         documents = open_documents(replace_fields(Config(), settings), SINGLE_PROCESS)
         return prepared.read_template(find_prepared(documents.corpus.files))
 
