@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -9,14 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import conversation, write_tokenizer
+from chats import MARKED, conversation, write_chats, write_tokenizer
 from commands import command, start_python
 from gates import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_text
 
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import prepared
 from jaxopt_llm.data.source import read_standard_library
+from jaxopt_llm.data.verification import find_prepared
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
+from jaxopt_llm.training.setup import open_documents
 
 # The command with shards so small that a corpus of a few megabytes has many. It appends no more shards than its first
 # argument says, and then waits to be killed.
@@ -283,6 +289,32 @@ def test_bad_input_of_the_command(corpus: Path, tmp_path: Path) -> None:
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, (given, refused.stderr)
         assert refused.stderr.startswith("error: ") and message in refused.stderr
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_conversations_of_different_templates_are_not_one_corpus(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    write_chats(tmp_path / "a.jsonl", [conversation(number) for number in range(3)])
+    (tmp_path / "a.txt").write_text("One document.")
+    (tmp_path / "marked.jinja").write_text(MARKED)
+    given = ("--tokenizer", folder, "--workers", 1, "--output")
+    chat = ("--input", tmp_path / "a.jsonl", "--content", "chat", *given)
+    marked = (tmp_path / "marked", "--chat-template", tmp_path / "marked.jinja")
+    text = ("--input", tmp_path / "a.txt", *given, tmp_path / "text")
+    for options in ((*chat, tmp_path / "own"), (*chat, *marked), text):
+        done = command("prepare", *options)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def start(*names: str) -> str | None:
+        paths = tuple(str(tmp_path / name) for name in names)
+        settings: dict[str, object] = {"data.paths": paths, "data.tokenizer": str(folder)}
+        settings |= {"model.vocabulary_size": 512, "evaluation.every": 0}
+        documents = open_documents(replace_fields(Config(), settings), SINGLE_PROCESS)
+        return prepared.read_template(find_prepared(documents.corpus.files))
+
+    assert start("own", "text") is None and start("marked", "text") == MARKED
+    both = f"data.paths: {tmp_path}/marked and {tmp_path}/own were prepared with different chat templates; prepare them"
+    with pytest.raises(InputError, match=re.escape(both)):
+        start("own", "marked")
 
 
 def test_columns_of_conversations_and_fields_that_are_not_read(tmp_path: Path) -> None:

@@ -313,12 +313,22 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
     return IndexedPiece(name, *_open_arrays(directory, manifest)), manifest.sha256
 
 
-def read_template(directory: Path) -> str | None:
-    """Return the template of a prepared corpus that was not the tokenizer's own; None: there is none."""
-    path = directory / MANIFEST
-    plan = json_files.read_object(path, f"remove {directory} and prepare the corpus again").get("plan", {})
-    template: str | None = plan.get("chat_template")
-    return template
+def read_template(corpora: Iterable[Path]) -> str | None:
+    """Return the template of prepared conversations; None: it is the tokenizer's own, or there are none.
+
+    Raises:
+        InputError: the corpora were prepared with different templates.
+    """
+    templates: dict[str | None, Path] = {}
+    for directory in corpora:
+        file = json_files.read_object(directory / MANIFEST, f"remove {directory} and prepare the corpus again")
+        if "content" in (plan := file.get("plan", {})):  # texts have none
+            templates.setdefault(plan.get("chat_template"), directory)
+    if len(templates) > 1:
+        first, second, *_ = templates.values()
+        problem = f"{first} and {second} were prepared with different chat templates"
+        raise InputError(f"data.paths: {problem}; prepare them with the same one")
+    return next(iter(templates), None)
 
 
 def check_sizes(directory: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import RESERVED_ARGUMENTS, parse_arguments
+from jaxopt_llm.config.data import RESERVED_ARGUMENTS, TEMPLATE_FILE, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
@@ -19,6 +19,7 @@ from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Malformed, Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
 from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokenizer_folder import NAMED_TEMPLATES, SETTINGS
 
 SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
@@ -63,7 +64,7 @@ def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
         InputError: there is no template, or it cannot be read.
     """
     folder = find_tokenizer_folder(config)
-    settings = read_json_object(folder / "tokenizer_config.json") if folder else {}
+    settings = read_json_object(folder / SETTINGS) if folder else {}
     named = _find_named_templates(folder, settings) if folder else {}
     tool_use = None
     if config.chat_template in named:
@@ -87,7 +88,7 @@ def _find_named_templates(folder: Path, settings: dict[str, Any]) -> dict[str, t
 
     Files of their own replace all templates of tokenizer_config.json.
     """
-    main, others = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    main, others = folder / TEMPLATE_FILE, sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
     files = {"default": main} if main.is_file() else {}
     files |= {path.stem: path for path in others}
     if files:
@@ -95,7 +96,7 @@ def _find_named_templates(folder: Path, settings: dict[str, Any]) -> dict[str, t
     value = settings.get("chat_template")
     items = value if isinstance(value, list) else [{"name": "default", "template": value}]
     found = {item.get("name"): item.get("template") for item in items if isinstance(item, dict)}
-    path = folder / "tokenizer_config.json"
+    path = folder / SETTINGS
     return {str(name): (path, text) for name, text in found.items() if isinstance(text, str)}
 
 
@@ -117,7 +118,7 @@ def _explain_no_template(config: DataConfig, names: Sequence[str]) -> str:
     if config.uses_bytes:
         where, remedy = "", "give --data.tokenizer FOLDER, the folder or hub id of a model that has one"
     else:
-        where, remedy = " (chat_template.jinja, or chat_template in tokenizer_config.json)", "add one"
+        where, remedy = f" ({TEMPLATE_FILE}, or chat_template in {SETTINGS})", "add one"
     problem = f"data.tokenizer={config.tokenizer} has no chat template{where}"
     return f"{problem}: {remedy}, or name a template file with --data.chat_template"
 

@@ -15,7 +15,7 @@ from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError, describe_error
 from jaxopt_llm.data.bounded_tokenizer import BoundedTokenizer, Refused
 from jaxopt_llm.data.tokenizer_classes import BACKEND, GENERIC_CLASS
-from jaxopt_llm.data.tokenizer_folder import TokenizerFiles, read_tokenizer_files
+from jaxopt_llm.data.tokenizer_folder import MODEL_FILES, VOCABULARY, TokenizerFiles, read_tokenizer_files
 from jaxopt_llm.data.tokenizer_folder import read_json_object as read_json_object
 
 # EOS of a tokenizer.json without other files, most specific first: Llama 3, Gemma, Llama 2 and Mistral, GPT-2.
@@ -111,7 +111,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, bos: str = "", eos: str = "") -> None:
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path / VOCABULARY if path.is_dir() else path
         try:
             files = read_tokenizer_files(file, f"data.tokenizer={path}")
             self._library = BoundedTokenizer(f"data.tokenizer={path}", files.parts, files.assembly)
@@ -195,7 +195,7 @@ def read_eos_ids(folder: Path, vocabulary_size: int) -> list[int]:
 
     Raises InputError if a file names an invalid id.
     """
-    for file in folder / "generation_config.json", folder / "config.json":
+    for file in (folder / name for name in MODEL_FILES):
         value = read_json_object(file).get("eos_token_id")
         if value is None:
             continue

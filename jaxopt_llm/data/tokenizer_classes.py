@@ -16,7 +16,8 @@ GENERIC_CLASS = "PreTrainedTokenizerFast"  # its name in transformers 4, which t
 _BACKEND_NAMES = {BACKEND, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"}
 _OTHER_NAMES = {"Phi3Tokenizer": "LlamaTokenizer"}
 
-# The class of each `model_type` of config.json. A type that is missing has none: tokenizer_class decides.
+# The class of each `model_type` of config.json in transformers 5.23. A type that is missing has none:
+# tokenizer_class decides.
 _TYPES = {
     BACKEND: "EvollaModel arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5 "
     "ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm_image glmasr got_ocr2 "

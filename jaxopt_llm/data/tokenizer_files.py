@@ -18,18 +18,10 @@ from jaxopt_llm.data import prepared
 from jaxopt_llm.data.template import find_template
 from jaxopt_llm.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
 from jaxopt_llm.data.tokenizer_classes import plain_name
+from jaxopt_llm.data.tokenizer_folder import MODEL_FILES, NAMED_TEMPLATES, SETTINGS, TOKENIZER_FILES, VOCABULARY
 
-VOCABULARY = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
-NAMED_TEMPLATES = "additional_chat_templates"
-# Nothing that is code. transformers reads these by name; programs in other languages read the older ones.
-TOKENIZER_FILES = (
-    *(VOCABULARY, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-)
-# Files of the model next to a tokenizer, which name its family and the tokens that end a text.
-MODEL_FILES = ("config.json", "generation_config.json")
-BYTE_TOKENS = ("<|bos|>", "<|eos|>")  # names for the ids 256 and 257 of the byte tokenizer, which have none
+# Names for the special tokens of the byte tokenizer, which have none.
+BYTE_TOKENS: dict[int | None, str] = {ByteTokenizer.bos: "<|bos|>", ByteTokenizer.eos: "<|eos|>"}
 
 
 def keep_tokenizer(
@@ -39,20 +31,20 @@ def keep_tokenizer(
 
     Copies of an earlier start are replaced; a start that dies before the end leaves none of them.
 
-    prepared_corpora: folders with the run's data. If they were prepared with one template that is not the tokenizer's
+    prepared_corpora: folders with the run's data. If they were prepared with a template that is not the tokenizer's
         own, it takes the place of the tokenizer's.
+
+    Raises:
+        InputError: they were prepared with different templates.
     """
     working, kept = (directory / name for name in (f".{TOKENIZER_FOLDER}.partial", TOKENIZER_FOLDER))
     shutil.rmtree(working, ignore_errors=True)
     template = find_template(config, tokenizer).source if config.chat_template else None
     if find_tokenizer_folder(config) is not None:
         working.mkdir(parents=True)
-        _copy_files(config, working, (*TOKENIZER_FILES, *MODEL_FILES))
-        _copy_templates(config, working)
-        templates = {prepared.read_template(corpus) for corpus in prepared_corpora}
-        if len(templates) == 1 and (found := templates.pop()) is not None:
-            shutil.rmtree(working / NAMED_TEMPLATES, ignore_errors=True)
-            (working / TEMPLATE_FILE).write_text(found, encoding="utf-8", newline="")
+        _copy_own_files(config, working, MODEL_FILES)
+        if (found := prepared.read_template(prepared_corpora)) is not None:
+            _replace_templates(working, found)
         for file in working.rglob("*"):
             if file.is_file():
                 with file.open("rb") as stream:
@@ -73,15 +65,12 @@ def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> N
         _write_json(folder / VOCABULARY, _describe_bytes())
         settings: dict[str, Any] = {}
     else:
-        _copy_files(config, folder, TOKENIZER_FILES)
+        _copy_own_files(config, folder)
         settings = read_json_object(folder / SETTINGS)
     changed = _set_tokens(config, tokenizer, settings, folder / VOCABULARY)
     if config.chat_template:
         changed.pop("chat_template", None)
-        template = find_template(config, tokenizer).source
-        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8", newline="")
-    elif not config.uses_bytes:
-        _copy_templates(config, folder)
+        _replace_templates(folder, find_template(config, tokenizer).source)
     if changed != settings:
         _write_json(folder / SETTINGS, changed)
     drop_code(folder)
@@ -94,34 +83,39 @@ def drop_code(folder: Path) -> None:
         _write_json(folder / SETTINGS, settings)
 
 
-def _copy_files(config: DataConfig, folder: Path, names: tuple[str, ...]) -> None:
-    """Copy the files with these names. A tokenizer.json that has another name gets this one."""
+def copy_files(source: Path, folder: Path, more: Iterable[str] = ()) -> None:
+    """Copy the files of a tokenizer and of its templates, as they are, into an existing folder.
+
+    more: names of further files.
+    """
+    for pattern in (*TOKENIZER_FILES, TEMPLATE_FILE, f"{NAMED_TEMPLATES}/*.jinja", *more):
+        for file in filter(Path.is_file, sorted(source.glob(pattern))):
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+def _copy_own_files(config: DataConfig, folder: Path, more: Iterable[str] = ()) -> None:
+    """Copy the files of `data.tokenizer`. A tokenizer file with another name is copied as tokenizer.json."""
     source = find_tokenizer_folder(config)
     assert source is not None
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_files(source, folder, more)
     named = hub.find_folder(config.tokenizer, "data.tokenizer=", weights=False)
     if named.is_file():
         shutil.copyfile(named, folder / VOCABULARY)
 
 
-def _copy_templates(config: DataConfig, folder: Path) -> None:
-    """Copy the templates that are in files of their own."""
-    source = find_tokenizer_folder(config)
-    assert source is not None
-    if (source / TEMPLATE_FILE).is_file():
-        shutil.copyfile(source / TEMPLATE_FILE, folder / TEMPLATE_FILE)
-    for file in sorted((source / NAMED_TEMPLATES).glob("*.jinja")):
-        (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / NAMED_TEMPLATES / file.name)
+def _replace_templates(folder: Path, template: str) -> None:
+    """Write a template into a folder, in place of those in files of their own."""
+    shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
+    (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8", newline="")
 
 
 def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, Any], file: Path) -> dict[str, Any]:
     """Return the tokenizer_config.json whose BOS and EOS are those of the training.
 
     If a BOS must be added for it, the post-processor of `file`, the tokenizer.json, adds it from now on. A conversation
-    has no BOS but that of its template, which may read the names of the tokens: they stay as they were.
+    gets BOS only from its template. The template may read the names of the tokens, so they stay as they were.
     """
     changed = dict(settings)
     # The training may have read another class from the config.json next to the files, which is not copied.
@@ -133,8 +127,8 @@ def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, An
         changed["split_special_tokens"] = True  # in a text, their names are bytes like others
     if config.content != "text" or not (config.uses_bytes or not settings or config.bos or config.eos):
         return changed
-    names = {index: token for token, index in tokenizer.vocabulary.items()}
-    names |= dict(zip((256, 257), BYTE_TOKENS, strict=True)) if config.uses_bytes else {}
+    names: dict[int | None, str] = {index: token for token, index in tokenizer.vocabulary.items()}
+    names |= BYTE_TOKENS if config.uses_bytes else {}
     if not settings or config.eos:
         changed["eos_token"] = names[tokenizer.eos]
     if tokenizer.bos is not None and (not settings or config.bos):
@@ -171,13 +165,12 @@ def _describe_bytes() -> dict[str, Any]:
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
     vocabulary = {characters[byte]: byte for byte in range(256)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    special = dict(zip(BYTE_TOKENS, (ByteTokenizer.bos, ByteTokenizer.eos), strict=True))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": index, "content": name, **flags} for name, index in special.items()],
+        "added_tokens": [{"id": index, "content": name, **flags} for index, name in BYTE_TOKENS.items()],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,

@@ -11,10 +11,23 @@ from jaxopt_llm.core.files import check_is_no_pointer, read_file
 from jaxopt_llm.data.tokenizer_classes import BACKEND, CLASSES, Pipeline, choose_class
 
 MAX_TOKENIZER_BYTES = 2**28  # published ones have at most 35 MB
+VOCABULARY = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+NAMED_TEMPLATES = "additional_chat_templates"
+# Files of the model next to a tokenizer: both name the tokens that end a text, the first with precedence.
+MODEL_FILES = (GENERATION_FILE, "config.json")
+# Patterns of vocabularies in formats of other libraries, which transformers converts when it loads them.
+FOREIGN_FILES = (
+    *("tokenizer.model", "tekken.json", "tiktoken.model", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.txt", "vocab.json"),
+)
+# Nothing that is code. transformers reads these by name; programs in other languages read the older ones.
+TOKENIZER_FILES = (
+    *(VOCABULARY, SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt", *FOREIGN_FILES),
+)
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Vocabularies in formats of other libraries, which transformers converts when it loads them.
-_FOREIGN = ("tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "vocab.txt", "vocab.json")
 _MISTRAL = (None, "mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 Token = str | dict[str, Any]  # the text of a token, or its text as "content" with flags of tokenizers.AddedToken
@@ -28,22 +41,24 @@ class Assembly:
         pipeline: parts that replace those of tokenizer.json; None: its own parts. See `TokenizerClass.build`.
         listed: added tokens by id; they replace those of tokenizer.json. None: those of tokenizer.json.
         more: further added tokens by id, if `listed` is None.
+        standard: names of special tokens, in the order in which transformers adds them.
         named: special tokens by name: bos_token, ...; None if the folder declares that there is none.
         extra: special tokens without a name.
         splits_special: whether special tokens that are spelled out in a text are text.
         cleans_up: whether spaces before punctuation are removed from decoded text, except with a BPE.
-        template: whether BOS and EOS are added, instead of what the post-processor of tokenizer.json adds.
+        adds_ends: whether BOS and EOS are added, instead of what the post-processor of tokenizer.json adds.
         adds_again, marks_again: see `TokenizerClass`.
     """
 
     pipeline: Pipeline | None
     listed: list[tuple[int, Token]] | None
     more: list[tuple[int, Token]]
+    standard: tuple[str, ...]
     named: dict[str, Token | None]
     extra: list[Token]
     splits_special: bool
     cleans_up: bool
-    template: tuple[bool, bool] | None
+    adds_ends: tuple[bool, bool] | None
     adds_again: bool
     marks_again: bool
 
@@ -74,7 +89,7 @@ def read_tokenizer_files(file: Path, name: str) -> TokenizerFiles:
         InputError: transformers would read the files in another way, or the reader cannot tell.
         OSError, ValueError: there is no tokenizer.json, or it cannot be read.
     """
-    config = file.with_name("tokenizer_config.json")
+    config = file.with_name(SETTINGS)
     settings, model = read_json_object(config), read_json_object(file.with_name("config.json"))
     parts = _read_vocabulary(file, name, model, settings)
     chosen = _choose_readable(name, model, settings, byte_level=b'"ByteLevel"' in parts[0])
@@ -97,12 +112,13 @@ def read_tokenizer_files(file: Path, name: str) -> TokenizerFiles:
         kind.build(settings) if kind else None,
         listed,
         more,
+        NAMED,
         _name_tokens(settings, specific, config),
         [_read_token(token, config) for token in _find_extra_tokens(settings, config)],
         splits_special=bool(settings.get("split_special_tokens")),
         cleans_up=bool(settings.get("clean_up_tokenization_spaces")),
         # transformers 5 ignores add_bos_token and add_eos_token next to a tokenizer.json
-        template=adds if not from_json else (False, False) if kind and kind.drops_post_processor else None,
+        adds_ends=adds if not from_json else (False, False) if kind and kind.drops_post_processor else None,
         adds_again=bool(kind and kind.adds_again),
         marks_again=bool(kind and kind.marks_again),
     )
@@ -121,10 +137,9 @@ def _read_vocabulary(file: Path, name: str, model: dict[str, Any], settings: dic
     if file.exists() or not file.parent.is_dir():
         check_is_no_pointer(file)
         return (read_file(file, MAX_TOKENIZER_BYTES),)
-    present = {each.name for each in file.parent.iterdir()}
     kind = CLASSES.get(choose_class(model, settings, byte_level=False) or "")
-    found = sorted(each for each in present if each in _FOREIGN or each.endswith(".tiktoken"))
-    if {"vocab.json", "merges.txt"} <= present and found == ["vocab.json"] and kind and kind.reads_merges:
+    found = sorted({each.name for pattern in FOREIGN_FILES for each in file.parent.glob(pattern)})
+    if found == ["vocab.json"] and file.with_name("merges.txt").exists() and kind and kind.reads_merges:
         return tuple(read_file(file.with_name(each), MAX_TOKENIZER_BYTES) for each in ("vocab.json", "merges.txt"))
     if found:
         raise InputError(f"{name}: there is {' and '.join(found)}, but no tokenizer.json; {_describe_conversion(file)}")
@@ -155,7 +170,7 @@ def _choose_readable(name: str, model: dict[str, Any], settings: dict[str, Any],
 
 
 def _check_versions(name: str, model: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raise InputError for settings that make transformers use another pipeline than that of tokenizer.json."""
+    """Raise InputError for settings that replace the pipeline of tokenizer.json in transformers."""
     where = f"{name}: tokenizer_config.json has"
     if (others := settings.get("fast_tokenizer_files")) and others != ["tokenizer.json"]:
         remedy = "rename the one to use to tokenizer.json, and remove this list"
@@ -204,7 +219,7 @@ def _find_extra_tokens(settings: dict[str, Any], file: Path) -> list[Any]:
 
 def _check_list(value: Any, key: str, file: Path) -> list[Any]:
     if value is not None and not isinstance(value, list):
-        raise InputError(f"{file}: {key} is no list of tokens; repair the file")
+        raise InputError(f"{file}: {key} is not a list of tokens; repair the file")
     return value or []
 
 
@@ -215,7 +230,7 @@ def _read_added_tokens(file: Path, settings: dict[str, Any]) -> list[tuple[int, 
     special = {_text(_read_token(token, file)) for token in [*named, *extra]}
     tokens = read_json_object(file)
     if any(type(index) is not int for index in tokens.values()):
-        raise InputError(f"{file}: an id is no integer; repair or remove the file")
+        raise InputError(f"{file}: an id is not an integer; repair or remove the file")
     return [
         (index, {"content": text, "normalized": text not in special, "special": text in special})
         for text, index in tokens.items()
@@ -224,7 +239,7 @@ def _read_added_tokens(file: Path, settings: dict[str, Any]) -> list[tuple[int, 
 
 def _read_listed(tokens: Any, file: Path) -> list[tuple[int, Token]]:
     if not isinstance(tokens, dict) or not all(each.isdecimal() for each in tokens):
-        raise InputError(f"{file}: added_tokens_decoder is no object of tokens by id; repair the file")
+        raise InputError(f"{file}: added_tokens_decoder is not an object of tokens by id; repair the file")
     return [(int(index), _read_token(token, file)) for index, token in tokens.items()]
 
 
@@ -243,7 +258,9 @@ def _read_token(value: Any, file: Path) -> Token:
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise InputError(f"{file}: {value!r} is no special token, which is a text or an object with content; repair it")
+        raise InputError(
+            f"{file}: {value!r} is not a special token, which is a text or an object with content; repair it"
+        )
     return {"content": value["content"], **{flag: bool(value[flag]) for flag in _FLAGS if flag in value}}
 
 

@@ -35,7 +35,6 @@ from tokenizers.models import BPE
 
 MEMORY_PER_BYTE = 512  # bytes of memory for each byte of a request
 BYTES_PER_SECOND = 10_000  # the slowest tokenizers encode 30 times as many
-STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ENCODING = ("normalizer", "pre_tokenizer")
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # clean_up_tokenization_spaces
 
@@ -55,7 +54,7 @@ class Loaded:
         library = self.library
         library.no_truncation()
         library.no_padding()
-        self.prefix, self.suffix = self._find_ends(assembly["template"])
+        self.prefix, self.suffix = self._find_ends(assembly["adds_ends"])
         library.post_processor = None  # it does not change the ids, but can change token offsets
         library.encode_special_tokens = assembly["splits_special"]
         self._cleans_up = assembly["cleans_up"] and not isinstance(library.model, BPE)
@@ -78,11 +77,12 @@ class Loaded:
             text = text.replace(spaced, spaced.strip() if spaced != " ' " else "'")
         return text
 
-    def _find_ends(self, template: Sequence[bool] | None) -> tuple[list[int], list[int]]:
+    def _find_ends(self, adds_ends: Sequence[bool] | None) -> tuple[list[int], list[int]]:
         """Return the ids that transformers adds before and after a text."""
-        if template is not None:
-            vocabulary, (adds_bos, adds_eos) = self.library.get_vocab(with_added_tokens=True), template
-            bos, eos = ([vocabulary[self.named[name]]] if name in self.named else [] for name in STANDARD[:2])
+        if adds_ends is not None:
+            vocabulary, (adds_bos, adds_eos) = self.library.get_vocab(with_added_tokens=True), adds_ends
+            names = ("bos_token", "eos_token")
+            bos, eos = ([vocabulary[self.named[name]]] if name in self.named else [] for name in names)
             return bos * adds_bos, eos * adds_eos
         processor, self.library.post_processor = self.library.post_processor, None
         if processor is None:
@@ -145,12 +145,12 @@ def _add_tokens(
     numbered = [*((index, make_token(token)) for index, token in given), *in_file]
     by_text = {str(token): token for _, token in numbered}
     named = {name: None if token is None else make_token(token) for name, token in assembly["named"].items()}
-    for name in STANDARD:
+    for name in assembly["standard"]:
         if named.get(name) is not None:
             named[name] = by_text.get(str(named[name]), named[name])
     if library.padding is not None:
         named.setdefault("pad_token", library.padding["pad_token"])
-    named = {name: named.get(name) for name in [*STANDARD, *named]}
+    named = {name: named.get(name) for name in [*assembly["standard"], *named]}
     extra = [make_token(token) for token in assembly["extra"]]
     special = [*(token for token in named.values() if token is not None), *extra]
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +23,9 @@ from jaxopt_llm.observe.report.run_files import EVAL_LOSS, read_run
 FILE = "README.md"
 MAX_CARD_BYTES = 2**24
 # Sections whose settings a card lists. The others say where and how fast a run computed, and name hosts and files.
-SECTIONS = ("data", "training", "optimizer", "schedule", "lora", "precision", "mesh")
+SECTIONS = ("data", "training", "optimizer", "schedule", "lora", "precision")
+# Settings that say how fast a run computed. The start of a run resolves them.
+SPEED_SETTINGS = ("training.loss_chunk", "training.unroll", "training.attention", "training.grouped_matmul")
 # Settings that name files. The card has the names of the data, of the base and of the adapters elsewhere.
 FILE_SETTINGS = ("data.paths", "data.tokenizer", "data.chat_template", "lora.pretrained")
 _LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*[\"']?([\w.+:/ -]+?)[\"']?[ \t]*$", re.MULTILINE)
@@ -82,6 +85,9 @@ def publish_name(name: str) -> str:
 def list_changes(config: Config) -> dict[str, str]:
     """Return the settings of a training that differ from their defaults, as JSON without the names of files."""
     changes, default = {"run.seed": config.run.seed} if config.run.seed else {}, Config()
+    schedule, steps = replace(config.schedule, decay_steps=0), config.training.steps
+    if config.schedule.decay_steps == schedule.choose_end(steps):  # the start of the run has set it
+        config = replace(config, schedule=schedule)
     if config.model.resize_vocabulary:
         changes["model.resize_vocabulary"] = config.model.resize_vocabulary
     for section in SECTIONS:
@@ -90,7 +96,7 @@ def list_changes(config: Config) -> dict[str, str]:
     return {
         name: json.dumps(value, ensure_ascii=False).replace("|", "\\|").replace("`", "'")
         for name, value in changes.items()
-        if name not in FILE_SETTINGS
+        if name not in (*FILE_SETTINGS, *SPEED_SETTINGS)
     }
 
 

@@ -1,18 +1,15 @@
 """Files of an exported folder that describe a training: tokenizer, chat template, and settings of generation."""
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
 from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_nothing
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import TEMPLATE_FILE
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import find_eos_ids
 from jaxopt_llm.data.template import find_template, open_renderer
@@ -23,15 +20,9 @@ from jaxopt_llm.data.tokenizer import (
     read_json_object,
 )
 from jaxopt_llm.data.tokenizer_classes import BACKEND, choose_class, plain_name
-from jaxopt_llm.data.tokenizer_files import (
-    NAMED_TEMPLATES,
-    TOKENIZER_FILES,
-    VOCABULARY,
-    drop_code,
-    write_tokenizer,
-)
+from jaxopt_llm.data.tokenizer_files import copy_files, drop_code, write_tokenizer
+from jaxopt_llm.data.tokenizer_folder import GENERATION_FILE, VOCABULARY
 
-GENERATION_FILE = "generation_config.json"
 # Fields of a base's generation_config.json that are kept: numbers that choose and end a text, and nothing that names
 # code. Its EOS tokens are those of the training, in addition to its own.
 GENERATION_FIELDS = (
@@ -79,12 +70,8 @@ def copy_origin(folder: Path) -> Origin:
     """Return what a copy of a Hugging Face folder's model keeps of the folder: its files as they are."""
 
     def write_files(target: Path) -> None:
-        for name in (*TOKENIZER_FILES, TEMPLATE_FILE, GENERATION_FILE):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, target / name)
+        copy_files(folder, target, [GENERATION_FILE])
         drop_code(target)
-        if (folder / NAMED_TEMPLATES).is_dir():
-            shutil.copytree(folder / NAMED_TEMPLATES, target / NAMED_TEMPLATES)
 
     return Origin(folder, {}, write_files)
 
@@ -129,7 +116,7 @@ def _find_token_ids(data: DataConfig, tokenizer: Tokenizer, base: Path | None) -
 
 def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
     """Return the token that ends a turn in the chat template; None: there is no template, or none ends a turn."""
-    dated = replace(data, date=data.date or date.today().isoformat())
+    dated = replace(data, date=data.date or "2000-01-01")  # the end of a turn depends on no date
     try:
         template = find_template(dated, tokenizer)
     except InputError:

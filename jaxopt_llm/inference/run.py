@@ -26,6 +26,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import errors, hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokenizer_folder import VOCABULARY
 from jaxopt_llm.inference import card
 from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
 from jaxopt_llm.inference.devices import check_tensor, choose_local_grouped_matmul, count_bytes, make_placement
@@ -192,14 +193,7 @@ def load_model(
     if folder is None:
         find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)
-    if tokenizer.vocabulary_size > config.model.vocabulary_size:
-        size = config.model.vocabulary_size
-        beyond = [token for token, index in tokenizer.vocabulary.items() if index >= size][:4]
-        raise InputError(
-            f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
-            f"({size}): {', '.join(beyond)} ...; use the tokenizer that the model was trained with, or remove such "
-            "tokens from tokenizer_config.json, special_tokens_map.json and added_tokens.json"
-        )
+    _check_vocabulary(tokenizer, config.model.vocabulary_size)
     check_tensor(tensor, config)
     restored, dtype = 0, config.precision.compute_dtype
     if folder is not None:
@@ -215,6 +209,18 @@ def load_model(
     return LoadedModel(config, tokenizer, model, params, placement, restored)
 
 
+def _check_vocabulary(tokenizer: Tokenizer, size: int) -> None:
+    """Raise InputError if a tokenizer has more tokens than a model's vocabulary of this size."""
+    if tokenizer.vocabulary_size <= size:
+        return
+    beyond = [token for token, index in tokenizer.vocabulary.items() if index >= size][:4]
+    raise InputError(
+        f"data.tokenizer: the tokenizer has {tokenizer.vocabulary_size} tokens, more than the model's vocabulary "
+        f"({size}): {', '.join(beyond)} ...; use the tokenizer that the model was trained with, or remove such "
+        "tokens from tokenizer_config.json, special_tokens_map.json and added_tokens.json"
+    )
+
+
 def _use_adapter_tables(config: Config, folder: ModelFolder, adapter: Path) -> Config:
     """Return the configuration of a model with the whole weights that are saved with its adapters.
 
@@ -222,7 +228,7 @@ def _use_adapter_tables(config: Config, folder: ModelFolder, adapter: Path) -> C
     """
     name, data = config.model.pretrained, config.data
     resized = folder.config.vocabulary_size != config.model.vocabulary_size
-    if resized and data.tokenizer == name and (adapter / "tokenizer.json").is_file():
+    if resized and data.tokenizer == name and (adapter / VOCABULARY).is_file():
         data = replace(data, tokenizer=str(adapter))
     return replace(config, model=replace(folder.config, pretrained=name), data=data)
 

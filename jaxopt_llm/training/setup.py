@@ -14,7 +14,7 @@ from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
-from jaxopt_llm.data import remote
+from jaxopt_llm.data import prepared, remote
 from jaxopt_llm.data.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.loader import Loader, read_validation_batches
 from jaxopt_llm.data.packing import PackedRows
@@ -212,7 +212,8 @@ def open_documents(config: Config, processes: Processes) -> Documents:
     """Open the corpus and the tokenizer, and check that all processes read the same data.
 
     Raises:
-        InputError: the data cannot be read, differs between processes, or has more tokens than the model's vocabulary.
+        InputError: the data cannot be read, differs between processes, has more tokens than the model's vocabulary, or
+            was prepared with different chat templates.
     """
     source = config.model.pretrained
     tokenizer = load_tokenizer(config.data)
@@ -227,6 +228,7 @@ def open_documents(config: Config, processes: Processes) -> Documents:
     evaluation = config.evaluation
     sets = open_validation_sets(evaluation, config.data, tokenizer, processes.main) if evaluation.every else ()
     corpus = open_corpus(config.data, tokenizer, evaluation.holds_out, processes.main)
+    prepared.read_template(find_prepared(corpus.files))  # keep_tokenizer needs a single one
     processes.check_same("data.paths", corpus.sha256)
     processes.check_same("evaluation.paths", ",".join(each.sha256 for each in sets))
     return Documents(tokenizer, corpus, sets)

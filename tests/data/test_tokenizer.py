@@ -273,9 +273,9 @@ VOCABULARY = {"vocab.json": "{}", "merges.txt": ""}
         (None, {"tokenizer_class": "XTokenizer", "auto_map": {"AutoTokenizer": ["x.X", None]}}, "XTokenizer is code"),
         (None, {"fast_tokenizer_files": ["tokenizer.4.0.json"]}, "fast_tokenizer_files"),
         (None, {"fix_mistral_regex": True}, "fix_mistral_regex, which replaces the pre_tokenizer"),
-        (None, {"added_tokens_decoder": {"x": "y"}}, "added_tokens_decoder is no object of tokens by id"),
-        (None, {"extra_special_tokens": [7]}, "7 is no special token"),
-        ({"added_tokens.json": '{"<x>": "1"}'}, None, "added_tokens.json: an id is no integer"),
+        (None, {"added_tokens_decoder": {"x": "y"}}, "added_tokens_decoder is not an object of tokens by id"),
+        (None, {"extra_special_tokens": [7]}, "7 is not a special token"),
+        ({"added_tokens.json": '{"<x>": "1"}'}, None, "added_tokens.json: an id is not an integer"),
         (
             {"tokenizer.json": '{"model": {"vocab": []}}'},
             {"tokenizer_class": "LlamaTokenizer"},

@@ -70,9 +70,11 @@ def test_the_classes_of_model_types_are_those_of_transformers() -> None:
     from transformers.models.auto import tokenization_auto as auto
 
     named = {kind: str(name).removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items()}
-    ours = {*tokenizer_classes.CLASSES, tokenizer_classes.BACKEND}
-    assert {kind: name for kind, name in named.items() if name in ours} == tokenizer_classes.REGISTERED
+    ours = tokenizer_classes.REGISTERED
+    both = ours.keys() & named.keys()  # other releases of transformers know other types
+    assert len(both) > len(ours) / 2
+    assert {kind: named[kind] for kind in both} == {kind: ours[kind] for kind in both}
     wrong = {
-        kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if named[kind] in tokenizer_classes.CLASSES
+        kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if ours.get(kind) in tokenizer_classes.CLASSES
     }
-    assert wrong == tokenizer_classes.CORRECTED
+    assert wrong == tokenizer_classes.CORRECTED & named.keys()

@@ -44,6 +44,24 @@ def test_settings_of_machines_are_left_out(tmp_path: Path) -> None:
     assert found == {"run.seed": "5", "training.batch_size": "7", "training.trainable": '["*/scale"]'}
 
 
+def test_values_that_the_start_of_a_run_sets_are_left_out() -> None:
+    """Nobody asked for them, and they say how fast and where the run computed."""
+    resolved = {
+        "mesh.fsdp": 4,
+        "training.loss_chunk": 8192,
+        "training.unroll": "none",
+        "training.attention": "triton",
+        "training.grouped_matmul": "pallas",
+        "training.steps": 70,
+        "schedule.warmup_steps": 3,
+        "schedule.decay_steps": 70,
+    }
+    config = replace_fields(Config(), resolved)
+    assert card.list_changes(config) == {"training.steps": "70", "schedule.warmup_steps": "3"}
+    longer = replace_fields(config, {"schedule.decay_steps": 90})
+    assert card.list_changes(longer)["schedule.decay_steps"] == "90"
+
+
 @pytest.mark.parametrize(
     ("front", "expected"),
     [

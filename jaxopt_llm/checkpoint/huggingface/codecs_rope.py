@@ -85,7 +85,7 @@ def _read_dynamic(scaling: Settings) -> dict[str, Any]:
 
 
 def _read_extension(scaling: Settings) -> dict[str, Any]:
-    """Read what yarn and longrope have in common. Without a factor it is that of the two lengths."""
+    """Read the fields that yarn and longrope share. A missing factor is the ratio of the two lengths."""
     original = read_value(scaling, ORIGINAL, int, minimum=1)
     factor = scaling.get("factor") and read_value(scaling, "factor", float)
     return {

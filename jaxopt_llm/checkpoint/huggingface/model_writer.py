@@ -34,7 +34,7 @@ def write_nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a model, of which a written folder keeps this.
+    """Facts about a model's origin that a written folder keeps.
 
     Attributes:
         folder: the Hugging Face folder whose token ids and maximum sequence length are kept.

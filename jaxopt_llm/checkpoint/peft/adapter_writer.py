@@ -37,7 +37,7 @@ Adapted = Mapping[str, list[tuple[TensorPiece, LoraWeight]]]  # module name -> i
 
 @dataclass(frozen=True)
 class AdapterOrigin:
-    """Origin of adapters, of which their folder tells this.
+    """Facts about the origin of adapters that their folder states.
 
     Attributes:
         base: the path or name under which PEFT finds the base model; empty: none.
