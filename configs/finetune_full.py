@@ -5,11 +5,11 @@
 FOLDER is a downloaded Hugging Face model with its tokenizer and chat template, or a run of this program. It has the
 sizes, so the recipe has none. Without --data.paths it reads chats.jsonl in the working directory: see docs/chat.md. A
 parameter takes 16 bytes with its gradient and moments, eight times as much as under the adapters of finetune.py. To see
-whether it fits, and with which settings it would, run
+whether it fits, and which settings make it fit, run
 
     python -m jaxopt_llm.plan --config finetune_full.py --model.pretrained FOLDER --gpu h100 --search
 
-The learning rate is a twentieth of the one for adapters, and nothing decays towards 0, because the weights are good
+The learning rate is a twentieth of the one for adapters, and there is no weight decay, because the weights are good
 already. The held-out loss is measured every 20 steps, and the checkpoint with the lowest is kept for `--step best`. If
 you set `--evaluation.every`, set `--checkpoint.every` to a multiple of it.
 """

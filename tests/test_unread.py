@@ -17,6 +17,11 @@ from jaxopt_llm.training.program import make_program
 
 pytestmark = pytest.mark.core
 
+ROPE = {
+    "mscale_all_dim": 2.0, "original_length": 64, "low_frequency_factor": 2.0, "mscale": 2.0,
+    "high_frequency_factor": 8.0, "attention_factor": 2.0, "truncate": False,
+}  # fmt: skip
+
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
 
 
@@ -52,6 +57,12 @@ def test_a_setting_is_unread_until_another_one_needs_it(settings: dict[str, Any]
     assert find_unread(replace_fields(Config(), settings)).keys() == settings.keys()
     assert not find_unread(replace_fields(Config(), settings | read)).keys() & settings.keys()
     assert not find_unread(Config())
+
+
+def test_settings_are_named_in_one_order() -> None:
+    """The order of a set of texts would differ between two starts of Python."""
+    settings = {f"model.rope.{name}": value for name, value in ROPE.items()}
+    assert [*find_unread(replace_fields(Config(), settings))] == sorted(settings)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ RECIPES = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.
 
 OWN_MODEL = {"model", "loss"}  # names that make a recipe one of a model of its own
 
-# Pairs of settings for the same: a flag of one of them sets the other to 0.
+# Pairs of settings that exclude each other: a flag for one sets the other to 0.
 EITHER = ({"training.steps", "training.epochs"}, {"schedule.warmup_steps", "schedule.warmup_share"})
 
 # Settings by the names that other trainers and papers use; the names that are ours are found without this table.
@@ -280,7 +280,7 @@ def override_config(config: Config, overrides: list[str], program: str, own: Seq
     _refuse_unknown(overrides, own)
     if not overrides:
         return config
-    given = {argument.split("=")[0].removeprefix("--").replace("-", "_") for argument in overrides}
+    given = set(map(_name_flag, overrides))
     for pair in EITHER:
         if len(given & pair) == 1:  # the recipe's value of the other one does not count
             (other,) = pair - given
@@ -309,7 +309,7 @@ def override_config(config: Config, overrides: list[str], program: str, own: Seq
 
 
 def _leave_out_unread(config: Config, recipe: Config, given: set[str]) -> Config:
-    """Return the configuration with the defaults of the settings that flags have made without effect.
+    """Return the configuration in which settings that a flag made ineffective have their defaults.
 
     The user of a recipe did not give them, and is not told that they do nothing.
 

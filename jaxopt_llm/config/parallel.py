@@ -24,8 +24,8 @@ class MeshConfig:
     torchtitan: data_parallel_replicate_degree)."""
     fsdp: int | Literal["auto"] = setting("auto", bounds=AT_LEAST_ONE)
     """Number of devices that split the batch and, according to sharding.zero_stage, the training state (FSDP, ZeRO;
-    torchtitan: data_parallel_shard_degree). auto: all visible devices that the other axes leave, as many as divide
-    training.batch_size. Where the whole state takes at most a quarter of a device's memory, mesh.data gets them
+    torchtitan: data_parallel_shard_degree). auto: all visible devices that the other axes leave over; if they do
+    not divide training.batch_size, the largest number that does. Where the whole state takes at most a quarter of a device's memory, mesh.data gets them
     instead, unless a setting of sharding.* is set. training.accumulation falls, so that a device has no more rows at
     a time than on one device. The start of the run resolves them in config.json."""
     expert: int = setting(1, bounds=AT_LEAST_ONE)

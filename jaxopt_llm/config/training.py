@@ -188,13 +188,27 @@ class ScheduleConfig:
     cooldown_steps: int = setting(100, bounds=AT_LEAST_ONE)
     """wsd: number of steps of the final fall, which ends at decay_steps."""
     warmup_share: float = setting(0.0, bounds=SHARE)
-    """Steps of the warm-up as a share of decay_steps, by default of the run's steps, rounded up (Hugging Face:
+    """Length of the warm-up as a share of decay_steps (by default the steps of the run), rounded up (Hugging Face:
     warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
 
     @property
     def end_step(self) -> int | None:
         """First step with the final learning rate; None if the schedule has no end."""
         return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
+
+    @property
+    def warmup_setting(self) -> str:
+        """Name of the setting that gives the length of the warm-up."""
+        return "schedule.warmup_share" if self.warmup_share else "schedule.warmup_steps"
+
+    @property
+    def warmup_flag(self) -> str:
+        return f"--{self.warmup_setting.replace('_', '-')}"
+
+    def describe_warmup(self, steps: int) -> str:
+        """Return the setting of the warm-up with its value, and its steps if it is a share."""
+        name, count = self.warmup_setting, self.count_warmup(steps)
+        return f"{name}={self.warmup_share} ({count} steps)" if self.warmup_share else f"{name}={count}"
 
     def count_warmup(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of so many steps."""
@@ -207,7 +221,7 @@ class ScheduleConfig:
         fall = self.cooldown_steps if self.kind == "wsd" else 1
         if not self.warmup_share:
             return max(steps, self.warmup_steps + fall)
-        # The first end that leaves room for the fall after its share.
+        # The smallest end that has room for the warm-up and the fall.
         end = math.floor(fall / (1 - self.warmup_share))
         while end - self._share_of(end) < fall:
             end += 1
@@ -227,11 +241,11 @@ class ScheduleConfig:
             return found
         warmup = self.count_warmup(end)
         if self.end_step is not None and warmup >= end:
-            found.append(f"schedule.warmup_steps={warmup}: must be below schedule.decay_steps={end}")
+            found.append(f"{self.describe_warmup(end)}: must be below schedule.decay_steps={end}")
         elif self.kind == "wsd" and self.cooldown_steps > end - warmup:
             found.append(
                 f"schedule.cooldown_steps={self.cooldown_steps}: must be at most {end - warmup}, the steps from "
-                "schedule.warmup_steps to schedule.decay_steps"
+                f"the end of {self.warmup_setting} to schedule.decay_steps"
             )
         return found
 
@@ -298,9 +312,9 @@ class LoraConfig:
 @dataclass(frozen=True)
 class EvaluationConfig:
     every: int = setting(200, bounds=NON_NEGATIVE)
-    """Steps between two evaluations of the held-out loss (eval_steps). The last step is always evaluated. 0 = no
-    evaluation, also not of the last step (eval_strategy: no): without evaluation.paths, the documents of data.held_out
-    are then trained on, too. A resume cannot change between 0 and a number unless run.allow_change names it."""
+    """Steps between two evaluations of the held-out loss (eval_steps). The last step is evaluated too. 0 = no
+    evaluations at all (eval_strategy: no); without evaluation.paths, the run then also trains on the documents of
+    data.held_out. A resume cannot change between 0 and a number unless run.allow_change names it."""
     patience: int = setting(0, bounds=NON_NEGATIVE)
     """Early stopping: evaluations without a new lowest held-out loss that end the run (early_stopping_patience). It
     ends as after its last step, with a checkpoint, and checkpoint.keep_best keeps the one with the lowest loss. Started

@@ -62,8 +62,8 @@ def divides_gradients(config: Config) -> bool:
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
-    scaling = {name for names in READ_BY_SCALING.values() for name in names}
-    other_scaling = " ".join(f"rope.{name}" for name in sorted(scaling - {*READ_BY_SCALING[rope.scaling]}))
+    scaling = sorted({name for names in READ_BY_SCALING.values() for name in names})
+    other_scaling = " ".join(f"rope.{name}" for name in scaling if name not in READ_BY_SCALING[rope.scaling])
     return [
         ("max_positions", f"model.positions={model.positions}", not learned),
         ("rope.*", "model.positions=learned", learned),

@@ -12,7 +12,7 @@ from typing import Any
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.lock import lock_directory
-from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config import Config, ScheduleConfig, fields
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
@@ -197,19 +197,23 @@ def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config
     config = replace(config, training=training if steps is None else replace(training, steps=steps))
     if not engine.has_schedule:
         return config
+    _check_schedule(config.schedule)  # before its end is chosen
     # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
     stored = None if config.schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     end = stored or config.schedule.choose_end(config.training.steps)
     config = replace(config, schedule=replace(config.schedule, decay_steps=end))
-    if found := config.schedule.problems():
-        raise InputError(f"config: {'; '.join(found)}")
-    if 1 < (warmup := config.schedule.count_warmup(config.training.steps)) >= config.training.steps:
-        text = (
-            f"schedule.warmup_steps={warmup} reaches the end of the run, step {config.training.steps}: the learning "
-            "rate only rises"
-        )
+    _check_schedule(config.schedule)
+    steps = config.training.steps
+    if 1 < config.schedule.count_warmup(steps) >= steps:
+        warmup = config.schedule.describe_warmup(steps)
+        text = f"{warmup} reaches the end of the run, step {steps}: the learning rate only rises"
         warnings.warn(text, EngineWarning, stacklevel=4)  # the caller of `fit`
     return config
+
+
+def _check_schedule(schedule: ScheduleConfig) -> None:
+    if found := schedule.problems():
+        raise InputError(f"config: {'; '.join(found)}")
 
 
 def _take_held_out(engine: Engine, held_out: Iterable[Any]) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ class ProgressLine:
         self.end()
 
     def end(self) -> None:
-        """Rewrite the line no more. Lines from now on are below it."""
+        """Stop rewriting the line. Later lines appear below it."""
         if not self._has_ended:
             self._has_ended = True
             self._progress.stop()

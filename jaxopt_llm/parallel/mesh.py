@@ -47,7 +47,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = _take_devices(visible_devices(), config.devices) if devices is None else devices
     if len(devices) != config.devices:
-        sizes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in AXES if getattr(config, axis) > 1) or "all 1"
+        sizes = " × ".join(f"{axis} {size}" for axis, size in config.sizes.items() if size > 1) or "all 1"
         raise InputError(
             f"mesh: {sizes} needs {config.devices} device(s) but {len(devices)} {devices[0].platform} device(s) are "
             f"visible; change --mesh.* so that the product is at most {len(devices)}"

@@ -42,19 +42,22 @@ def fill_mesh(config: Config, devices: Devices, given: Set[str] = frozenset()) -
         given: settings of the command line. Its numbers of rows and of microbatches stay as they are.
 
     Raises:
-        InputError: these numbers, or those of the recipe with any number of devices per host, do not divide.
+        InputError: the rows or microbatches given on the command line do not divide, or no number of devices per host
+            divides the batch.
     """
     others = config.mesh.devices
     if config.mesh.fsdp != AUTO:
         return config, _describe(config, config, devices, "--mesh.fsdp auto takes all")
     if others > devices.count:  # `make_mesh` says so
         return fields.replace_fields(config, {"mesh.fsdp": 1}), ""
-    whole, refused = devices.count // others, ""
+    whole, refused, keeps = devices.count // others, "", False
     for fsdp in range(whole, 0, -1):
         if others * fsdp % devices.hosts == 0:
-            filled, problem = _divide(config, fsdp, devices.usable, given)
-            refused = refused or problem
-            if filled and any(name in refused for name in given & {BATCH, ACCUMULATION}):
+            divided = _divide(config, fsdp, given)
+            filled, problem = _choose_valid(config, divided, devices.usable)
+            if problem and not refused:
+                refused, keeps = problem, _keeps_from_dividing(divided, given)
+            if filled and keeps:
                 idle = devices.count - others * fsdp
                 raise InputError(f"{devices}: {refused}; or set --mesh.fsdp {fsdp}, and {idle} of them stay idle")
             if filled:
@@ -81,18 +84,33 @@ def _describe(config: Config, filled: Config, devices: Devices, left: str) -> st
     return f"{devices}: {line}" if used >= devices.count else f"{devices}, {used} of them used: {line}; {left}"
 
 
-def _divide(config: Config, fsdp: int, usable: int, given: Set[str]) -> tuple[Config | None, str]:
-    """Return the configuration with so many devices in place of `auto`, or None and what does not divide."""
-    divided = fields.replace_fields(config, {"mesh.fsdp": fsdp})
-    if ACCUMULATION not in given:
-        accumulation = _choose_accumulation(config, divided.mesh.batch_shards)
-        divided = fields.replace_fields(divided, {ACCUMULATION: accumulation})
-    copied = fields.replace_fields(divided, {"mesh.data": fsdp, "mesh.fsdp": 1})
+def _divide(config: Config, fsdp: int, given: Set[str]) -> Config:
+    """Return the configuration with so many devices in place of `auto`, which may be invalid."""
+    divided: Config = fields.replace_fields(config, {"mesh.fsdp": fsdp})
+    if ACCUMULATION in given:
+        return divided
+    return fields.replace_fields(divided, {ACCUMULATION: _choose_accumulation(config, divided.mesh.batch_shards)})
+
+
+def _choose_valid(config: Config, divided: Config, usable: int) -> tuple[Config | None, str]:
+    """Return the divided configuration, or the one with a copy of the state on each device; None and why if invalid."""
+    chosen, fsdp = divided, divided.mesh.size("fsdp")
     try:
         validate(divided)
+        copied = fields.replace_fields(divided, {"mesh.data": fsdp, "mesh.fsdp": 1})
+        if fsdp > 1 and _may_copy(config, copied, usable):
+            validate(copied)
+            chosen = copied
     except InputError as error:
         return None, str(error)
-    return copied if fsdp > 1 and _may_copy(config, copied, usable) else divided, ""
+    return chosen, ""
+
+
+def _keeps_from_dividing(divided: Config, given: Set[str]) -> bool:
+    """Return whether the rows do not divide, and a number of the command line is among what has to divide."""
+    training = divided.training
+    fixed = BATCH in given or (ACCUMULATION in given and training.accumulation > 1)
+    return fixed and training.batch_size % (divided.mesh.batch_shards * training.accumulation) != 0
 
 
 def _choose_accumulation(config: Config, shards: int) -> int:
@@ -110,8 +128,8 @@ def _choose_accumulation(config: Config, shards: int) -> int:
 
 def _may_copy(config: Config, copied: Config, usable: int) -> bool:
     """Return whether each device can hold the whole state, and no setting asks for its division."""
-    divides = config.sharding != ShardingConfig() or config.mesh.data > 1 or config.training.local_steps > 1
-    if divides or config.groups.server:
+    # With local steps, and so with groups.server, each index of mesh.data would train by itself.
+    if config.sharding != ShardingConfig() or config.mesh.data > 1 or config.training.local_steps > 1:
         return False
     sizes = compute_state_sizes(copied)
     return sizes is not None and sizes.parameters + sizes.optimizer <= COPIED_SHARE * usable

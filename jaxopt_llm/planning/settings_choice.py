@@ -50,7 +50,7 @@ class Candidate:
     """Configuration without `auto`.
 
     Attributes:
-        limit: bytes of a device that its step may need.
+        limit: bytes of a device that its step may use.
         predicted: bytes that it needs by arithmetic.
     """
 

@@ -12,7 +12,6 @@ from jaxopt_llm.core.errors import TrainingDiverged
 from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.training.step import Metrics
 
-REMEDY = "keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a longer --schedule.warmup-steps"
 _NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
 
 
@@ -47,6 +46,14 @@ def made_update(metrics: Metrics) -> bool:
     return not int(metrics["skipped_in_a_row"]) and not int(metrics["overflow"])
 
 
+def describe_remedy(config: Config) -> str:
+    """Return what is left of a run that has diverged, and what may prevent it."""
+    return (
+        f"{config.run.directory} keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a larger "
+        f"{config.schedule.warmup_flag}"
+    )
+
+
 def check_end(finished: FinishedStep, config: Config) -> None:
     """Raise TrainingDiverged if no step since the last record before the end of a run updated the parameters.
 
@@ -57,7 +64,7 @@ def check_end(finished: FinishedStep, config: Config) -> None:
     if not window.updates and not alone:
         raise TrainingDiverged(
             f"step {finished.step}: the run has ended, and none of the steps since the last record ({window.steps}) "
-            f"updated the parameters, which the checkpoint holds as they were before; {config.run.directory} {REMEDY}"
+            f"updated the parameters, which the checkpoint holds as they were before; {describe_remedy(config)}"
         )
 
 
@@ -71,7 +78,7 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
     if made_update(metrics):
         return ""
     numbers = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}"
-    remedy = f"{config.run.directory} {REMEDY}"
+    remedy = describe_remedy(config)
     if int(metrics["overflow"]):
         scale = float(metrics["loss_scale"])
         numbers += f", loss scale now {scale:g}"

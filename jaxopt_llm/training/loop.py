@@ -20,7 +20,7 @@ from jaxopt_llm.observe.meter import LossWindow, Meter
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
-from jaxopt_llm.training.divergence import REMEDY, FinishedStep, check_end, check_skips, made_update
+from jaxopt_llm.training.divergence import FinishedStep, check_end, check_skips, describe_remedy, made_update
 from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.local_steps import ends_round
 from jaxopt_llm.training.patience import Patience
@@ -321,9 +321,8 @@ class Loop:
         left_out = self._left_out.leave_out(start, spike)
         if len(left_out.ranges) - len(saved.ranges) > self._config.training.skip_limit:
             limit = f"training.skip_limit={self._config.training.skip_limit}"
-            raise TrainingDiverged(
-                f"step {spike}: a spike after {limit} returns to step {start}; {self._config.run.directory} {REMEDY}"
-            )
+            remedy = describe_remedy(self._config)
+            raise TrainingDiverged(f"step {spike}: a spike after {limit} returns to step {start}; {remedy}")
         first, end = left_out.ranges[-1]
         detail = f"a spike: back to step {start}, without batches {first} to {end - 1}"
         self._progress.say(f"{self._progress.name_step(spike)}  {detail}")
@@ -398,7 +397,7 @@ class Loop:
             entry |= losses
             finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
             if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
-                raise TrainingDiverged(f"step {step}: held-out loss {loss}; {config.run.directory} {REMEDY}")
+                raise TrainingDiverged(f"step {step}: held-out loss {loss}; {describe_remedy(config)}")
             if losses:
                 self._patience = self._patience.add(step, loss)
                 finished.summary |= self._patience.to_record()

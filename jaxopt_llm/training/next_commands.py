@@ -23,15 +23,13 @@ def list_next_commands(config: Config) -> Iterator[str]:
         yield "next:"
     has_documents = config.evaluation.every or config.evaluation.paths
     yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
-    question = "--chat" if config.data.content == "chat" else "--prompt TEXT"
+    question = "--chat" if config.data.content != "text" else "--prompt TEXT"
     yield f"  {errors.program_name('generate')} {run} {question}"
     if not _has_family(config):
         return
     convert, folder = errors.program_name("convert"), config.run.directory.rstrip("/")
     if config.lora.rank:
         yield f"  {convert} merge {run} --to {shlex.quote(f'{folder}-merged')}"
-        if config.training.trainable or config.model.resize_vocabulary:
-            return  # a PEFT folder does not hold them
     yield f"  {convert} export {run} --to {shlex.quote(f'{folder}-exported')}"
 
 

@@ -1,4 +1,4 @@
-"""Early stopping: the end of a run whose held-out loss falls no more."""
+"""Early stopping: ends a run whose held-out loss no longer falls."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Patience:
-    """Held-out losses of a run so far. A checkpoint holds it, so that a resumed run ends where another one would.
+    """Held-out losses of a run so far. A checkpoint holds it, so that a resumed run ends at the same step.
 
     Attributes:
         lowest: the lowest held-out loss; None before the first evaluation.
@@ -20,7 +20,7 @@ class Patience:
     evaluations: int = 0
 
     def add(self, step: int, loss: float) -> "Patience":
-        """Return it after one more evaluation."""
+        """Return the record after one more evaluation."""
         if self.lowest is None or loss < self.lowest:
             return Patience(loss, step)
         return dataclasses.replace(self, evaluations=self.evaluations + 1)

@@ -25,7 +25,7 @@ class Records:
     Attributes:
         start: step from which the run continues: that of the newest intact checkpoint, or a later one of which the
             memory of the hosts holds the state; 0 if there is none.
-        end: why the run has ended there, with what trains it longer; "" if it goes on.
+        end: why the run has ended, and what to set to train longer; empty if it goes on.
         memory: the state in the memory of the hosts; None without `checkpoint.replicate_every`.
     """
 
@@ -96,7 +96,7 @@ def open_records(
 
 
 def describe_end(config: Config, step: int, patience: Patience) -> str:
-    """Return why a run has ended at a step, and what trains it longer; "" if it goes on."""
+    """Return why a run has ended at a step, and what to set to train longer; empty if it goes on."""
     if step >= config.training.steps:
         return f"{config.run.directory} is finished at step {step}; train longer with a larger training.steps"
     if reason := patience.describe_end(config.evaluation.patience):

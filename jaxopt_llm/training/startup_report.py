@@ -110,8 +110,8 @@ def list_warnings(setup: Setup) -> Iterator[str]:
     warmup = config.schedule.count_warmup(config.training.steps)
     if warmup >= config.training.steps and warmup > 1:
         yield (
-            f"the learning rate rises to the end of the run, in {warmup} warmup steps: set --schedule.warmup-steps "
-            f"below its {config.training.steps} steps"
+            f"{config.schedule.describe_warmup(config.training.steps)} reaches the end of the run, step "
+            f"{config.training.steps}: the learning rate only rises; set a smaller {config.schedule.warmup_flag}"
         )
     if left := config.training.steps % config.training.local_steps:
         where = "of the other groups" if config.groups.server else "that are evaluated and exported"

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, Preempted
 from jaxopt_llm.engine import checks
 from jaxopt_llm.engine.checks import EngineWarning
+from jaxopt_llm.engine.fit import _resolve_config
 from jaxopt_llm.training import loop
 
 ROWS, STEPS = 16, 6
@@ -189,6 +191,24 @@ def test_a_warm_up_that_does_not_end_is_named(tmp_path: Path) -> None:
     engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config)
     with pytest.warns(EngineWarning, match="schedule.warmup_steps=100 reaches the end of the run, step 1"):
         jaxopt_llm.fit(engine, make_batch, 1, tmp_path)
+
+
+def test_a_share_of_the_warm_up_is_named_as_it_is_given(tmp_path: Path) -> None:
+    config = Config(
+        mesh={"fsdp": 8},  # type: ignore[arg-type]
+        precision={"compute_dtype": "float32"},  # type: ignore[arg-type]
+        schedule={"warmup_steps": 0, "warmup_share": 0.9},  # type: ignore[arg-type]
+    )
+    engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config)
+    with pytest.warns(EngineWarning, match=r"^schedule.warmup_share=0.9 \(\d+ steps\) reaches the end of the run, step 2"):
+        jaxopt_llm.fit(engine, make_batch, 2, tmp_path)
+
+
+def test_a_share_that_leaves_no_fall_is_refused_before_the_end_is_chosen() -> None:
+    config = Config(schedule={"warmup_steps": 0, "warmup_share": 1.0})  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(example=make_batch(0), has_schedule=True)
+    with pytest.raises(InputError, match=r"^config: schedule.warmup_share=1.0"):
+        _resolve_config(engine, config, 10)
 
 
 def test_another_run_in_the_directory_is_not_overwritten(tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ def test_a_wrong_number_of_devices_is_refused_with_both_numbers(fsdp: int) -> No
         make_mesh(MeshConfig(fsdp=fsdp), jax.devices("cpu"))
 
 
+def test_an_open_axis_counts_as_one_device() -> None:
+    with pytest.raises(InputError, match=r"^mesh: tensor 4 needs 4 device\(s\) but 2 cpu"):
+        make_mesh(MeshConfig(tensor=4), jax.devices("cpu")[:2])
+
+
 def test_axes_are_named_and_tensor_is_innermost() -> None:
     made = make_mesh(MeshConfig(data=2, tensor=4), jax.devices("cpu"))
     assert made.axis_names == AXES

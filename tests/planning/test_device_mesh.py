@@ -6,6 +6,7 @@ import pytest
 
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, cli, fields
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.planning import device_mesh
 from jaxopt_llm.planning.device_mesh import COPIED_SHARE, Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 
@@ -44,7 +45,8 @@ def test_a_device_has_no_more_rows_at_a_time_than_the_recipe_says() -> None:
     ]  # fmt: skip
     assert fill(rows, 3)[:2] == ({"fsdp": 2}, 4)
     odd = make(training__batch_size=24, training__accumulation=2)  # 12 at a time; 8 devices have 3
-    assert fill(odd, 8) == ({"fsdp": 8}, 1, fill(odd, 8)[2])
+    line = "8 devices: mesh.fsdp 8, training.accumulation 2 → 1 (3 rows of each device at a time)"
+    assert fill(odd, 8) == ({"fsdp": 8}, 1, line)
 
 
 def test_devices_that_do_not_divide_the_recipes_batch_stay_idle() -> None:
@@ -99,6 +101,28 @@ def test_a_small_state_is_copied() -> None:
         assert fill(make(**{f"sharding__{name}": value}), 2, 1, MUCH)[0] == {"fsdp": 2}, "a setting asks for division"
     local = make(training__local_steps=20, training__steps=40, training__epochs=0.0)
     assert fill(local, 2, 1, MUCH)[0] == {"fsdp": 2}, "each index of mesh.data would train by itself"
+    served = make(local, groups__server="10.0.0.1:9000", evaluation__patience=0)
+    assert fill(served, 2, 1, MUCH)[0] == {"fsdp": 2}, "the job is one of the replicas"
+
+
+def test_what_is_returned_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Config] = []
+    monkeypatch.setattr(device_mesh, "validate", checked.append)
+    for usable in (0, MUCH):
+        assert fill_mesh(FINETUNE, Devices(2, 1, usable))[0] == checked[-1]
+
+
+def test_a_problem_that_only_names_given_numbers_leaves_devices_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's numbers divide, so that another one of them would not help."""
+
+    def refuse(config: Config) -> None:
+        if config.mesh.devices > 2:
+            raise InputError("something with training.batch_size=16 and training.accumulation=2 is not supported")
+
+    monkeypatch.setattr(device_mesh, "validate", refuse)
+    rows = make(training__batch_size=16, training__accumulation=2)
+    sizes, _, line = fill(rows, 4, 1, 0, "training.batch_size", "training.accumulation")
+    assert sizes == {"fsdp": 2} and line.endswith("is not supported")
 
 
 def test_a_pipeline_keeps_its_microbatches() -> None:
