@@ -79,7 +79,7 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
         return program, program.step.lower(program.state, program.batch).compile()
 
     device, lowering = jax.devices()[0], time.time()
-    candidates = list_candidates(
+    candidates, _ = list_candidates(
         config, describe_cluster(config.mesh.devices), count_usable_bytes(device), device.platform == "gpu"
     )
     choice = choose_settings(candidates, compile_with, lambda compiled: hlo.read_memory(compiled[1]).peak)

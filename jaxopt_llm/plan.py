@@ -364,8 +364,8 @@ def _search(config: Config, options: argparse.Namespace) -> int:
 
 def _with_policy(config: Config, cluster: Cluster, limit: int) -> Config:
     """Return the recipe with the policy that `auto` means by arithmetic: the search tries all policies."""
-    likely = list_candidates(config, cluster, limit)[0].config
-    return dataclasses.replace(config, remat=likely.remat)
+    (likely, *_), _ = list_candidates(config, cluster, limit)
+    return dataclasses.replace(config, remat=likely.config.remat)
 
 
 def _print_search(

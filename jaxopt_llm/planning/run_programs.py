@@ -13,7 +13,6 @@ from jaxopt_llm.planning.oom import make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.settings_choice import (
     choose_settings,
-    describe_left_out,
     format_choices,
     keep_settings,
     list_candidates,
@@ -63,10 +62,11 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     limit = int(channel.exchange(str(count_usable_bytes(device)))[0])  # all processes need the same candidates
     limit = max(limit - copied, 0)
     where = describe_cluster(config.mesh.devices), limit, device.platform == "gpu"
-    if line := describe_left_out(config, *where):
-        say(line)
+    candidates, left_out = list_candidates(config, *where)
+    if left_out:
+        say(left_out)
     choice = choose_settings(
-        list_candidates(config, *where),
+        candidates,
         compile_step,
         count_peak=lambda compiled: hlo.read_memory(compiled[2]).peak,
         agree=lambda peak: max(map(int, channel.exchange(str(peak)))),

@@ -71,8 +71,10 @@ class Choice(Generic[T]):
     refused: tuple[str, ...]
 
 
-def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> list[Candidate]:
-    """Return the candidates in the order of their speed; the last one is taken even if it does not fit.
+def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> tuple[list[Candidate], str]:
+    """Return the candidates in the order of their speed, and a line on those left out; "" if there are none.
+
+    The last candidate is taken even if it does not fit.
 
     Args:
         cluster: the GPUs; without `on_gpu`, those by whose rates a step is estimated.
@@ -80,18 +82,17 @@ def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool =
         on_gpu: False for CPUs, where only arithmetic decides: there is one candidate.
     """
     *faster, last = _predict_all(config, cluster, limit, on_gpu)
+    left_out = [each for each in faster if not _may_fit(each)]
     candidates = [*filter(_may_fit, faster), replace(last, limit=limit)]
     if not on_gpu:
-        return candidates[:1]
-    if config.xla.own_remat == AUTO:
+        del candidates[1:]
+    elif config.xla.own_remat == AUTO:
         on = fields.replace_fields(last.config, {"xla.own_remat": "on"})
         candidates.append(replace(last, limit=limit, config=on))
-    return candidates
+    return candidates, _describe_left_out(left_out)
 
 
-def describe_left_out(config: Config, cluster: Cluster, limit: int, on_gpu: bool = True) -> str:
-    """Return the line on the candidates that `list_candidates` leaves out, or "" if there are none."""
-    left = [each for each in _predict_all(config, cluster, limit, on_gpu)[:-1] if not _may_fit(each)]
+def _describe_left_out(left: Sequence[Candidate]) -> str:
     if not left:
         return ""
     needs = ", ".join(f"{_name_policy(each.config)} {each.predicted / GIB:.2f}" for each in left)

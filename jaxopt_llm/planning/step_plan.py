@@ -32,7 +32,6 @@ from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.planning.settings_choice import (
     Choice,
     choose_settings,
-    describe_left_out,
     list_candidates,
     list_choices,
 )
@@ -164,10 +163,8 @@ def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
     text = str(peak.compiled.as_text())
     collectives = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
     chosen = list_choices(config, choice.config)
-    left_out = describe_left_out(config, cluster, count_chip_bytes(cluster.chip))
-    refused = *([left_out] if left_out else []), *choice.refused
     return _CompiledStep(
-        choice.config, chosen, refused, program, mesh, placement, peak, text, collectives, compile_seconds
+        choice.config, chosen, choice.refused, program, mesh, placement, peak, text, collectives, compile_seconds
     )
 
 
@@ -230,8 +227,9 @@ def _choose_and_compile(config: Config, cluster: Cluster, placement: Placement) 
         program = make_program(config, placement, stores_frozen_weights(config))
         return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
-    candidates = list_candidates(config, cluster, count_chip_bytes(cluster.chip))
-    return choose_settings(candidates, compile_step, count_peak=lambda compiled: compiled[1].memory.peak)
+    candidates, left_out = list_candidates(config, cluster, count_chip_bytes(cluster.chip))
+    choice = choose_settings(candidates, compile_step, count_peak=lambda compiled: compiled[1].memory.peak)
+    return replace(choice, refused=(*filter(None, [left_out]), *choice.refused))
 
 
 def _count_model_flops(config: Config, program: Program) -> float:

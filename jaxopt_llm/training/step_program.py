@@ -82,38 +82,15 @@ def make_step_program(
         whole: an optimizer of the user, in place of `config.optimizer`, `config.schedule` and the clip.
         keep_frozen: see StateSpecs.
     """
-    training = config.training
-    settings = StepSettings(
-        skip_outliers=training.skip_outliers,
-        spike_factor=training.spike_limit,
-        ema_decay=training.ema_decay,
-        gradients_by_period=training.unroll == "all" and training.accumulation == 1,
-        in_backward=config.optimizer.in_backward,
-        dropout_seed=config.run.seed if config.lora.dropout else None,
-    )
-    hyperparameters = None
-    if whole is None:
-        hyperparameters = read_hyperparameters(config)
-        settings = replace(settings, clip_norm=config.optimizer.clip_norm, elementwise=is_elementwise(config.optimizer))
-
-    def bind_schedule(values: Hyperparameters | None) -> optax.Schedule | None:
-        return values and make_schedule(config.schedule.kind, values.schedule)
-
-    def bind(values: Hyperparameters | None) -> Optimizers:
-        if whole is not None:
-            return whole
-        assert values is not None
-        schedule = make_schedule(config.schedule.kind, values.schedule)
-        make = functools.partial(make_optimizer, config.optimizer, schedule, numbers=values.optimizer)
-        return update.make_optimizers(make, parts.trained)
-
+    training, hyperparameters = config.training, None if whole is not None else read_hyperparameters(config)
+    bind = functools.partial(_bind_optimizers, config, parts.trained, whole)
     optimizers = bind(hyperparameters)
     averages = training.ema_decay > 0
     specs = training_state.make_state_specs(
         *(parts.trained, parts.frozen, optimizers, placement.precision, keep_frozen), averages=averages
     )
     specs = replace(specs, variables=parts.variables)
-    advance = parts.make_advance(bind, specs, settings)
+    advance = parts.make_advance(bind, specs, _make_settings(config, whole is None))
     batch_sharding = jax.tree.map(lambda x: x.sharding, parts.batch)
     options = xla_options.compiler_options(
         placement.mesh,
@@ -123,6 +100,7 @@ def make_step_program(
         recomputes_layers=parts.recomputes_layers,
         adapters=config.lora.rank > 0,
     )
+    bind_schedule = functools.partial(_bind_schedule, config)
     step, outer_step = make_step_function(advance, bind_schedule, inside_group(placement)), None
     if has_groups(config):
         specs = make_group_specs(specs, placement.size("data"))
@@ -131,3 +109,36 @@ def make_step_program(
     bound = BoundStep(jit_step(step, specs, placement, batch_sharding, options), hyperparameters, placement)
     state = training_state.abstract_state(specs, placement)
     return StepProgram(specs, optimizers, bound, outer_step, state, parts.batch)
+
+
+def _make_settings(config: Config, own_optimizer: bool) -> StepSettings:
+    """Return the settings of the step. own_optimizer: whether `config.optimizer` decides the update."""
+    training = config.training
+    settings = StepSettings(
+        skip_outliers=training.skip_outliers,
+        spike_factor=training.spike_limit,
+        ema_decay=training.ema_decay,
+        gradients_by_period=training.unroll == "all" and training.accumulation == 1,
+        in_backward=config.optimizer.in_backward,
+        dropout_seed=config.run.seed if config.lora.dropout else None,
+    )
+    if not own_optimizer:
+        return settings
+    return replace(settings, clip_norm=config.optimizer.clip_norm, elementwise=is_elementwise(config.optimizer))
+
+
+def _bind_schedule(config: Config, values: Hyperparameters | None) -> optax.Schedule | None:
+    """Return the schedule with these numbers; None without numbers."""
+    return values and make_schedule(config.schedule.kind, values.schedule)
+
+
+def _bind_optimizers(
+    config: Config, trained: Params, whole: WholeOptimizer | None, values: Hyperparameters | None
+) -> Optimizers:
+    """Return the optimizer of the user, or those of the configuration with these numbers."""
+    if whole is not None:
+        return whole
+    assert values is not None
+    schedule = make_schedule(config.schedule.kind, values.schedule)
+    make = functools.partial(make_optimizer, config.optimizer, schedule, numbers=values.optimizer)
+    return update.make_optimizers(make, trained)

@@ -200,7 +200,9 @@ def test_a_share_of_the_warm_up_is_named_as_it_is_given(tmp_path: Path) -> None:
         schedule={"warmup_steps": 0, "warmup_share": 0.9},  # type: ignore[arg-type]
     )
     engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config)
-    with pytest.warns(EngineWarning, match=r"^schedule.warmup_share=0.9 \(\d+ steps\) reaches the end of the run, step 2"):
+    with pytest.warns(
+        EngineWarning, match=r"^schedule.warmup_share=0.9 \(\d+ steps\) reaches the end of the run, step 2"
+    ):
         jaxopt_llm.fit(engine, make_batch, 2, tmp_path)
 
 

@@ -59,11 +59,11 @@ def test_an_allocator_without_statistics_may_use_the_memory_of_the_chip(monkeypa
 def test_all_processes_take_the_limit_of_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
 
-    def describe_left_out(config: Config, cluster: Any, limit: int, on_gpu: bool) -> str:
+    def list_candidates(config: Config, cluster: Any, limit: int, on_gpu: bool) -> Any:
         limits.append(limit)
         raise KeyboardInterrupt  # nothing else is of interest
 
-    monkeypatch.setattr(run_programs, "describe_left_out", describe_left_out)
+    monkeypatch.setattr(run_programs, "list_candidates", list_candidates)
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=jax.devices("cpu")))
     channel = SimpleNamespace(exchange=lambda mine: ["123", mine])
     setup: Any = SimpleNamespace(

@@ -16,7 +16,6 @@ from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import (
     Candidate,
     choose_settings,
-    describe_left_out,
     keep_settings,
     list_candidates,
     list_choices,
@@ -38,7 +37,7 @@ def with_settings(config: Config = RECIPE, **values: Any) -> Config:
 
 
 def candidates(config: Config, cluster: Cluster = EIGHT, limit: int = LARGE, **on: bool) -> list[dict[str, Any]]:
-    return [list_settings(each.config) for each in list_candidates(config, cluster, limit, **on)]
+    return [list_settings(each.config) for each in list_candidates(config, cluster, limit, **on)[0]]
 
 
 def test_every_setting_of_the_choice_is_open_by_default() -> None:
@@ -65,13 +64,12 @@ def test_layers_are_unrolled_on_a_single_gpu_in_a_long_run() -> None:
 
 def test_arithmetic_leaves_out_what_cannot_fit() -> None:
     limit = 40 * GIB
-    found = list_candidates(RECIPE, EIGHT, limit)
+    found, line = list_candidates(RECIPE, EIGHT, limit)
     assert found[0].config.remat.policy == "save_attention"
     assert [each.limit for each in found] == [leave_free(limit), limit, limit]
-    assert [each.config.remat.policy for each in list_candidates(RECIPE, EIGHT, GIB)] == ["full", "full"]
-    line = describe_left_out(RECIPE, EIGHT, limit)
+    assert [each.config.remat.policy for each in list_candidates(RECIPE, EIGHT, GIB)[0]] == ["full", "full"]
     assert "more than 38.00 GiB per device: remat.policy none " in line and line.count("remat.policy") == 6
-    assert describe_left_out(RECIPE, EIGHT, LARGE) == ""
+    assert list_candidates(RECIPE, EIGHT, LARGE)[1] == ""
 
 
 def test_values_of_the_user_stay() -> None:

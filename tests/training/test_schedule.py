@@ -43,8 +43,14 @@ def test_without_warm_up_the_rate_falls_from_the_peak_to_its_end() -> None:
     "config, named",
     [
         (ScheduleConfig(warmup_steps=20, decay_steps=20), "schedule.warmup_steps=20"),
-        (ScheduleConfig(warmup_steps=0, warmup_share=0.999, decay_steps=100), "schedule.warmup_share=0.999 (100 steps):"),
-        (replace(SCHEDULE, kind="wsd", warmup_steps=0, warmup_share=0.9), "end of schedule.warmup_share to schedule.decay"),
+        (
+            ScheduleConfig(warmup_steps=0, warmup_share=0.999, decay_steps=100),
+            "schedule.warmup_share=0.999 (100 steps):",
+        ),
+        (
+            replace(SCHEDULE, kind="wsd", warmup_steps=0, warmup_share=0.9),
+            "end of schedule.warmup_share to schedule.decay",
+        ),
         (ScheduleConfig(warmup_steps=-1), "schedule.warmup_steps=-1"),
         (ScheduleConfig(kind="constant", warmup_steps=-1), "schedule.warmup_steps=-1"),
         (ScheduleConfig(final_share=1.5), "schedule.final_share=1.5"),

@@ -45,10 +45,10 @@ def choose_setting(config: Config, cluster: Cluster) -> Config | None:
     settings: dict[Config, Config] = {}  # by the same setting with a policy in place of `auto`
     candidates = []
     for setting in _list_settings(config, cluster):
-        likely = list_candidates(setting, cluster, limit)[0].config
-        if state := _compute_state(likely):
-            settings[likely] = setting
-            candidates.append(estimate(likely, cluster, state))
+        (likely, *_), _ = list_candidates(setting, cluster, limit)
+        if state := _compute_state(likely.config):
+            settings[likely.config] = setting
+            candidates.append(estimate(likely.config, cluster, state))
     ordered = (settings[candidate.config] for candidate in order_candidates(candidates, limit))
     return next(filter(is_valid, ordered), None)
 
