@@ -25,9 +25,9 @@ class MeshConfig:
     fsdp: int | Literal["auto"] = setting("auto", bounds=AT_LEAST_ONE)
     """Number of devices that split the batch and, according to sharding.zero_stage, the training state (FSDP, ZeRO;
     torchtitan: data_parallel_shard_degree). auto: all visible devices that the other axes leave over; if they do
-    not divide training.batch_size, the largest number that does. Where the whole state takes at most a quarter of a device's memory, mesh.data gets them
-    instead, unless a setting of sharding.* is set. training.accumulation falls, so that a device has no more rows at
-    a time than on one device. The start of the run resolves them in config.json."""
+    not divide training.batch_size, the largest number that does. Where the whole state takes at most a quarter of a
+    device's memory, mesh.data gets them instead, unless a setting of sharding.* is set. training.accumulation falls, so
+    that a device has no more rows at a time than on one device. The start of the run resolves them in config.json."""
     expert: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of devices that split the experts and the batch (expert parallelism, EP). In a dense model it is another
     axis like fsdp, over which gradients are reduced in every microbatch."""
