@@ -22,6 +22,7 @@ from typing import Any
 from jaxopt_llm.config import fields
 from jaxopt_llm.config import unread as unread_settings
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
+from jaxopt_llm.config.metadata import find_out_of_range
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error, report_error
@@ -315,6 +316,8 @@ def _leave_out_unread(config: Config, recipe: Config, given: set[str]) -> Config
 
     given: names of the settings that have a flag.
     """
+    if find_out_of_range("model", config.model):  # the checks, which follow, refuse such a number of layers
+        return config
     unread = unread_settings.find_without_effect(config).keys() - unread_settings.find_without_effect(recipe).keys()
     defaults = Config()
     return fields.replace_fields(config, {name: fields.get_field(defaults, name) for name in unread - given})
