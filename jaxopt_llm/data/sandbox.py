@@ -207,17 +207,30 @@ class Renderer:
             documents = conversation.find_documents(learned, self._find_ending(template, bool(tools)))
             return [{"text": text, "spans": spans} for text, spans in documents]
 
-        def blocks(count: int) -> list[tuple[int, int]]:
-            variables = self._variables | arguments
-            return _render(template, messages[:count], tools, False, variables)[1]
-
-        spans = blocks(len(messages))
+        text, spans = _render(template, messages, tools, False, self._variables | arguments)
         if unlearned:
-            counts = [len(blocks(count)) for index in unlearned for count in (index, index + 1)]
-            ranges = zip(counts[::2], counts[1::2], strict=True)
-            left_out = {block for first, last in ranges for block in range(first, last)}
-            spans = [span for block, span in enumerate(spans) if block not in left_out]
-        return [{"text": conversation.render_first(len(messages)), "spans": spans}]
+            owners = self._find_owners(template, messages, tools, arguments, {*unlearned})
+            if len(owners) != len(spans) or any(0 < len(each & {*unlearned}) < len(each) for each in owners):
+                problem = "it does not show which generation blocks are those of a message with weight 0"
+                raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
+            spans = [span for span, each in zip(spans, owners, strict=True) if not each & {*unlearned}]
+        return [{"text": text, "spans": spans}]
+
+    def _find_owners(
+        self,
+        template: Template,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        arguments: dict[str, Any],
+        unlearned: set[int],
+    ) -> list[set[int]]:
+        """Return the messages of each generation block. There is none if a message with weight 0 leaves no mark."""
+        marks = [f"{_turns['PROBES'][0]}-{index}-" for index in range(len(messages))]
+        marked = [_turns["mark"](message, each) for message, each in zip(messages, marks, strict=True)]
+        text, blocks = _render(template, marked, tools, False, self._variables | arguments)
+        roles = [message["role"] for message in messages]
+        is_shown = all(marks[index] in text for index in unlearned)
+        return _turns["find_owners"](text, blocks, roles, marks) if is_shown else []
 
     def render_prompt(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> dict[str, Any]:
         """Return the text of a running conversation."""

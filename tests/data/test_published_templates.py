@@ -299,6 +299,58 @@ def test_a_turn_may_end_as_text(check: str) -> None:
     assert ends(source, [{"messages": TWO[:2]}]) == [["ein\n\n"]]
 
 
+# Writes the generation prompt in any case, and the answer after a result within the block of the call.
+ACTIONS = """{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|user|>' + m.content + '<|end|>' }}
+    {%- elif m.role == 'tool' %}{{ '<result>' + m.content + '</result>' }}
+    {%- else %}
+        {{- '<|assistant|>' if loop.previtem.role != 'tool' }}
+        {%- for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}
+        {{- m.content + '<|end|>' if m.content }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>' }}"""
+
+
+def test_a_turn_within_other_messages_is_refused() -> None:
+    """An earlier place of the generation prompt is not the beginning of the turn. Blocks show it."""
+    tokens = [*ROLES, "<|end|>"]
+    assert ends(ACTIONS, [{"messages": TWO}], tokens) == [["ein<|end|>", "zwei<|end|>"]]
+    with pytest.raises(sandbox.Refused, match="together with earlier messages.*put generation blocks"):
+        ends(ACTIONS, [{"messages": ASKED}], tokens)
+    copy = ACTIONS.replace("{%- for call", "{%- generation %}{%- for call").replace(
+        "{%- endif %}\n{%- endfor", "{%- endgeneration %}{%- endif %}\n{%- endfor"
+    )
+    assert ends(copy, [{"messages": ASKED}], tokens) == [['add{"x": 1}', "It is seven.<|end|>"]]
+
+
+# Writes a block after the last message, and one of two blocks around the end of each answer.
+CLOSED = """{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|user|>' + m.content + '<|end|>' }}
+    {%- else %}{{ '<|assistant|>' }}{% generation %}{{ m.content }}{% endgeneration %}
+        {{- '\\n' }}{% generation %}{{ '<|end|>' }}{% endgeneration %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}
+{%- else %}{% generation %}{{ '</s>' }}{% endgeneration %}{% endif %}"""
+
+
+def test_weight_zero_leaves_out_the_blocks_of_its_message() -> None:
+    """The number of blocks in the text up to a message is not the number of its first block."""
+    assert ends(CLOSED, [{"messages": TWO}]) == [["ein", "<|end|>", "zwei", "<|end|>", "</s>"]]
+    assert ends(CLOSED, [{"messages": TWO, "unlearned": [1]}]) == [["zwei", "<|end|>", "</s>"]]
+    assert ends(CLOSED, [{"messages": TWO, "unlearned": [3]}]) == [["ein", "<|end|>"]]
+
+
+def test_weight_zero_is_refused_where_its_blocks_are_not_known() -> None:
+    """A block between two messages of the assistant may belong to either. Another block holds two messages."""
+    beside = [user("one"), assistant("ein"), assistant("zwei")]
+    around = "{% generation %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    for source in (CLOSED, "{{ messages[0].content }}" + around):
+        assert ends(source, [{"messages": beside, "unlearned": [1, 2]}]) == [[]]
+        with pytest.raises(sandbox.Refused, match="which generation blocks are those of a message with weight 0"):
+            ends(source, [{"messages": beside, "unlearned": [1]}])
+
+
 def test_contents_are_tried_once() -> None:
     """A content that is absent is not tried as absent again."""
     tried = [
