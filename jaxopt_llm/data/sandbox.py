@@ -11,7 +11,7 @@ Standard input has one JSON object per line. The first has the arguments of `Ren
     {}                                               `Renderer.find_turn_end`
 
 Each line is answered by one line on standard output: {"documents": [{"text", "spans" (ranges [begin, end) of learned
-characters)}]}, {"text"}, {"token"}, {"refused": reason} if the template rejects or cannot write the conversation,
+characters)}], "ends": whether a special token ends the learned turns}, {"text"}, {"token"}, {"refused": reason} if the template rejects or cannot write the conversation,
 {"lost": [reason, detail]} if it leaves out a part, {"undated": true} if it asks for the current date and there is none,
 or {"error": reason} if the template itself is wrong.
 """
@@ -184,10 +184,21 @@ class Renderer:
         failures: list[Exception] = []
         for given in _fill_contents(_alias_reasoning(messages)):
             try:
-                return {"documents": self._find_documents(given, tools, arguments or {}, unlearned)}
+                documents = self._find_documents(given, tools, arguments or {}, unlearned)
+                return {"documents": documents, "ends": self._have_ends(documents, has_tools=bool(tools))}
             except (Refused, Lost) as error:
                 failures.append(error)
         raise next((error for error in failures if isinstance(error, Lost)), failures[0])
+
+    def _have_ends(self, documents: list[dict[str, Any]], has_tools: bool) -> bool:
+        """Return whether a special token ends each learned range, or with generation blocks the last one."""
+        marks = (self._tool_template if has_tools else self._template).marks
+        learned = [
+            each["text"][begin:end]
+            for each in documents
+            for begin, end in (each["spans"][-1:] if marks else each["spans"])
+        ]
+        return all(self._specials.end(text.rstrip()) for text in learned)
 
     def _find_documents(
         self,

@@ -248,12 +248,9 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
     text as it is, and cannot write an object. A probe in place of the arguments shows what the template does.
     """
 
-    def write_or_raise(arguments: Any) -> str:
-        return render(_map_arguments(messages, lambda _: arguments), tools, False)
-
     def write(arguments: Any) -> str:
         try:
-            return write_or_raise(arguments)
+            return render(_map_arguments(messages, lambda _: arguments), tools, False)
         except Refused:
             return ""
 
@@ -261,11 +258,7 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
     given = [call["arguments"] for message in messages for call in _functions(message) if "arguments" in call]
     texts = [arguments for arguments in given if isinstance(arguments, str)]
     if texts and (text := f'{{"{key}":  1}}') not in write(text):
-        try:
-            return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
-        except ValueError as error:
-            write_or_raise({key: value})  # the template may reject something else
-            raise Refused(f"the arguments of a tool call are not JSON: {error}") from None
+        return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
     if len(texts) < len(given):
         written = write({key: value})
         if value not in written or f"'{key}'" in written:  # quotes of Python

@@ -224,11 +224,40 @@ def test_calls_are_learned_with_their_arguments_as_json(
     assert learned(documents) == pieces
 
 
-def test_the_true_reason_of_a_rejection_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A text of arguments that is not JSON is only a problem if the template accepts the rest."""
-    messages = [user("one"), user("two"), calling("{x}")]
-    with pytest.raises(InputError, match="rejects the conversation .roles must alternate"):
-        read({"messages": messages}, config(folders["MISTRAL_3"]), tmp_path)
+@pytest.mark.parametrize("name", ["QWEN_3", "QWEN_2_5"])
+def test_a_text_of_arguments_is_json(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """It makes no difference whether the template writes a text as it is. An empty text means no arguments."""
+    with pytest.raises(InputError, match="with arguments of a tool call that are not JSON"):
+        read({"messages": [user("one"), calling("{city: Paris")]}, config(folders[name]), tmp_path)
+    documents = read({"messages": [user("one"), calling("")]}, config(folders[name]), tmp_path)
+    assert '"arguments": {}}' in "".join(*learned(documents))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "count"),
+    [("QWEN_2_5", {"messages": TWO}, 0), ("ENDLESS", {"messages": TWO}, 1), ("CLOSED", {"messages": TWO}, 0)],
+)
+def test_turns_without_an_end_are_told(name: str, row: Row, count: int, tmp_path: Path) -> None:
+    """A model would not learn where to stop. Rows are read nevertheless, as in transformers."""
+    sources = {
+        "ENDLESS": "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}",
+        "CLOSED": CLOSED,
+    }
+    source = sources.get(name) or TEMPLATES[name]
+    folder = write_tokenizer(tmp_path / name, source, templates.SPECIAL, eos_token="</s>")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    settings = config(folder, paths=(str(tmp_path / "rows.jsonl"),))
+    (file,) = find_files(settings.paths[0], settings)
+    skipped = Skipped()
+    with open_renderer(find_template(settings, load_tokenizer(settings))) as renderer:
+        for part in split_into_parts(file, settings):
+            for document in read_documents(part, settings, skipped):
+                assert [*renderer.render(document, settings, skipped)]
+    notes = ["chat template: no special token ends a learned turn of 1 conversation, so a model does not learn to stop"]
+    assert [note.split(" there")[0] for note in skipped.describe_notes()] == notes * count
+    copy = Skipped()
+    copy.add_record(skipped.to_record([file]), [file])
+    assert copy.describe_notes() == skipped.describe_notes()
 
 
 # Writes no token at the end of a turn. {} holds what it requires or rejects.
@@ -370,8 +399,6 @@ def test_a_text_of_arguments_is_kept_where_the_template_writes_it(folders: dict[
     messages = [user("one"), calling('{"x":1}'), RESULT, assistant("It is seven.")]
     documents = read({"messages": messages}, config(folders["QWEN_3"]), tmp_path)
     assert '"arguments": {"x":1}}' in documents[0].content.decode()
-    with pytest.raises(InputError, match="the arguments of a tool call are not JSON"):
-        read({"messages": [user("one"), calling("{x}")]}, config(folders["QWEN_2_5"]), tmp_path)
 
 
 def test_reasoning_between_calls_is_one_document(folders: dict[str, Path], tmp_path: Path) -> None:
