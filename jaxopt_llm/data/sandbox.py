@@ -11,9 +11,9 @@ Standard input has one JSON object per line. The first has the arguments of `Ren
     {}                                               `Renderer.find_turn_end`
 
 Each line is answered by one line on standard output: {"documents": [{"text", "spans" (ranges [begin, end) of learned
-characters)}], "ends": whether a special token ends the learned turns}, {"text"}, {"token"}, {"refused": reason} if the template rejects or cannot write the conversation,
-{"lost": [reason, detail]} if it leaves out a part, {"undated": true} if it asks for the current date and there is none,
-or {"error": reason} if the template itself is wrong.
+characters)}], "ends": whether special tokens end the learned turns}, {"text"}, {"token"}, {"refused": reason} if the
+template rejects or cannot write the conversation, {"lost": [reason, detail]} if it leaves out a part, {"undated": true}
+if it asks for the current date and there is none, or {"error": reason} if the template itself is wrong.
 """
 
 import contextlib

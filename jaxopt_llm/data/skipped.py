@@ -81,12 +81,14 @@ class Skipped:
         return [f"{count:,} {reason}{examples.get(reason, '')}" for reason, count in sorted(self.counts.items())]
 
     def describe_notes(self) -> list[str]:
-        """Return what may be wrong with the rows that are read: one line about fields, and one about ends of turns."""
-        ends = "chat template: no special token ends a learned turn of {:,} conversation{}, so a model does not learn to stop"
-        found = ends.format(self.endless, "s" * (self.endless != 1)) + " there; let the template write one"
-        return [line for line in (self._describe_unread(), found if self.endless else "") if line]
+        """Return what may be wrong with the rows that are read: a line about fields, and a line about ends of turns."""
+        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
+        ends = f"chat template: no special token ends a learned turn of {rows}, so a model does not learn where to stop"
+        notes = [self.describe_unread(), f"{ends}; write one in a copy of the template" if self.endless else ""]
+        return [note for note in notes if note]
 
-    def _describe_unread(self) -> str:
+    def describe_unread(self) -> str:
+        """Return the fields that nothing reads, with the number of rows that have them; empty if there is none."""
         found = [f"{field} ({count:,} row{'s' * (count != 1)})" for field, count in self.unread.most_common()]
         more = f", and {len(found) - _SHOWN_FIELDS} more" if len(found) > _SHOWN_FIELDS else ""
         return f"fields not read: {', '.join(found[:_SHOWN_FIELDS])}{more}" if found else ""
