@@ -142,11 +142,11 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
     """Return the documents to evaluate by name: all of data.paths, the validation sets, or the held-out split."""
     if all_of_paths:
         stream, skipped = open_all_documents(config.data, tokenizer)
-        _print_unread(skipped)
+        _print_notes(skipped)
         return {", ".join([*config.data.paths, *skipped.describe()]): stream}
     if sets := open_validation_sets(config.evaluation, config.data, tokenizer):
         for each in sets:
-            _print_unread(each.skipped)
+            _print_notes(each.skipped)
         return {f"the validation set {each.name}": each.documents for each in sets}
     if not config.evaluation.holds_out:
         raise InputError(
@@ -154,14 +154,14 @@ def _open_documents(config: Config, tokenizer: Tokenizer, all_of_paths: bool) ->
             "others with --data.paths"
         )
     corpus = open_corpus(config.data, tokenizer)
-    _print_unread(corpus.skipped)
+    _print_notes(corpus.skipped)
     assert corpus.held_out is not None
     return {"the held-out split": corpus.held_out}
 
 
-def _print_unread(skipped: Skipped) -> None:
-    if unread := skipped.describe_unread():
-        print(unread, file=sys.stderr)
+def _print_notes(skipped: Skipped) -> None:
+    for note in skipped.describe_notes():
+        print(note, file=sys.stderr)
 
 
 def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> Config:

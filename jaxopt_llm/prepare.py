@@ -90,8 +90,8 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
     skipped = prepared.add_skipped(records, shards)
     reasons = "; ".join(skipped.describe()) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {reasons}", markup=False)
-    if unread := skipped.describe_unread():
-        console.print(unread, markup=False)
+    for note in skipped.describe_notes():
+        console.print(note, markup=False)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
 
@@ -117,8 +117,8 @@ def preview(config: DataConfig, count: int) -> None:
             console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
     if reasons := skipped.describe():
         console.print(f"skipped: {'; '.join(reasons)}", markup=False)
-    if unread := skipped.describe_unread():
-        console.print(unread, markup=False)
+    for note in skipped.describe_notes():
+        console.print(note, markup=False)
 
 
 def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool_], coloured: bool) -> Text:

@@ -215,6 +215,7 @@ def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
         message["tool_calls"] = _without_nulls(_parse(message["tool_calls"], list, "tool_calls"))
         if not all(isinstance(call, dict) for call in message["tool_calls"]):
             raise Malformed("with tool_calls that are not objects")
+        message["tool_calls"] = [_check_arguments(call) for call in message["tool_calls"]]
     if not isinstance(message.get("content", "" if message.get("tool_calls") else None), str):
         raise Malformed("with a message whose content is not text", f"its role is {message['role']}")
     return message
@@ -230,6 +231,21 @@ def _parse_calls(value: Any) -> list[Any]:
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         raise Malformed("with a function_call without name and arguments")
     return [{"type": "function", "function": call} for call in calls]
+
+
+def _check_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments, if they are a text, are JSON. An empty text means no arguments."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _check_arguments(call["function"])}
+    if not isinstance(arguments := call.get("arguments"), str):
+        return call
+    if not arguments.strip():
+        return {**call, "arguments": "{}"}
+    try:
+        json_files.parse(arguments)
+    except ValueError as error:
+        raise Malformed("with arguments of a tool call that are not JSON", str(error)) from None
+    return call
 
 
 def _text(part: Any) -> str:

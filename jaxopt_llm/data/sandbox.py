@@ -11,9 +11,9 @@ Standard input has one JSON object per line. The first has the arguments of `Ren
     {}                                               `Renderer.find_turn_end`
 
 Each line is answered by one line on standard output: {"documents": [{"text", "spans" (ranges [begin, end) of learned
-characters)}]}, {"text"}, {"token"}, {"refused": reason} if the template rejects or cannot write the conversation,
-{"lost": [reason, detail]} if it leaves out a part, {"undated": true} if it asks for the current date and there is none,
-or {"error": reason} if the template itself is wrong.
+characters)}], "ends": whether special tokens end the learned turns}, {"text"}, {"token"}, {"refused": reason} if the
+template rejects or cannot write the conversation, {"lost": [reason, detail]} if it leaves out a part, {"undated": true}
+if it asks for the current date and there is none, or {"error": reason} if the template itself is wrong.
 """
 
 import contextlib
@@ -184,10 +184,21 @@ class Renderer:
         failures: list[Exception] = []
         for given in _fill_contents(_alias_reasoning(messages)):
             try:
-                return {"documents": self._find_documents(given, tools, arguments or {}, unlearned)}
+                documents = self._find_documents(given, tools, arguments or {}, unlearned)
+                return {"documents": documents, "ends": self._have_ends(documents, has_tools=bool(tools))}
             except (Refused, Lost) as error:
                 failures.append(error)
         raise next((error for error in failures if isinstance(error, Lost)), failures[0])
+
+    def _have_ends(self, documents: list[dict[str, Any]], has_tools: bool) -> bool:
+        """Return whether a special token ends each learned range, or with generation blocks the last one."""
+        marks = (self._tool_template if has_tools else self._template).marks
+        learned = [
+            each["text"][begin:end]
+            for each in documents
+            for begin, end in (each["spans"][-1:] if marks else each["spans"])
+        ]
+        return all(self._specials.end(text.rstrip()) for text in learned)
 
     def _find_documents(
         self,
@@ -207,17 +218,30 @@ class Renderer:
             documents = conversation.find_documents(learned, self._find_ending(template, bool(tools)))
             return [{"text": text, "spans": spans} for text, spans in documents]
 
-        def blocks(count: int) -> list[tuple[int, int]]:
-            variables = self._variables | arguments
-            return _render(template, messages[:count], tools, False, variables)[1]
-
-        spans = blocks(len(messages))
+        text, spans = _render(template, messages, tools, False, self._variables | arguments)
         if unlearned:
-            counts = [len(blocks(count)) for index in unlearned for count in (index, index + 1)]
-            ranges = zip(counts[::2], counts[1::2], strict=True)
-            left_out = {block for first, last in ranges for block in range(first, last)}
-            spans = [span for block, span in enumerate(spans) if block not in left_out]
-        return [{"text": conversation.render_first(len(messages)), "spans": spans}]
+            owners = self._find_owners(template, messages, tools, arguments, {*unlearned})
+            if len(owners) != len(spans) or any(0 < len(each & {*unlearned}) < len(each) for each in owners):
+                problem = "it does not show which generation blocks are those of a message with weight 0"
+                raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
+            spans = [span for span, each in zip(spans, owners, strict=True) if not each & {*unlearned}]
+        return [{"text": text, "spans": spans}]
+
+    def _find_owners(
+        self,
+        template: Template,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        arguments: dict[str, Any],
+        unlearned: set[int],
+    ) -> list[set[int]]:
+        """Return the messages of each generation block. There is none if a message with weight 0 leaves no mark."""
+        marks = [f"{_turns['PROBES'][0]}-{index}-" for index in range(len(messages))]
+        marked = [_turns["mark"](message, each) for message, each in zip(messages, marks, strict=True)]
+        text, blocks = _render(template, marked, tools, False, self._variables | arguments)
+        roles = [message["role"] for message in messages]
+        is_shown = all(marks[index] in text for index in unlearned)
+        return _turns["find_owners"](text, blocks, roles, marks) if is_shown else []
 
     def render_prompt(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> dict[str, Any]:
         """Return the text of a running conversation."""

@@ -53,6 +53,7 @@ class Skipped:
         counts: number of skipped rows by reason.
         examples: position of the first malformed row of each reason. Rows that are not malformed have no example.
         unread: number of rows by the name of a field that nothing reads, such as `id`, or `mood of a message`.
+        endless: number of conversations in which no special token ends a learned turn.
         columns: the columns of the rows. They are only known if data.columns is set.
     """
 
@@ -60,6 +61,7 @@ class Skipped:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, Position] = {}
         self.unread: Counter[str] = Counter()
+        self.endless = 0
         self.columns: set[str] = set()
 
     def add(self, reason: str, example: object = None) -> None:
@@ -77,6 +79,13 @@ class Skipped:
         """Return the number, the reason and the example of each reason, as text."""
         examples = {reason: f" (first: {position})" for reason, position in self.examples.items()}
         return [f"{count:,} {reason}{examples.get(reason, '')}" for reason, count in sorted(self.counts.items())]
+
+    def describe_notes(self) -> list[str]:
+        """Return what may be wrong with the rows that are read: a line about fields, and a line about ends of turns."""
+        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
+        ends = f"chat template: no special token ends a learned turn of {rows}, so a model does not learn where to stop"
+        notes = [self.describe_unread(), f"{ends}; write one in a copy of the template" if self.endless else ""]
+        return [note for note in notes if note]
 
     def describe_unread(self) -> str:
         """Return the fields that nothing reads, with the number of rows that have them; empty if there is none."""
@@ -100,6 +109,8 @@ class Skipped:
             record["examples"] = {why: [files.index(at.file), at.unit, at.number] for why, at in found}
         if self.unread:
             record["unread"] = dict(sorted(self.unread.items()))
+        if self.endless:
+            record["endless"] = self.endless
         if self.columns:
             record["columns"] = sorted(self.columns)
         return record
@@ -111,4 +122,5 @@ class Skipped:
             self.examples.setdefault(reason, Position(files[index], unit, number))
         for field, count in record.get("unread", {}).items():
             self.add_unread(field, count)
+        self.endless += record.get("endless", 0)
         self.columns.update(record.get("columns", ()))

@@ -167,6 +167,7 @@ class Renderer:
             reject(document.name, f"{lost}: {self._template.path}; {remedy}", config)
             skipped.add(lost.reason, document.name)
         else:
+            skipped.endless += not answer["ends"]
             for each in answer["documents"]:
                 spans = tuple((begin, end) for begin, end in each["spans"])
                 yield Document(document.name, each["text"].encode(), document.key, spans)

@@ -131,6 +131,66 @@ def alter(message: Message, probe: str) -> Message:
     return {**message, **changed}
 
 
+def mark(message: Message, probe: str) -> Message:
+    """Return a message with a probe after each text: the content, the reasoning, the names of called functions.
+
+    The texts themselves stay, because a template may test how they begin or what they contain.
+    """
+    changed: Message = {}
+    for name in ("content", *REASONING):
+        value = message.get(name)
+        if isinstance(value, str) and value.strip():
+            changed[name] = value + probe
+        elif isinstance(value, list):
+            changed[name] = [_mark_part(part, probe) for part in value]
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [_mark_call(call, probe) for call in calls]
+    return {**message, **(changed or {"content": probe})}
+
+
+def _mark_part(part: Any, probe: str) -> Any:
+    is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+    return {**part, "text": part["text"] + probe} if is_text else part
+
+
+def _mark_call(call: Any, probe: str) -> Any:
+    functions = _functions({"tool_calls": [call]})
+    return rename(call, f"{functions[0].get('name')}{probe}") if functions else call
+
+
+def describe(tool: Any, probe: str) -> Any:
+    """Return a tool with a probe after its description."""
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": describe(tool["function"], probe)}
+    return {**tool, "description": f"{tool.get('description', '')}{probe}"}
+
+
+def find_owners(
+    text: str, blocks: Sequence[tuple[int, int]], roles: Sequence[str], marks: Sequence[str]
+) -> list[set[int]]:
+    """Return the messages of the assistant to which each generation block belongs.
+
+    These are the messages whose marks are in the block. A block without a mark, as around a token that ends a turn,
+    belongs to the messages of the assistant next to it.
+
+    Args:
+        text: text of the conversation with a mark in each message.
+        blocks: ranges of the blocks.
+        roles: roles of the messages.
+        marks: marks of the messages.
+    """
+    places = sorted((found.start(), i) for i, each in enumerate(marks) for found in re.finditer(re.escape(each), text))
+    owners = []
+    for begin, end in blocks:
+        inside = {i for place, i in places if begin <= place < end}
+        before = [i for place, i in places if place < begin][-1:]
+        after = [i for place, i in places if place >= end][:1]
+        owners.append(inside or {i for i in before + after if roles[i] == "assistant"})
+    return owners
+
+
 def rename(tool: Any, name: str) -> Any:
     """Return a tool, or a call of one, with another name of the function."""
     if not isinstance(tool, dict):
@@ -188,12 +248,9 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
     text as it is, and cannot write an object. A probe in place of the arguments shows what the template does.
     """
 
-    def write_or_raise(arguments: Any) -> str:
-        return render(_map_arguments(messages, lambda _: arguments), tools, False)
-
     def write(arguments: Any) -> str:
         try:
-            return write_or_raise(arguments)
+            return render(_map_arguments(messages, lambda _: arguments), tools, False)
         except Refused:
             return ""
 
@@ -201,11 +258,7 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
     given = [call["arguments"] for message in messages for call in _functions(message) if "arguments" in call]
     texts = [arguments for arguments in given if isinstance(arguments, str)]
     if texts and (text := f'{{"{key}":  1}}') not in write(text):
-        try:
-            return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
-        except ValueError as error:
-            write_or_raise({key: value})  # the template may reject something else
-            raise Refused(f"the arguments of a tool call are not JSON: {error}") from None
+        return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
     if len(texts) < len(given):
         written = write({key: value})
         if value not in written or f"'{key}'" in written:  # quotes of Python
@@ -271,11 +324,12 @@ class Conversation:
                 raise
             raise Refused(f"the assistant begins it, and there is no prompt without messages: {error}") from None
         whole = self.render_first(index + 1)
-        start, joined = len(prompt), False
-        if not whole.startswith(prompt):
+        start = turn = len(prompt)
+        if joined := not whole.startswith(prompt):
             start, turn = self._find_start(index, prompt, whole)
             joined = start == len(prompt)
-            whole = prompt + whole[turn:] if joined else whole
+        self._check_is_alone(index, whole[turn:], joined)
+        whole = prompt + whole[turn:] if joined else whole
         text = whole.removesuffix(ending.epilogue)
         stripped = text.rstrip()
         if self._specials.end(stripped) and len(stripped) > start:
@@ -307,6 +361,19 @@ class Conversation:
         if found < 0:
             raise Refused("it writes the messages before an assistant's turn differently with and without the turn")
         return len(prompt), found + len(header)
+
+    def _check_is_alone(self, index: int, turn: str, joined: bool) -> None:
+        """Raise Refused if the text of a turn contains a part of an earlier message or of a tool.
+
+        The turn must not change with marks in the earlier messages and in the tools. A template that rejects the marks
+        gives no proof. Then a turn is only accepted where the prompt precedes it.
+        """
+        before = [mark(message, PROBES[0]) for message in self._messages[:index]]
+        tools = self._tools and [describe(tool, PROBES[0]) for tool in self._tools]
+        marked = self._try([*before, self._messages[index]], tools)
+        if joined if marked is None else not marked.endswith(turn):
+            problem = "it writes an assistant's turn together with earlier messages, so the turn cannot be told apart"
+            raise Refused(f"{problem}; put generation blocks around the assistant's text in a copy of the template")
 
     def _find_opening(self, index: int) -> int:
         return self._specials.common(self.render_first(index, prompts=True), self.render_first(index))

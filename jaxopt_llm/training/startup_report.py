@@ -52,11 +52,10 @@ def describe_run(setup: Setup) -> Iterator[str]:
     if tokenizer.note:
         yield f"tokenizer: {tokenizer.note}"
     yield f"data: {data.corpus.name}: {data.corpus}"
-    yield from filter(None, [data.corpus.skipped.describe_unread()])
+    yield from data.corpus.skipped.describe_notes()
     yield from _describe_mixture(setup)
     for each in data.sets:
-        unread = each.skipped.describe_unread()
-        yield f"validation set {each.name}: {each}{unread and f'; {unread}'}"
+        yield "; ".join([f"validation set {each.name}: {each}", *each.skipped.describe_notes()])
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"

@@ -65,10 +65,10 @@ def config(folder: Path, **settings: Any) -> DataConfig:
     return DataConfig(tokenizer=str(folder), content="chat", date="2026-01-31", **settings)
 
 
-def read(row: Row, config: DataConfig, tmp_path: Path) -> list[Document]:
+def read(row: Row, config: DataConfig, tmp_path: Path, skipped: Skipped | None = None) -> list[Document]:
     """Return the documents of one row."""
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    given, skipped = replace(config, paths=(str(tmp_path / "a.jsonl"),)), Skipped()
+    given, skipped = replace(config, paths=(str(tmp_path / "a.jsonl"),)), skipped or Skipped()
     (file,) = find_files(given.paths[0], given, "data.paths")
     (part,) = split_into_parts(file, given)
     (document,) = read_documents(part, given, skipped)
@@ -224,11 +224,28 @@ def test_calls_are_learned_with_their_arguments_as_json(
     assert learned(documents) == pieces
 
 
-def test_the_true_reason_of_a_rejection_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A text of arguments that is not JSON is only a problem if the template accepts the rest."""
-    messages = [user("one"), user("two"), calling("{x}")]
-    with pytest.raises(InputError, match="rejects the conversation .roles must alternate"):
-        read({"messages": messages}, config(folders["MISTRAL_3"]), tmp_path)
+@pytest.mark.parametrize("name", ["QWEN_3", "QWEN_2_5"])
+def test_a_text_of_arguments_is_json(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """It makes no difference whether the template writes a text as it is. An empty text means no arguments."""
+    with pytest.raises(InputError, match="with arguments of a tool call that are not JSON"):
+        read({"messages": [user("one"), calling("{city: Paris")]}, config(folders[name]), tmp_path)
+    documents = read({"messages": [user("one"), calling("")]}, config(folders[name]), tmp_path)
+    assert '"arguments": {}}' in "".join(*learned(documents))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("QWEN_2_5", []), ("ENDLESS", ["1 conversation"]), ("CLOSED", [])])
+def test_turns_without_an_end_are_told(name: str, expected: list[str], tmp_path: Path) -> None:
+    """A model would not learn where to stop. Rows are read nevertheless, as in transformers."""
+    endless = "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n\\n' }}{% endfor %}"
+    source = (TEMPLATES | {"ENDLESS": endless, "CLOSED": CLOSED})[name]
+    folder, skipped = write_tokenizer(tmp_path / name, source, templates.SPECIAL, eos_token="</s>"), Skipped()
+    assert read({"messages": TWO[:2]}, config(folder), tmp_path, skipped)
+    learns = "so a model does not learn where to stop; write one in a copy of the template"
+    notes = [f"chat template: no special token ends a learned turn of {count}, {learns}" for count in expected]
+    assert skipped.describe_notes() == notes
+    copy = Skipped()
+    copy.add_record(skipped.to_record([]), [])
+    assert copy.describe_notes() == notes
 
 
 # Writes no token at the end of a turn. {} holds what it requires or rejects.
@@ -299,6 +316,58 @@ def test_a_turn_may_end_as_text(check: str) -> None:
     assert ends(source, [{"messages": TWO[:2]}]) == [["ein\n\n"]]
 
 
+# Writes the generation prompt in any case, and the answer after a result within the block of the call.
+ACTIONS = """{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|user|>' + m.content + '<|end|>' }}
+    {%- elif m.role == 'tool' %}{{ '<result>' + m.content + '</result>' }}
+    {%- else %}
+        {{- '<|assistant|>' if loop.previtem.role != 'tool' }}
+        {%- for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}
+        {{- m.content + '<|end|>' if m.content }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>' }}"""
+
+
+def test_a_turn_within_other_messages_is_refused() -> None:
+    """An earlier place of the generation prompt is not the beginning of the turn. Blocks show it."""
+    tokens = [*ROLES, "<|end|>"]
+    assert ends(ACTIONS, [{"messages": TWO}], tokens) == [["ein<|end|>", "zwei<|end|>"]]
+    with pytest.raises(sandbox.Refused, match="together with earlier messages.*put generation blocks"):
+        ends(ACTIONS, [{"messages": ASKED}], tokens)
+    copy = ACTIONS.replace("{%- for call", "{%- generation %}{%- for call").replace(
+        "{%- endif %}\n{%- endfor", "{%- endgeneration %}{%- endif %}\n{%- endfor"
+    )
+    assert ends(copy, [{"messages": ASKED}], tokens) == [['add{"x": 1}', "It is seven.<|end|>"]]
+
+
+# Writes a block after the last message, and one of two blocks around the end of each answer.
+CLOSED = """{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|user|>' + m.content + '<|end|>' }}
+    {%- else %}{{ '<|assistant|>' }}{% generation %}{{ m.content }}{% endgeneration %}
+        {{- '\\n' }}{% generation %}{{ '<|end|>' }}{% endgeneration %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}
+{%- else %}{% generation %}{{ '</s>' }}{% endgeneration %}{% endif %}"""
+
+
+def test_weight_zero_leaves_out_the_blocks_of_its_message() -> None:
+    """The number of blocks in the text up to a message is not the number of its first block."""
+    assert ends(CLOSED, [{"messages": TWO}]) == [["ein", "<|end|>", "zwei", "<|end|>", "</s>"]]
+    assert ends(CLOSED, [{"messages": TWO, "unlearned": [1]}]) == [["zwei", "<|end|>", "</s>"]]
+    assert ends(CLOSED, [{"messages": TWO, "unlearned": [3]}]) == [["ein", "<|end|>"]]
+
+
+def test_weight_zero_is_refused_where_its_blocks_are_not_known() -> None:
+    """A block between two messages of the assistant may belong to either. Another block holds two messages."""
+    beside = [user("one"), assistant("ein"), assistant("zwei")]
+    around = "{% generation %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    for source in (CLOSED, "{{ messages[0].content }}" + around):
+        assert ends(source, [{"messages": beside, "unlearned": [1, 2]}]) == [[]]
+        with pytest.raises(sandbox.Refused, match="which generation blocks are those of a message with weight 0"):
+            ends(source, [{"messages": beside, "unlearned": [1]}])
+
+
 def test_contents_are_tried_once() -> None:
     """A content that is absent is not tried as absent again."""
     tried = [
@@ -318,8 +387,6 @@ def test_a_text_of_arguments_is_kept_where_the_template_writes_it(folders: dict[
     messages = [user("one"), calling('{"x":1}'), RESULT, assistant("It is seven.")]
     documents = read({"messages": messages}, config(folders["QWEN_3"]), tmp_path)
     assert '"arguments": {"x":1}}' in documents[0].content.decode()
-    with pytest.raises(InputError, match="the arguments of a tool call are not JSON"):
-        read({"messages": [user("one"), calling("{x}")]}, config(folders["QWEN_2_5"]), tmp_path)
 
 
 def test_reasoning_between_calls_is_one_document(folders: dict[str, Path], tmp_path: Path) -> None:
