@@ -67,8 +67,8 @@ class RowEncoder:
         except InputError as error:
             named = (column for column in self.config.column_names().values() if column)
             if missing := next((column for column in named if column not in names), ""):
-                problem = f"data.columns: no column {missing!r} among {', '.join(sorted(names)[:40])}"
-                raise InputError(f"{where}: {problem}; set it to one of these") from error
+                found = ", ".join(sorted(names)[:40])
+                raise InputError(f"data.columns: no column {missing!r} among {found}; {error}") from error
             raise
 
     def is_used(self, column: str, form: str) -> bool:
