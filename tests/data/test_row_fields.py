@@ -494,7 +494,8 @@ def test_a_null_that_somebody_wrote_is_learned(name: str, tmp_path: Path) -> Non
 def test_arguments_as_json_text_keep_their_nulls(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(
-        "{{ tools | tojson }}{% for message in messages %}{% generation %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ tools | tojson }}{% for message in messages %}{% generation %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}"
         "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endgeneration %}{% endfor %}"
     )
     config = DataConfig(content="chat", chat_template=str(template))
