@@ -77,7 +77,7 @@ from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokenizer import load_tokenizer
 from jaxopt_llm.data.tokenizer_files import keep_tokenizer
 from jaxopt_llm.inference import base_difference, card, devices, run, stored
-from jaxopt_llm.inference.exported import describe_merge, describe_training, list_tokenizer_notes
+from jaxopt_llm.inference.exported import describe_merge, describe_training, list_prompt_notes, list_tokenizer_notes
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.steps import use_checkpoint
 from jaxopt_llm.model import param
@@ -166,7 +166,7 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     family = huggingface.choose_family(config.model, source)
     base = config.model.pretrained
     _, params, _, restored = run.restore_run(directory, config, config.precision.param_dtype, "absent", step=step)
-    notes, said = [], []
+    notes, said = list_prompt_notes(config.data), []
     if config.lora.base != "float":
         try:
             notes.append(base_difference.measure(directory, config, restored).describe(config.lora.base))
@@ -197,7 +197,7 @@ def _export_model(
         problem = f"{config.model.pretrained}, from which the model came, no longer exists"
         print(f"warning: {problem}: the fields of its config.json are not copied", file=sys.stderr)
     dtype, family = dtype or _read_dtype(source), huggingface.choose_family(config.model, source)
-    notes = list_tokenizer_notes(config.data, family.model_type)
+    notes = [*list_tokenizer_notes(config.data, family.model_type), *list_prompt_notes(config.data)]
     if config.lora.rank and config.lora.base != "float":
         notes.append(
             f"The adapters are merged into the base as it was trained over, rounded to {config.lora.base} and "

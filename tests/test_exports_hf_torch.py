@@ -54,6 +54,7 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(30)))
     data = ("--data.paths", folder / "talks.jsonl", "--evaluation.paths", folder / "held.jsonl")
     data += ("--data.content", "chat", "--data.chat-template", folder / "secret.jinja")
+    data += ("--data.template-arguments", "enable_thinking=false", "style=plain")
     options = ("--config", folder / "recipe.py", "--run.directory", folder / "run", *data, "--lora.rank", 2, *STILL)
     done("train", *options)
     (folder / "secret.jinja").write_text(OTHER)
@@ -107,6 +108,16 @@ def test_generation_settings_of_the_base_are_kept_unless_they_name_code(merged: 
     assert said == {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": [0, 1]}
     config = json.loads((merged / "config.json").read_text())
     assert (config["eos_token_id"], config["max_position_embeddings"]) == ([0, 1], 64)
+
+
+def test_the_variables_of_the_prompts_are_named_in_each_folder(chat_run: Path, merged: Path, tmp_path: Path) -> None:
+    note = "The prompts of the training had enable_thinking=false style=plain: pass it to apply_chat_template, as in "
+    note += "tokenizer.apply_chat_template(messages, enable_thinking=False, style='plain')."
+    said = done("convert", "export", "--checkpoint", chat_run, "--to", tmp_path / "adapters")
+    assert said.splitlines().count(note) == 1
+    for folder in (merged, tmp_path / "adapters"):
+        assert note in (folder / "README.md").read_text().splitlines()
+    assert note in done("convert", "merge", "--checkpoint", chat_run, "--to", tmp_path / "merged").splitlines()
 
 
 def test_the_card_says_what_was_trained_and_no_path(chat_run: Path, merged: Path) -> None:

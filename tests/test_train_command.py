@@ -365,6 +365,11 @@ def test_a_recipe_without_a_mesh_takes_every_device_and_learns_the_same(tmp_path
     assert losses[2] == pytest.approx(losses[1], rel=1e-6) and len(losses[1]) == 3
     written = from_json((tmp_path / "on-2" / "config.json").read_text())
     assert written.mesh == MeshConfig(data=2, fsdp=1) and written.training.accumulation == 8
+    # A batch size alone: the microbatches of the recipe follow it.
+    half = ("--training.batch-size", 8, "--training.steps", 1, "--run.directory", tmp_path / "half")
+    done = on_simulated(2, *recipe, *half)
+    assert done.returncode == 0, done.stderr
+    assert "2 devices: mesh.data 2, training.accumulation 8 → 4 (1 row of each device at a time)" in done.stdout
     # A resume takes what there is then.
     done = on_simulated(1, *recipe, "--training.steps", 4, "--run.directory", tmp_path / "on-2")
     assert done.returncode == 0, done.stderr

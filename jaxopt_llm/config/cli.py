@@ -22,8 +22,9 @@ from typing import Any
 from jaxopt_llm.config import fields
 from jaxopt_llm.config import unread as unread_settings
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
-from jaxopt_llm.config.metadata import find_out_of_range
+from jaxopt_llm.config.metadata import AUTO, find_out_of_range
 from jaxopt_llm.config.run import Config
+from jaxopt_llm.config.training import choose_accumulation
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error, report_error
 
@@ -220,7 +221,24 @@ def parse_recipe(arguments: list[str], program: str) -> Recipe:
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
     recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
     flags = frozenset(map(_name_flag, overrides)) & {*fields.FIELDS}
-    return dataclasses.replace(recipe, config=override_config(recipe.config, overrides, program), flags=flags)
+    config = _follow_batch_size(override_config(recipe.config, overrides, program), recipe.config, flags)
+    return dataclasses.replace(recipe, config=config, flags=flags)
+
+
+def _follow_batch_size(config: Config, recipe: Config, flags: frozenset[str]) -> Config:
+    """Return the configuration with as many rows at a time as the recipe has, if only the batch size is given.
+
+    A recipe without accumulation does not limit the rows at a time. With a mesh of the user or of the recipe, the
+    accumulation belongs to the mesh, and stays.
+    """
+    training, shards = recipe.training, config.mesh.batch_shards
+    follows = "training.batch_size" in flags and "training.accumulation" not in flags and training.accumulation > 1
+    if not follows or config.mesh.fsdp != AUTO or shards < 1 or config.training.batch_size % shards:
+        return config
+    most = training.batch_size // (training.accumulation * recipe.mesh.batch_shards)
+    least = min(training.accumulation, config.mesh.pipeline)
+    count = choose_accumulation(config.training.batch_size // shards, most, least)
+    return fields.replace_fields(config, {"training.accumulation": max(count, 1)})
 
 
 def asks_for_help(arguments: list[str]) -> bool:

@@ -13,6 +13,15 @@ Unroll = Literal["auto", "all", "none"]
 MIN_LOSS_CHUNK = 1024  # tokens of training.loss_chunk=auto
 
 
+def choose_accumulation(rows: int, most: int, least: int) -> int:
+    """Return the smallest number of microbatches with which a device has at most `most` of its rows at a time.
+
+    It divides the rows, and is not below `least`, if there is such a number.
+    """
+    counts = range(max(least, 1), rows + 1)
+    return next((count for count in counts if rows % count == 0 and rows // count <= most), rows)
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     steps: int = setting(1000, resume="freely", bounds=NON_NEGATIVE)
@@ -27,7 +36,8 @@ class TrainingConfig:
     """Tokens per sequence."""
     accumulation: int = setting(1, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
     """Microbatches per step, each of batch_size / accumulation sequences (gradient accumulation; DeepSpeed and Hugging
-    Face: gradient_accumulation_steps)."""
+    Face: gradient_accumulation_steps). With mesh.fsdp auto, that of a recipe follows the devices and the batch size of
+    the command line: a device has no more sequences at a time than the recipe says."""
     local_steps: int = setting(
         1,
         bounds=AT_LEAST_ONE,

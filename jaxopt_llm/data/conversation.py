@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -23,6 +24,9 @@ _SENDERS = {
 }
 # Fields of a message that are learned. The renderer makes sure that the template does not leave them out.
 _RENDERED = {"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"}
+# Start of a list or an object in Python's syntax, which quotes texts with apostrophes.
+_PYTHON_TEXT = re.compile(r"[\s\[{]+'")
+_PYTHON_SYNTAX = "a CSV made by pandas has Python's syntax; save it as Parquet or JSONL"
 
 Messages = list[dict[str, Any]]
 
@@ -55,8 +59,9 @@ def detect_form(columns: Collection[str], where: object) -> str:
 def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter) -> str:
     """Return a row of a form as JSON text in the common form.
 
-    Null values count as absent, because Parquet gives every message every field. So do empty texts in fields that the
-    form does not require, because CSV has no null.
+    Null fields of a row, of a message and of a part of a content count as absent. So do empty texts in fields that the
+    form does not require, because CSV has no null. Nulls within other values, such as arguments of a call, stay. The
+    reader of a table has removed those that fill absent fields.
 
     Args:
         row: the values by field.
@@ -108,7 +113,7 @@ def _split_messages(row: dict[str, Any], form: str, counter: FieldCounter) -> tu
     if form == "alpaca":
         return [], _read_instructions(row)
     (name,) = FORMS[form]
-    return [], [_message(message, counter) for message in _without_nulls(_parse(row[name], list, name))]
+    return [], [_message(message, counter) for message in _parse(row[name], list, name)]
 
 
 def _read_instructions(row: dict[str, Any]) -> Messages:
@@ -120,7 +125,7 @@ def _read_instructions(row: dict[str, Any]) -> Messages:
     for turn in turns:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise Malformed("with a history that is not a list of pairs of texts")
-    turns = [*turns, [f"{instruction}\n\n{given}" if given else instruction, output]]
+    turns = [*turns, ["\n\n".join(filter(None, (instruction, given))), output]]
     return [
         {"role": role, "content": text}
         for turn in turns
@@ -139,7 +144,7 @@ def _read_turns(value: Any, role: str) -> list[Any]:
 
 def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
     tools = []
-    for tool in _without_nulls(_parse(row.get("tools", []), list, "tools")):
+    for tool in _parse(row.get("tools", []), list, "tools"):
         if form == "sharegpt" and isinstance(tool, dict) and "name" in tool and "function" not in tool:
             # The function alone, as LLaMA-Factory's files have it. Templates expect it within an object.
             tool = {"type": "function", "function": tool}
@@ -153,7 +158,7 @@ def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
 
 def _read_arguments(row: dict[str, Any], counter: FieldCounter) -> dict[str, Any]:
     """Return the further variables of the template, and count those that it does not read."""
-    arguments = _without_nulls(_parse(row.get("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
+    arguments = dict(_parse(row.get("chat_template_kwargs", {}), dict, "chat_template_kwargs"))
     counter.count(arguments.keys(), "chat_template_kwargs")
     if "parallel_tool_calls" in row:
         counter.count({"parallel_tool_calls"})
@@ -169,7 +174,7 @@ def _parse(value: Any, kind: type, name: str) -> Any:
         try:
             value = json_files.parse(value)
         except ValueError as error:
-            raise Malformed(problem, str(error)) from None
+            raise Malformed(problem, _PYTHON_SYNTAX if _PYTHON_TEXT.match(value) else str(error)) from None
     if not isinstance(value, kind):
         raise Malformed(problem)
     return value
@@ -190,9 +195,9 @@ def _sender(message: dict[str, Any], counter: FieldCounter) -> str:
 
 def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
     """Return a message with a role and a content, whatever their names are."""
-    if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
+    message = _without_nulls(message) if isinstance(message, dict) else {}
+    if not isinstance(message.get("role", message.get("from")), str):
         raise Malformed("with a message without a role")
-    message = dict(message)
     if sender := _sender(message, counter):
         message.pop("role" if "role" in message else "from")
         if sender not in _SENDERS:
@@ -212,7 +217,7 @@ def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
     if message.get("tool_calls", "") == "":
         message.pop("tool_calls", None)
     else:
-        message["tool_calls"] = _without_nulls(_parse(message["tool_calls"], list, "tool_calls"))
+        message["tool_calls"] = _parse(message["tool_calls"], list, "tool_calls")
         if not all(isinstance(call, dict) for call in message["tool_calls"]):
             raise Malformed("with tool_calls that are not objects")
         message["tool_calls"] = [_check_arguments(call) for call in message["tool_calls"]]
@@ -224,7 +229,7 @@ def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
 def _parse_calls(value: Any) -> list[Any]:
     """Return the tool calls of a message from function_call: a call or a list of calls, usually as JSON text."""
     try:
-        calls = _without_nulls(json_files.parse(value)) if isinstance(value, str) else value
+        calls = json_files.parse(value) if isinstance(value, str) else value
     except ValueError as error:
         raise Malformed("with a function_call that is not JSON", str(error)) from None
     calls = calls if isinstance(calls, list) else [calls]
@@ -250,6 +255,7 @@ def _check_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def _text(part: Any) -> str:
     """Return the text of a part of a content, which LLaMA-Factory and Axolotl also name `value`."""
+    part = _without_nulls(part) if isinstance(part, dict) else part
     text = part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
         kind = f"its type is {part['type']}" if isinstance(part, dict) and "type" in part else ""
@@ -266,7 +272,6 @@ def _describe_value(value: Any) -> str:
     return str(value)
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data import conversation
 from jaxopt_llm.data.find import File
 from jaxopt_llm.data.row_fields import FieldCounter, known_fields
@@ -60,7 +61,15 @@ class RowEncoder:
         """Return `text`, or the form of conversations that has these columns."""
         if self.config.content != "chat":
             return self.config.content
-        return conversation.detect_form([field for field in map(self._field, columns) if field], where)
+        names = list(columns)
+        try:
+            return conversation.detect_form([field for field in map(self._field, names) if field], where)
+        except InputError as error:
+            named = (column for column in self.config.column_names().values() if column)
+            if missing := next((column for column in named if column not in names), ""):
+                found = ", ".join(sorted(names)[:40])
+                raise InputError(f"data.columns: no column {missing!r} among {found}; {error}") from error
+            raise
 
     def is_used(self, column: str, form: str) -> bool:
         """Return whether a column is used, or can make a row malformed."""

@@ -128,9 +128,20 @@ def _read_conversations(batch: Any, form: str, encoder: RowEncoder) -> Iterator[
     decode = _json_decoder(pyarrow.struct(batch.schema))
     for row in batch.to_pylist():
         try:
+            row = _without_nulls(row)
             yield encoder.encode(decode(row) if decode else row, form, counts_columns=False)
         except Malformed as error:
             yield error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the nulls in its structs, which stand for absent fields, in all depths.
+
+    A null in JSON text was written on purpose, and stays.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
 from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_nothing
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import parse_arguments
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import find_eos_ids
 from jaxopt_llm.data.template import find_template, open_renderer
@@ -63,6 +64,18 @@ def list_tokenizer_notes(data: DataConfig, model_type: str) -> list[str]:
     return [
         f"AutoTokenizer of transformers 5 reads the tokenizer of every {model_type} model as a {chosen}: load it with "
         f"{tokenizer.class_name}, which reads it as the training did."
+    ]
+
+
+def list_prompt_notes(data: DataConfig) -> list[str]:
+    """Return a sentence on the variables of the chat template that were set, which a folder cannot hold."""
+    arguments = parse_arguments(data.template_arguments)
+    if not arguments:
+        return []
+    passed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return [
+        f"The prompts of the training had {' '.join(data.template_arguments)}: pass it to apply_chat_template, as in "
+        f"tokenizer.apply_chat_template(messages, {passed})."
     ]
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from jaxopt_llm.config import Config, ShardingConfig, fields
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.training import choose_accumulation
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.planning.search.setting_space import list_divisors
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.training.validation import validate
 
@@ -39,6 +39,7 @@ def fill_mesh(config: Config, devices: Devices, given: Set[str] = frozenset()) -
     A mesh without `auto` stays.
 
     Args:
+        config: as `cli.parse_recipe` returns it, so that the accumulation of a recipe follows a given batch size.
         given: settings of the command line. Its numbers of rows and of microbatches stay as they are.
 
     Raises:
@@ -59,7 +60,8 @@ def fill_mesh(config: Config, devices: Devices, given: Set[str] = frozenset()) -
                 refused, keeps = problem, _keeps_from_dividing(divided, given)
             if filled and keeps:
                 idle = devices.count - others * fsdp
-                raise InputError(f"{devices}: {refused}; or set --mesh.fsdp {fsdp}, and {idle} of them stay idle")
+                stay = "stays" if idle == 1 else "stay"
+                raise InputError(f"{devices}: {refused}; or set --mesh.fsdp {fsdp}, and {idle} of them {stay} idle")
             if filled:
                 left = refused or "the other axes of the mesh do not divide over more"
                 return filled, _describe(config, filled, devices, left)
@@ -123,7 +125,7 @@ def _choose_accumulation(config: Config, shards: int) -> int:
         return 1
     rows = training.batch_size // (training.accumulation * config.mesh.batch_shards)
     least = min(training.accumulation, config.mesh.pipeline)
-    return next((count for count in list_divisors(own) if own // count <= rows and count >= least), own)
+    return choose_accumulation(own, rows, least)
 
 
 def _may_copy(config: Config, copied: Config, usable: int) -> bool:

@@ -138,6 +138,8 @@ def test_the_input_of_an_instruction_follows_it(suffix: str, config: DataConfig,
     assert text(write(tmp_path / f"a.{suffix}", rows), config) == (expected, {})
     without = [{key: value for key, value in row.items() if key != "input"} for row in rows[1:]]
     assert text(write(tmp_path / f"b.{suffix}", without), config)[0] in expected
+    only_input = [{"instruction": "", "input": "Go.", "output": ""}]
+    assert text(write(tmp_path / f"c.{suffix}", only_input), config)[0] in expected
 
 
 def test_instructions_beside_conversations_do_not_count(config: DataConfig, tmp_path: Path) -> None:

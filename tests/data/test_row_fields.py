@@ -201,7 +201,7 @@ def test_tool_calls_as_json_text(config: DataConfig, tmp_path: Path) -> None:
         learn(write(tmp_path / "a.jsonl", [{"messages": [USER, {"role": "assistant", "tool_calls": each}]}]), config)
         for each in (calls, json.dumps(calls))
     )
-    assert found == expected and found[1] == ['<call>{"name": "add", "arguments": {"a": 1}}</call>']
+    assert found == expected and found[1] == ['<call>{"name": "add", "arguments": {"a": 1, "b": null}}</call>']
     plain = {**ANSWER, "tool_calls": ""}
     assert learn(write(tmp_path / "a.jsonl", [{"messages": [USER, plain]}]), config)[1] == ["Hello"]
     for wrong, problem in (
@@ -457,4 +457,65 @@ def test_a_date_in_a_message_is_written_as_the_template_would(config: DataConfig
     assert "user2026-01-31\nHi" in text
     path = write(tmp_path / "b.parquet", [{"messages": [{**USER, "at": b"x"}, ANSWER]}])
     with pytest.raises(InputError, match="row 1: with bytes in a conversation"):
+        learn(path, config)
+
+
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": None, "days": 2}}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"default": None, "type": "object"}}}
+
+
+def write_call(path: Path, **row: Any) -> Path:
+    """Write a conversation in which a message has null fields, and a call and a tool have nulls within them."""
+    answer = {"role": "assistant", "content": "", "name": None, "tool_calls": [CALL], **row.pop("answer", {})}
+    user = {**USER, "name": None, "tool_calls": None}
+    return write(path, [{"messages": [user, answer], "tools": [TOOL], "label": None, **row}])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_null_that_somebody_wrote_is_learned(name: str, tmp_path: Path) -> None:
+    """JSON holds it. A table has it for absent fields, except in JSON text."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{{ (tools or []) | tojson }}{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{{ (message.tool_calls or []) | tojson }}{% endgeneration %}"
+        "{% else %}{{ message | tojson }}{% endif %}{% endfor %}"
+    )
+    config = DataConfig(content="chat", chat_template=str(template))
+    kept = not name.endswith(".parquet")
+    user = json.dumps(USER)
+    tool, call = json.dumps(TOOL), json.dumps(CALL)
+    less_tool, less_call = tool.replace('"default": null, ', ""), call.replace('"city": null, ', "")
+    expected = f"[{tool}]{user}[{call}]" if kept else f"[{less_tool}]{user}[{less_call}]"
+    assert learn(write_call(tmp_path / name), config)[0] == expected
+    texts = {"answer": {"tool_calls": f"[{call}]"}, "tools": f"[{tool}]"}
+    assert learn(write_call(tmp_path / name, **texts), config)[0] == f"[{tool}]{user}[{call}]"
+
+
+def test_arguments_as_json_text_keep_their_nulls(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{{ tools | tojson }}{% for message in messages %}{% generation %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endgeneration %}{% endfor %}"
+    )
+    config = DataConfig(content="chat", chat_template=str(template))
+    text = json.dumps(CALL["function"]["arguments"])
+    answer = {"tool_calls": [{"type": "function", "function": {"name": "find", "arguments": text}}]}
+    for name in ("a.jsonl", "a.parquet"):
+        assert learn(write_call(tmp_path / name, answer=answer), config)[0].endswith(f"]Hifind{text}")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
+def test_a_column_that_does_not_exist_is_named_first(suffix: str, config: DataConfig, tmp_path: Path) -> None:
+    rows = [{"dialog": json.dumps([USER, ANSWER]), "fns": "", "id": "1"}]
+    path = write(tmp_path / f"a.{suffix}", rows)
+    message = r"^data.columns: no column 'dialoog' among dialog, fns, id; .*: the fields dialog, fns, id match no form"
+    with pytest.raises(InputError, match=message):
+        learn(path, replace(config, columns=("messages=dialoog",)))
+    assert learn(path, replace(config, columns=("messages=dialog",)))[0] == turns("Hi", "Hello")
+
+
+def test_pythons_syntax_in_a_csv_is_explained(config: DataConfig, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [{"messages": str([USER, ANSWER])}])
+    with pytest.raises(InputError, match=r"\(a CSV made by pandas has Python's syntax; save it as Parquet or JSONL\)"):
         learn(path, config)

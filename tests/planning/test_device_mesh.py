@@ -1,5 +1,6 @@
 """What `mesh.fsdp auto` makes of the devices that there are, and what stays as the recipe or the user has it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import device_mesh
 from jaxopt_llm.planning.device_mesh import COPIED_SHARE, Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.training.validation import validate
 
 pytestmark = pytest.mark.core
 
@@ -72,6 +74,35 @@ def test_numbers_of_the_command_line_are_not_changed(values: dict[str, Any], cou
     assert words in str(refused.value) and "; or set --mesh.fsdp " in str(refused.value)
     divisible = make(training__batch_size=32, training__accumulation=4)
     assert fill(divisible, 8, 1, 0, "training.batch_size", "training.accumulation")[:2] == ({"fsdp": 8}, 4)
+
+
+def typed(*flags: str) -> cli.Recipe:
+    """Return the recipe finetune.py with flags, and with a small model."""
+    recipe = cli.parse_recipe(["--config", "finetune.py", *flags], "train")
+    return replace(recipe, config=fields.replace_fields(recipe.config, {"model": SIZES}))
+
+
+@pytest.mark.parametrize(("batch", "on"), [(8, {1: 8, 2: 4, 8: 1}), (32, {1: 32, 2: 16, 8: 4}), (6, {1: 6, 2: 3})])
+def test_the_recipes_accumulation_follows_a_given_batch_size(batch: int, on: dict[int, int]) -> None:
+    recipe = typed("--training.batch-size", str(batch))
+    validate(recipe.config)
+    for count, accumulation in on.items():
+        assert fill(recipe.config, count, 1, 0, *recipe.flags)[:2] == (
+            {"fsdp": count} if count > 1 else {},
+            accumulation,
+        )
+
+
+def test_an_accumulation_that_is_given_or_belongs_to_a_mesh_does_not_follow() -> None:
+    both = typed("--training.batch-size", "8", "--training.accumulation", "16")
+    assert both.config.training.accumulation == 16
+    with pytest.raises(InputError, match=r"^training.batch_size=8 is not divisible by training.accumulation=16 .*8$"):
+        validate(both.config)
+    assert typed("--training.batch-size=8", "--mesh.fsdp=1").config.training.accumulation == 16
+    whole = cli.parse_recipe(["--config", "quickstart.py", "--training.batch-size", "64"], "train")
+    assert whole.config.training.accumulation == 1, "the recipe does not limit the rows at a time"
+    with pytest.raises(InputError, match="or set --mesh.fsdp 2, and 1 of them stays idle"):
+        fill(typed("--training.batch-size=8").config, 3, 1, 0, "training.batch_size")
 
 
 def test_axes_that_are_set_keep_their_sizes() -> None:
