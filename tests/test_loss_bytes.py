@@ -67,7 +67,7 @@ def compiled(mesh: MeshConfig, stage: int, sequence_parallel: bool = False, diff
     def argument(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    rows, by_row = (mesh.fsdp, TOKENS), placement.activation("batch", "sequence")
+    rows, by_row = (mesh.size("fsdp"), TOKENS), placement.activation("batch", "sequence")
     ids, mask = (argument(rows, dtype, by_row) for dtype in (jnp.int32, jnp.bool))
     x = argument((*rows, WIDTH), jnp.bfloat16, placement.activation("batch", "residual_sequence", "embed"))
     params = jax.tree.map(lambda spec: argument(spec.shape, jnp.bfloat16, parameter_sharding(spec, placement)), specs)

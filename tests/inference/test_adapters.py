@@ -115,7 +115,7 @@ def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_bas
         LoadedLayers(collect_leaves(params)), frozenset({"non_layer/embedding/table", "non_layer/head/table"}), True
     )
     family = huggingface.choose_family(larger)
-    write_adapter_folder(path, params, family, larger, adapters.ALPHA, whole=whole)
+    write_adapter_folder(path, params, family, larger, adapters.LORA, whole=whole)
     assert json.loads((path / "adapter_config.json").read_text())["modules_to_save"] == ["embed_tokens", "lm_head"]
     texts.write_byte_tokenizer(path / "tokenizer.json", more=343)
 
