@@ -38,7 +38,7 @@ def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig
     assert {each.kind for each in sent} == {"collective-permute"}
     # Keys and values forward, again in the forward that is run again, and backward, whose first are those again. Their
     # gradients in 32 bits, but where XLA rounds before it sends: one device's own at first, and what comes home.
-    part = ROWS // mesh.fsdp * SEQUENCE // mesh.context * WIDTH * 2
+    part = ROWS // mesh.size("fsdp") * SEQUENCE // mesh.context * WIDTH * 2
     parts = sum(each.array_bytes * each.times for each in sent) / (LAYERS * 2 * part)
     operands, steps = 3 * (mesh.context - 1) - 1, mesh.context
     assert operands + 2 * steps - 2 <= parts <= operands + 2 * steps
@@ -74,8 +74,10 @@ def test_all_to_all_sends_operands_results_and_gradients_once_each(attention: st
     step = compiled(LAYERS, mesh, 3, "save_attention", attention=attention, context_exchange="all_to_all")
     sent = [each for each in step.collectives if each.axes == ("context",) and each.array_bytes > 10_000]
     assert {each.kind for each in sent} == {"all-to-all"}
-    part = ROWS // mesh.fsdp * SEQUENCE // mesh.context * WIDTH * 2
-    numbers = 3 * ROWS // mesh.fsdp * SEQUENCE // mesh.context * HEADS * 4  # of each query and head, back and forth
+    part = ROWS // mesh.size("fsdp") * SEQUENCE // mesh.context * WIDTH * 2
+    numbers = (
+        3 * ROWS // mesh.size("fsdp") * SEQUENCE // mesh.context * HEADS * 4
+    )  # of each query and head, back and forth
     # Queries, keys, values and the result; backward these but for the result, whose gradient comes, and three.
     expected = LAYERS * ((4 + 7) * part + numbers)
     assert sum(each.array_bytes * each.times for each in sent) == pytest.approx(expected, rel=0.01)

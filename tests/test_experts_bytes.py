@@ -40,7 +40,7 @@ def tokens_over(axis: str, step: Compiled) -> list[hlo.Collective]:
 
 
 def rows(mesh: MeshConfig) -> int:
-    return max(ROWS, mesh.fsdp * mesh.expert)
+    return max(ROWS, mesh.size("fsdp") * mesh.expert)
 
 
 @pytest.mark.parametrize("mesh", [SPLIT, *slow((SPLIT_BY_TENSOR,), (ON_64,))])
@@ -50,7 +50,7 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
     that is run again, and their results' gradients backward; summed on the way back forward and backward."""
     sent = tokens_over("expert", mixed(mesh))
     together = (
-        rows(mesh) // mesh.fsdp * SEQUENCE * WIDTH * 2
+        rows(mesh) // mesh.size("fsdp") * SEQUENCE * WIDTH * 2
     )  # bytes of what the devices along `expert` have of the batch
     by_kind = {
         kind: sum(each.array_bytes * each.times for each in sent if each.kind == kind) / LAYERS
@@ -72,7 +72,7 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
     """Over `expert` alone: to their experts forward, in the forward that is run again, and their results' gradients
     backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
     sent = tokens_over("expert", mixed(mesh, exchange=exchange))
-    own = rows(mesh) // (mesh.fsdp * mesh.expert) * SEQUENCE
+    own = rows(mesh) // (mesh.size("fsdp") * mesh.expert) * SEQUENCE
     once = ShardingConfig().expert_room * own * CHOSEN * WIDTH * 2
     kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
     tokens = (
@@ -92,7 +92,7 @@ def test_tensor_sums_a_devices_own_tokens(exchange: str, sequence_parallel: bool
     """What comes together over `expert`, after that has divided it; as Megatron's sequence parallelism has it, in parts
     that are gathered on the way there: forward, in the forward that is run again, and backward."""
     step = mixed(SPLIT_BY_TENSOR, exchange=exchange, sequence_parallel=sequence_parallel)
-    own = rows(SPLIT_BY_TENSOR) // (SPLIT_BY_TENSOR.fsdp * SPLIT_BY_TENSOR.expert) * SEQUENCE * WIDTH * 2
+    own = rows(SPLIT_BY_TENSOR) // (SPLIT_BY_TENSOR.size("fsdp") * SPLIT_BY_TENSOR.expert) * SEQUENCE * WIDTH * 2
     moved = dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), 0.0)
     for each in tokens_over("tensor", step):
         moved[each.kind] += each.array_bytes * each.times / LAYERS / own

@@ -80,7 +80,7 @@ def compiled(mesh: MeshConfig, stage: int, sequence_parallel: bool = False, diff
 def test_beyond_the_weight_and_its_gradient_there_is_less_than_a_gigabyte(mesh: MeshConfig, stage: int) -> None:
     step = compiled(mesh, stage)
     # What fsdp divides at rest is whole while it is used: the weight in 16 bits, its gradient in 32.
-    whole = (2 + 4) * TABLE if mesh.fsdp > 1 else 0
+    whole = (2 + 4) * TABLE if mesh.size("fsdp") > 1 else 0
     assert step.memory.temporaries - whole < 1e9
     # Not only for want of what it should compute.
     logits = CHUNK * VOCABULARY // mesh.tensor

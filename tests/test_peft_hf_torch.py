@@ -14,6 +14,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import toy
 
 import jaxopt_llm
@@ -366,7 +367,11 @@ def test_peft_loads_whole_weights_of_a_run(
     """Onto a base whose tables were resized there, if the run has more rows."""
     model = models[name]
     directory, random = tmp_path / "run", np.random.default_rng(1)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "word": 1}, unk_token="word"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     settings = {"model.pretrained": str(model.folder), "model.resize_vocabulary": rows, "lora.rank": 4}
+    settings["data.tokenizer"] = str(tmp_path / "tokenizer.json")
     config, params = start_run(
         settings | {"lora.targets": ("*/attention/*",), "training.trainable": tuple(trainable.split())}
     )

@@ -29,7 +29,7 @@ def parameters(step: Compiled) -> tuple[int, int]:
 
 def activation(mesh: MeshConfig) -> int:
     """Bytes of what a device sends: of a microbatch, what neither the batch's axes nor `tensor` divide."""
-    return ROWS // mesh.fsdp * SEQUENCE * WIDTH * 2 // mesh.tensor
+    return ROWS // mesh.size("fsdp") * SEQUENCE * WIDTH * 2 // mesh.tensor
 
 
 def by_kind(collectives: list[Collective]) -> dict[str, float]:
@@ -124,7 +124,7 @@ def test_each_stage_holds_its_layers_and_its_rows_alone(
     mesh: MeshConfig, stage: int, per_parameter: float, pipelined: PipelineConfig
 ) -> None:
     step = compiled(LAYERS, mesh, stage, accumulation=8, pipelined=pipelined)
-    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step.program.batch)) / mesh.fsdp
+    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step.program.batch)) / mesh.size("fsdp")
     expected = per_parameter * sum(parameters(step)) / mesh.pipeline / mesh.tensor + batch
     assert step.memory.arguments == pytest.approx(expected, rel=0.02)
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"

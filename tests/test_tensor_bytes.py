@@ -54,7 +54,7 @@ def test_tensor_parallelism_reduces_as_megatron_does(remat: str, reductions: int
 
 @pytest.mark.parametrize("mesh", [TENSOR, MeshConfig(fsdp=4, tensor=2)])
 def test_split_vocabulary_is_never_whole(mesh: MeshConfig) -> None:
-    step = compiled(8, mesh, 3 if mesh.fsdp > 1 else 0)
+    step = compiled(8, mesh, 3 if mesh.size("fsdp") > 1 else 0)
     whole = [each for each in programs.list_array_shapes(step.text) if VOCABULARY in each.shape]
     assert all(math.prod(each.shape) < LOSS_CHUNK * VOCABULARY for each in whole)
     assert any(each.shape == (LOSS_CHUNK, VOCABULARY // mesh.tensor) for each in programs.list_array_shapes(step.text))
