@@ -167,7 +167,8 @@ class Renderer:
             reject(document.name, f"{lost}: {self._template.path}; {remedy}", config)
             skipped.add(lost.reason, document.name)
         else:
-            skipped.endless += not answer["ends"]
+            # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
+            skipped.endless += bool(self._template.ends) and not answer["ends"]
             for each in answer["documents"]:
                 spans = tuple((begin, end) for begin, end in each["spans"])
                 yield Document(document.name, each["text"].encode(), document.key, spans)

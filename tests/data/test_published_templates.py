@@ -248,6 +248,15 @@ def test_turns_without_an_end_are_told(name: str, expected: list[str], tmp_path:
     assert copy.describe_notes() == notes
 
 
+def test_bytes_have_no_token_that_could_end_a_turn(tmp_path: Path) -> None:
+    (tmp_path / "lines.jinja").write_text("{% for m in messages %}{{ m.content + '\n' }}{% endfor %}")
+    skipped, path = Skipped(), str(tmp_path / "lines.jinja")
+    assert read(
+        {"messages": TWO[:2]}, DataConfig(content="chat", tokenizer="bytes", chat_template=path), tmp_path, skipped
+    )
+    assert skipped.describe_notes() == []
+
+
 # Writes no token at the end of a turn. {} holds what it requires or rejects.
 ENDLESS = """{}{{ tools | tojson if tools }}
 {%- for m in messages %}<|{{ m.role }}|>
