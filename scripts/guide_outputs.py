@@ -2,8 +2,9 @@
 
     .venv/bin/python scripts/guide_outputs.py [PAGE ...]
 
-A page keeps the lines that it leaves out (`...`). tests/test_guides.py compares the pages with the outputs. Times are
-those of the machine that runs this script.
+A page keeps the lines that it leaves out (`...`), and blocks of another JAX than the installed one. Read the result: a
+block that shows other lines than before needs a hand. tests/test_guides.py compares the pages with the outputs. Times
+are those of the machine that runs this script.
 """
 
 import sys
@@ -20,14 +21,14 @@ def write_outputs(page: str) -> None:
     path = ROOT / f"docs/guides/{page}.md"
     shown = guides.shown_outputs(page)
     with tempfile.TemporaryDirectory() as folder:
-        for index, (code, printed) in enumerate(guides.follow(page, Path(folder, "reader"))):
-            if code not in shown:
+        for index, (code, printed, told) in enumerate(guides.follow(page, Path(folder, "reader"))):
+            if code not in shown or not guides.is_of_this_jax(shown[code]):
                 continue
             if guides.plans_the_model(code):
                 printed = guides.plan_of_the_model(code, Path(folder, f"model{index}"))
-            old, new = f"```text\n{shown[code]}```", f"```text\n{guides.rewrite(shown[code], printed)}```"
+            text = guides.rewrite(shown[code], printed or told)
             before, block, after = path.read_text().partition(code)
-            path.write_text(before + block + after.replace(old, new, 1))
+            path.write_text(before + block + after.replace(f"```text\n{shown[code]}```", f"```text\n{text}```", 1))
 
 
 if __name__ == "__main__":

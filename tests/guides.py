@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Block(NamedTuple):
 class Done(NamedTuple):
     code: str
     printed: str  # standard output
+    told: str  # standard error
 
 
 def read_blocks(page: str) -> list[Block]:
@@ -63,11 +65,11 @@ def follow(page: str, folder: Path, leave_out: tuple[str, ...] = ()) -> list[Don
         write_llama(folder / MODEL)
     blocks = [block for block in read_blocks(page) if block.language in RUN]
     blocks = [block for block in blocks if not any(text in block.code for text in leave_out)]
-    done = run(folder, "".join(f"{block.command()}\nprintf '\\0'\n" for block in blocks))
-    *printed, rest = done.stdout.split("\0")
+    done = run(folder, "".join(f"{block.command()}\nprintf '\\0'\nprintf '\\0' >&2\n" for block in blocks))
+    (*printed, rest), (*told, error) = done.stdout.split("\0"), done.stderr.split("\0")
     if done.returncode:
-        raise AssertionError(f"{page}.md, this block fails:\n{blocks[len(printed)].code}\n{rest}\n{done.stderr}")
-    return [Done(block.code, text) for block, text in zip(blocks, printed, strict=True)]
+        raise AssertionError(f"{page}.md, this block fails:\n{blocks[len(printed)].code}\n{rest}\n{error}")
+    return [Done(block.code, *texts) for block, *texts in zip(blocks, printed, told, strict=True)]
 
 
 def plans_the_model(code: str) -> bool:
@@ -96,9 +98,22 @@ def shown_outputs(page: str) -> dict[str, str]:
     return {run.code: text.code for run, text in pairs if run.language in RUN and text.language == "text"}
 
 
-def find_differences(shown: str, printed: str) -> list[str]:
-    """Return the lines of a `text` block that a command did not print, in their order."""
-    lines, missing, at, free = printed.splitlines(), [], 0, False
+def is_of_this_jax(shown: str) -> bool:
+    """Return whether a `text` block is of the installed JAX: of the one that it names, or else of the older one."""
+    named = re.search(r"with jax (\d+\.\d+)\.", shown)
+    return metadata.version("jax").startswith(f"{named[1] if named else '0.10'}.")
+
+
+def find_differences(shown: str, done: Done) -> list[str]:
+    """Return the lines of a `text` block that a block did not print.
+
+    A page may show what goes to standard error, before what goes to standard output.
+    """
+    return _find_missing(shown, done.printed) and _find_missing(shown, done.told + done.printed)
+
+
+def _find_missing(shown: str, printed: str) -> list[str]:
+    lines, missing, at, free = printed.rstrip("\n").splitlines(), [], 0, False
     for line in shown.splitlines():
         if line.strip() == "...":
             free = True

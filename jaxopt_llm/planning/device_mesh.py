@@ -77,7 +77,7 @@ def divides_over(config: Config, hosts: int) -> bool:
 def _describe(config: Config, filled: Config, devices: Devices, left: str) -> str:
     """Return the line on the devices of a run. left: why some of them are left out, if they are."""
     used, before, after = filled.mesh.devices, config.training.accumulation, filled.training.accumulation
-    if used >= devices.count and (devices.count == 1 or filled == config):
+    if used >= devices.count and filled.mesh.sizes == config.mesh.sizes:  # the recipe's own mesh
         return ""
     changed = [f"mesh.{axis} {size}" for axis, size in filled.mesh.sizes.items() if size > 1] or ["mesh.fsdp 1"]
     changed += [f"{ACCUMULATION} {before} → {after}"] if before != after else []
