@@ -308,8 +308,10 @@ def _fill_mesh(config: Config, options: argparse.Namespace, flags: frozenset[str
     filled, line = fill_mesh(config, devices, flags)
     if filled.mesh.devices < count:  # what divides no batch stays idle
         options.gpus_per_host = filled.mesh.devices // hosts
-    if not options.json:
-        print(line or "1 device; a run takes all that it sees: --gpus-per-host N plans N", flush=True)
+    if count == 1:
+        line = "1 device; a run takes all that it sees: --gpus-per-host N plans N"
+    if line and not options.json:
+        print(line, flush=True)
     return filled
 
 

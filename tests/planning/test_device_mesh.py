@@ -113,6 +113,8 @@ def test_axes_that_are_set_keep_their_sizes() -> None:
     recipe = cli.load_recipe("llama2_7b.py")
     assert fill(recipe, recipe.mesh.devices) == (dict(filter(lambda each: each[1] > 1, recipe.mesh.sizes.items())),
                                                  recipe.training.accumulation, "")  # fmt: skip
+    # Where auto takes no device, the mesh is the recipe's own, and nothing needs to be said.
+    assert fill(make(mesh__tensor=2), 2) == ({"tensor": 2}, 16, "")
 
 
 def test_fewer_devices_than_are_visible_get_a_line() -> None:
