@@ -26,7 +26,7 @@ def write_outputs(page: str) -> None:
                 continue
             if guides.plans_the_model(code):
                 printed = guides.plan_of_the_model(code, Path(folder, f"model{index}"))
-            text = guides.rewrite(shown[code], printed or told)
+            text = guides.rewrite(shown[code], guides.choose_output(shown[code], printed, told))
             before, block, after = path.read_text().partition(code)
             path.write_text(before + block + after.replace(f"```text\n{shown[code]}```", f"```text\n{text}```", 1))
 

@@ -150,6 +150,12 @@ def _numbers(line: str) -> list[float]:
     return [float(found[2] or found[3]) for found in _MEASURED.finditer(line)]
 
 
+def choose_output(shown: str, printed: str, told: str) -> str:
+    """Return standard output, or both outputs if a `text` block begins with a line of standard error."""
+    first = next((_words(line) for line in shown.splitlines() if line.strip() != "..."), [])
+    return told + printed if first in map(_words, told.splitlines()) else printed
+
+
 def rewrite(shown: str, printed: str) -> str:
     """Return a `text` block with the lines of an output in place of its own, with the same lines left out.
 

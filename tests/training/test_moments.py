@@ -192,7 +192,7 @@ def test_codes_and_scales_lie_where_their_parameter_does(recipe: str, mesh: Mesh
 
 def test_blocks_that_would_straddle_devices_are_refused() -> None:
     specs, _ = specs_of("llama2_7b.py", "int8")
-    mesh = AbstractMesh(astuple(MeshConfig(tensor=8)), AXES)
+    mesh = AbstractMesh(astuple(MeshConfig(fsdp=1, tensor=8)), AXES)
     placement = Placement(mesh, ShardingConfig(), cli.load_recipe("llama2_7b.py").precision)
     (problem,) = moments.problems("int8", specs, placement)  # 11008 = 8 × 1376, and blocks of 64
     assert "1376 of the 11008" in problem and "mlp" in problem and "block size 64" in problem
