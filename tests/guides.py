@@ -19,6 +19,7 @@ from commands import ENVIRONMENT, ROOT
 from standins import write_llama, write_settings_of_llama
 
 MODEL = "models/Llama-3.2-1B-Instruct"
+HOME = "/home/me"  # the reader's folder
 RUN = ("bash", "python")
 WIDTH = 88  # columns of a block: what a page of the site and a half of a screen show
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -29,10 +30,11 @@ _TIMES = (
     r"compiled in [\d.]+ s",
     r"\d+:\d\d(:\d\d)?",  # time left
     r"preempted at step \d+|continues from step \d+|from step \d+",
+    r"grad.norm'?:? +[\d.]+",  # of a trained model, it is mostly noise
 )
 # Losses and the like are rounded differently by other processors.
-_MEASURED = re.compile(r"(loss|held-out|grad norm|perplexity|step \d+ on .*?:) +([\d.]+)|([\d.]+) nats")
-_SHARE = 0.02  # relative difference of such numbers
+_MEASURED = re.compile(r"(loss|held-out|perplexity|step \d+ on .*?)'?:? +([\d.]+)|([\d.]+) nats")
+_SHARE, _LEAST = 0.02, 0.03  # relative difference of such numbers, or absolute difference of small ones
 
 
 class Block(NamedTuple):
@@ -69,7 +71,8 @@ def follow(page: str, folder: Path, leave_out: tuple[str, ...] = ()) -> list[Don
     (*printed, rest), (*told, error) = done.stdout.split("\0"), done.stderr.split("\0")
     if done.returncode:
         raise AssertionError(f"{page}.md, this block fails:\n{blocks[len(printed)].code}\n{rest}\n{error}")
-    return [Done(block.code, *texts) for block, *texts in zip(blocks, printed, told, strict=True)]
+    texts = ([text.replace(str(folder), HOME) for text in output] for output in (printed, told))
+    return [Done(block.code, *pair) for block, *pair in zip(blocks, *texts, strict=True)]
 
 
 def plans_the_model(code: str) -> bool:
@@ -85,8 +88,11 @@ def plan_of_the_model(command: str, folder: Path) -> str:
 
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as a reader does: XLA optimises, unlike in other tests, because that changes the digits."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` and `jaxopt-llm`
     environment = os.environ | ENVIRONMENT | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+        environment.pop(name, None)
     command = ["bash", "-c", f"set -euo pipefail\n{script}"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -136,7 +142,7 @@ def _equal(shown: str, printed: str) -> bool:
     else:
         same = _mask(printed) == _mask(shown)
     pairs = zip(_numbers(shown), _numbers(printed), strict=False)
-    return same and all(abs(a - b) <= _SHARE * max(abs(a), abs(b)) for a, b in pairs)
+    return same and all(abs(a - b) <= max(_SHARE * max(a, b), _LEAST) for a, b in pairs)
 
 
 def _mask(line: str) -> str:
@@ -162,7 +168,9 @@ def rewrite(shown: str, printed: str) -> str:
     Lines up to the first `...` are taken from the start, lines after the last one from the end, and lines between two
     of them where the words of their first line occur.
     """
-    lines, parts = printed.rstrip("\n").splitlines(), re.split(r"^ *\.\.\.$\n?", shown, flags=re.MULTILINE)
+    lines = printed.rstrip("\n").splitlines()
+    split = re.split(r"^( *\.\.\.\n)", shown, flags=re.MULTILINE)
+    parts, left_out = split[::2], split[1::2]
     counts, taken, at = [len(part.splitlines()) for part in parts], [], 0
     for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
         if index == len(parts) - 1 and len(parts) > 1:
@@ -173,7 +181,7 @@ def rewrite(shown: str, printed: str) -> str:
         end = len(lines) if len(parts) == 1 else at + count
         taken.append("".join(f"{_shorten(line)}\n" for line in lines[at:end]))
         at = end
-    return "...\n".join(taken)
+    return "".join(itertools.chain(*itertools.zip_longest(taken, left_out, fillvalue="")))
 
 
 def _words(line: str) -> Sequence[str]:
@@ -181,4 +189,6 @@ def _words(line: str) -> Sequence[str]:
 
 
 def _shorten(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rpartition(' ')[0].rstrip()} ..."
+    if len(line) <= WIDTH:
+        return line
+    return re.sub(r" +[\d,]+$", "", line[: WIDTH - 4].rpartition(" ")[0].rstrip()) + " ..."  # no rate without its unit

@@ -9,6 +9,7 @@ import numpy as np
 import toy
 from folders import params
 from texts import train_tokenizer
+from tokenizers import Tokenizer, processors
 
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.config import ModelConfig, RopeConfig
@@ -81,6 +82,9 @@ def write_llama(path: Path) -> Path:
     (path / "generation_config.json").write_text(json.dumps(ends | {"do_sample": True, "temperature": 0.6}))
     words = [source.content.decode(errors="ignore") for source in list(read_standard_library())[:40]]
     train_tokenizer(path / "tokenizer.json", words, MODEL.vocabulary_size, SPECIAL)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{SPECIAL[0]} $0", special_tokens=[(SPECIAL[0], 0)])
+    tokenizer.save(str(path / "tokenizer.json"))
     declared = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[-1], "model_max_length": 131_072}
     declared |= {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
     (path / "tokenizer_config.json").write_text(json.dumps(declared))

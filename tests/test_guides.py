@@ -86,7 +86,7 @@ def serves_the_same_answer(folder: Path) -> None:
     both = run(folder, f"{merge}\n{served.command()}\nprintf '\\0'\n{ours}")
     assert both.returncode == 0, both.stderr
     theirs, found = both.stdout.split("\0")
-    assert len(set(theirs)) > 5, "one token again and again would be right for a wrong model, too"
+    assert len(set(theirs)) > 3, "one token again and again would be right for a wrong model, too"
     assert found == prompt + theirs
 
 
@@ -155,7 +155,7 @@ def test_any_model(tmp_path: Path) -> None:
     assert f"continues from step {step}\n" in continued
     assert losses(stopped + continued) == sorted(losses(stopped + continued), reverse=True)
     (held_out,) = losses(printed_by(done, 'print("step"'), r"'loss': ([0-9.]+)")
-    assert held_out == pytest.approx(losses(continued, r"held-out ([0-9.]+)")[-1], rel=0.01)
+    assert held_out == pytest.approx(losses(continued, r"held-out ([0-9.]+)")[-1], abs=1e-4)
     assert "P('fsdp', 'tensor')" in printed_by(done, "rules=")
     before, after = losses(printed_by(done, "make_other_batch(step)"), r"'loss': ([0-9.]+)")
     assert before > 0.1 > 0.05 > after

@@ -38,7 +38,8 @@ class Pace:
             steps: steps that each process must have done since then; before, the result is None. The first result is
                 None too.
         """
-        if self._before is None:
+        # Until each process has ended a step, `step` may leap: from 0 to the step from which a run continues.
+        if self._before is None or not all("step" in each.phases for each in self._before):
             self._before = now
         pairs = list(zip(self._before, now, strict=True))
         if min(after.step - before.step for before, after in pairs) < steps:

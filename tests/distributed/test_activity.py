@@ -155,7 +155,7 @@ def test_the_slowest_process_is_the_one_that_waits_least() -> None:
 
 def test_seconds_are_per_step_since_the_last_result() -> None:
     def totals(step: int, data: float) -> Totals:
-        return Totals(step, {"compile": 50.0, "data": data}, {"data": data / 2})
+        return Totals(step, {"step": 0.0, "data": data}, {"data": data / 2})
 
     pace = Pace()
     assert pace.advance([totals(4, 1), totals(4, 2)]) is None
@@ -164,3 +164,13 @@ def test_seconds_are_per_step_since_the_last_result() -> None:
     assert found is not None
     assert found.by_field() == {"process_seconds/data": [2, 5], "process_seconds/waited": [1, 2.5]}
     assert pace.advance([totals(10, 9), totals(10, 12)], steps=50) is None
+
+
+def test_the_steps_before_a_resume_are_not_counted() -> None:
+    pace = Pace()
+    begun = [Totals(400, {"restore": 5.0}), Totals(400, {"restore": 5.0})]
+    stepped = [Totals(401, {"restore": 5.0, "step": 1.0}), Totals(401, {"restore": 5.0, "step": 1.0})]
+    for now in ([Totals(), Totals()], begun, [stepped[0], begun[1]], stepped):
+        assert pace.advance(now) is None
+    found = pace.advance([Totals(451, {"restore": 5.0, "step": 51.0})] * 2, steps=50)
+    assert found is not None and found.phases[0]["step"] == 1
