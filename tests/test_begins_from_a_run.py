@@ -90,14 +90,15 @@ def test_a_run_has_its_tokenizer_and_its_data_must_be_named(run: Path, tmp_path:
     found = train(*second, *text, "--data.tokenizer", tokenizer)
     assert found.returncode == 2 and f"differ from those that {run} was trained with; leave out" in found.stderr
 
-    # The tokenizer of a run that names a file and a BOS of its own.
+    # The tokenizer of a run that names a file and a BOS of its own: the run keeps a copy.
     first = (tmp_path / "first", *text, *STILL, "--data.tokenizer", tokenizer, "--data.bos", "a")
     assert train(*first).returncode == 0
     arguments = (*tiny(tmp_path), "--model.pretrained", tmp_path / "first")
     data = pretrained.resolve_pretrained(cli.parse_config([*map(str, arguments)], "train")).data
-    assert (data.tokenizer, data.bos, data.eos) == (str(tokenizer), "a", "")
+    kept = first[0] / "tokenizer"
+    assert (data.tokenizer, data.bos, data.eos) == (str(kept), "a", "")
     done = train(tmp_path / "third", *text, *STILL, "--model.pretrained", tmp_path / "first")
-    assert f"tokenizer: {tokenizer}, 257 tokens, BOS " in done.stdout, done.stderr
+    assert f"tokenizer: {kept}, 257 tokens, BOS " in done.stdout, done.stderr
 
 
 def test_layers_are_stacked_as_the_run_that_begins_wants_them(run: Path, tmp_path: Path) -> None:

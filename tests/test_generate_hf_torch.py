@@ -100,7 +100,9 @@ def well_conditioned(name: str, lengths: Sequence[int] = LENGTHS) -> tuple[Any, 
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), [*((name, LENGTHS) for name in FORMS), *((name, LENGTHS[:1]) for name in BY_LENGTH)]
+    ("name", "lengths"),
+    [*((name, LENGTHS) for name in FORMS), *((name, LENGTHS[:1]) for name in BY_LENGTH)],
+    ids=[*FORMS, *BY_LENGTH],
 )
 def test_greedy_tokens_are_those_of_transformers(name: str, lengths: Sequence[int], tmp_path: Path) -> None:
     model, expected = well_conditioned(name, lengths)

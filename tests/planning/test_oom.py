@@ -182,6 +182,8 @@ def test_a_step_that_runs_out_of_memory_leaves_its_checkpoint(tmp_path: Path, mo
     calls = itertools.count(1)
 
     class Failing:
+        hyperparameters, placed = program.step.hyperparameters, program.step.placed
+
         def lower(self, *_: Any) -> "Failing":
             return self
 
