@@ -20,9 +20,10 @@ from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
-from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
+from jaxopt_llm.engine.batches import Batches, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
+from jaxopt_llm.engine.microbatches import count_rows
 from jaxopt_llm.engine.oom import make_explainer
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
