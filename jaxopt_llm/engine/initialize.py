@@ -89,11 +89,11 @@ def initialize(
     # The programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
     mesh = make_abstract_mesh(config.mesh)
     oddities: dict[str, None] = {}
-    for each in job.losses:
-        each.check_division(make_placement(config, mesh))
-        program = make_engine_program(each, mesh)
+    for one in job.losses:
+        one.check_division(make_placement(config, mesh))
+        program = make_engine_program(one, mesh)
         oddities |= dict.fromkeys(program.model.oddities)
-        _check_same_job(each, program, processes)
+        _check_same_job(one, program, processes)
     for oddity in oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     return Engine(job, processes, weights)

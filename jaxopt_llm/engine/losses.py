@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import optax
 
@@ -11,7 +11,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.checks import check_optimizer
 from jaxopt_llm.engine.frontends import Loss
 
-Optimizer = optax.GradientTransformation | OptimizerConfig
+Optimizer: TypeAlias = optax.GradientTransformation | OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ into microbatches. Where arrays rest on the devices changes no result, because t
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class Microbatches:
             sharding = NamedSharding(placement.mesh, PartitionSpec(*dims))
             return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), part)
 
-        return self.replace(rows=constrain(self.rows, None, axes), pieces=constrain(self.pieces, axes))
+        return replace(self, rows=constrain(self.rows, None, axes), pieces=constrain(self.pieces, axes))
 
     def take_first(self) -> Any:
         """Return the first microbatch: arrays [B, ...], and those without rows."""
@@ -110,7 +111,7 @@ def check_arrays(example: Any, replicated: Sequence[str]) -> None:
 
 
 def check_division(example: Any, replicated: Sequence[str], microbatches: int, placement: Placement) -> None:
-    """Raise InputError if an example cannot be divided over the microbatches, or its rows not evenly over the devices."""
+    """Raise InputError if an example cannot be divided over microbatches, or its rows not evenly over the devices."""
     axes, size = _batch_axes(placement), find_rows(example, replicated)
     parts = {"training.accumulation": microbatches} | {f"mesh.{axis}": placement.size(axis) for axis in axes}
     over = " × ".join(f"{name}={value}" for name, value in parts.items() if value > 1)

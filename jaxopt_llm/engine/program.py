@@ -222,22 +222,23 @@ def _divide_among_losses(job: Job, model: UserModel, trained: Params) -> dict[st
     """
     if not job.others:
         return {job.loss_name: trained}
-    shares, paths = {}, {path for path, _ in tree.leaves_with_path(trained)}
+    paths = [path for path, _ in tree.leaves_with_path(trained)]
+    shares, left = {}, {*paths}
     for each in job.losses:
-        patterns = _add_sections(model, each.trains)
-        share, _ = tree.partition(trained, lambda path, patterns=patterns: bool(tree.first_match(path, patterns)))
-        if not jax.tree.leaves(share):
+        selected = {*_matches(paths, _add_sections(model, each.trains))}
+        share, _ = tree.partition(trained, selected.__contains__)
+        if not selected:
             raise InputError(
                 f"trains: {', '.join(each.trains)} of the loss {each.loss_name} matches no trained parameter; give "
                 f"patterns of paths, as in trains={{'{each.loss_name}': 'encoder/*'}} (examples: "
                 f"{', '.join(sorted(paths)[:3])})"
             )
         shares[each.loss_name] = share
-        paths -= {path for path, _ in tree.leaves_with_path(share)}
-    if paths:
+        left -= selected
+    if left:
         raise InputError(
-            f"trains: no loss trains {sorted(paths)[0]}; add it to a loss of trains, or leave it out of "
-            "training.trainable"
+            f"trains: no loss trains {min(left)}; add it to the parameters of a loss in initialize(trains=...), or "
+            "leave it out of training.trainable"
         )
     return shares
 

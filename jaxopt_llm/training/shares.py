@@ -26,7 +26,7 @@ def take_share(state: TrainState, name: str, trained: Params) -> TrainState:
         trained: specs of the parameters that the loss trains, with None for all others.
     """
 
-    def take(half: Params | None) -> Params | None:
+    def take(half: tree.Tree) -> tree.Tree:
         return None if half is None else tree.restrict(half, trained)
 
     return replace(
@@ -45,7 +45,7 @@ def put_share(state: TrainState, name: str, share: TrainState) -> TrainState:
     """Return a state with the share of the loss `name` after its step. What is not in the share stays as it is."""
     state = offload.store_like(state, state)
 
-    def put(new: Params | None, old: Params | None) -> Params | None:
+    def put(new: tree.Tree, old: tree.Tree) -> tree.Tree:
         return None if old is None else tree.merge(new, old)
 
     return replace(
