@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.microbatches import count_rows, find_rows, has_rows
+from jaxopt_llm.engine.microbatches import count_rows, find_rows, has_rows, list_first_dimensions
 
 
 def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
@@ -79,13 +79,19 @@ class BatchRows:
             InputError: its arrays do not fit those of the example.
         """
         fitted = fit_to_example(batch, self.example, name)
-        given, rows = find_rows(fitted, self.replicated), count_rows(self.example, self.replicated)
+        given, rows = find_rows(fitted, self.replicated), find_rows(self.example, self.replicated)
+        if rows is None:
+            return fitted
+        if not given:
+            firsts = list_first_dimensions(fitted, self.replicated)
+            found = ", ".join(f"{path}: {first}" for path, first in firsts.items())
+            raise InputError(f"{name}: its arrays have no common number of rows, the first dimension ({found})")
         if not self.shares or given == len(self.local):
             return fitted
         if given != rows:
             raise InputError(
-                f"{name}: it has {'no common number of' if given is None else given} rows; in a job of several "
-                f"processes each gives the rows of the example, {rows}, or its own, {len(self.local)}"
+                f"{name}: it has {given} rows; in a job of several processes each gives as many as the example has, "
+                f"{rows}, or its own, {len(self.local)}"
             )
         local = np.asarray(self.local)
         return tree.map_with_path(

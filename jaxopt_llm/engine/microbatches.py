@@ -79,7 +79,7 @@ def find_rows(batch: Any, replicated: Sequence[str] = ()) -> int | None:
     Args:
         replicated: patterns of the paths of arrays without rows.
     """
-    sizes = {*_list_first_dimensions(batch, replicated).values()}
+    sizes = {*list_first_dimensions(batch, replicated).values()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -123,7 +123,7 @@ def check_division(example: Any, replicated: Sequence[str], microbatches: int, p
             f"{' and '.join(str(each) for each in nearest if each)})"
         )
     if size is None and microbatches > 1:
-        firsts = _list_first_dimensions(example, replicated).items()
+        firsts = list_first_dimensions(example, replicated).items()
         found = ", ".join(f"{path}: {first}" for path, first in firsts) or "none"
         raise InputError(
             f"example: its arrays have different numbers of rows, the first dimension ({found}), so it cannot be split "
@@ -132,7 +132,7 @@ def check_division(example: Any, replicated: Sequence[str], microbatches: int, p
         )
 
 
-def _list_first_dimensions(batch: Any, replicated: Sequence[str]) -> dict[str, int]:
+def list_first_dimensions(batch: Any, replicated: Sequence[str]) -> dict[str, int]:
     """Return the first dimension of each array that may have rows, by path."""
     leaves = tree.leaves_with_path(batch)
     return {path: int(leaf.shape[0]) for path, leaf in leaves if has_rows(path, leaf, replicated)}
@@ -148,13 +148,10 @@ def split_batch(
         in_one_piece: whether the first dimensions of its arrays are no rows, even if they happen to be equal.
 
     Raises:
-        InputError: the arrays have different numbers of rows, or M does not divide it.
+        InputError: M does not divide the number of rows.
     """
-    firsts, size = _list_first_dimensions(batch, replicated), find_rows(batch, replicated)
-    if not in_one_piece and (not size or size % microbatches):
-        found = ", ".join(f"{path}: {first}" for path, first in firsts.items())
-        if not size:
-            raise InputError(f"batch: its arrays have no common number of rows, the first dimension ({found})")
+    firsts, size = list_first_dimensions(batch, replicated), find_rows(batch, replicated)
+    if not in_one_piece and size is not None and size % microbatches:
         raise InputError(
             f"batch: {size} rows are not divisible by training.accumulation={microbatches}; leave a smaller last batch "
             "out, or fill it up with rows that the loss counts as 0"

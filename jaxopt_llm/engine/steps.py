@@ -114,6 +114,10 @@ class Steps:
             self._steps[key] = ShapedStep(job, self._mesh, self._processes)
         return self._steps[key]
 
+    def has(self, loss: str | None, placed: Microbatches) -> bool:
+        """Return whether there is a step for a batch from `place`."""
+        return (loss or "", _list_shapes(placed)) in self._steps
+
     def find(self, loss: str | None, placed: Microbatches) -> ShapedStep:
         """Return the step for a batch from `place`. Print a line on process 0 if its shapes are new.
 

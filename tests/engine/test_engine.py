@@ -246,7 +246,7 @@ PLAIN = lambda p, batch: jnp.mean((batch["x"] @ p["w"]) ** 2)  # noqa: E731
         (Refused(), square, ROWS, "model: Refused already holds its arrays"),
         ({"w": jnp.ones(4)}, PLAIN, ROWS, "model: dict already holds its arrays"),
         (Refused, square, {"x": np.zeros((12, 4), np.float32)}, "12 rows are not divisible by mesh.fsdp=8"),
-        (Refused, square, {**ROWS, "y": np.zeros(8)}, r"different numbers of rows, the first dimension \(8, 16\)"),
+        (Refused, square, {"x": 3}, "example: x is no array; give arrays"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(model: Any, loss: Any, example: Any, message: str) -> None:
