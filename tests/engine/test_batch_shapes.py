@@ -184,8 +184,7 @@ def pass_messages(params: Any, graph: Graph) -> jax.Array:
     return jnp.mean((graph.scale * (pooled @ params["out"])[:, 0] - graph.target) ** 2)
 
 
-@pytest.mark.parametrize("sizes", [(16, 40, 8), (13, 37, 3)])
-@pytest.mark.parametrize("mesh", [FSDP, BOTH])
+@pytest.mark.parametrize(("sizes", "mesh"), [((16, 40, 8), FSDP), ((13, 37, 3), BOTH)])
 def test_graphs_in_flat_form(sizes: tuple[int, int, int], mesh: dict[str, int]) -> None:
     graphs = [draw_graph(0, *sizes), draw_graph(1, 24, 24, 24), draw_graph(2, *sizes)]
     engine = make_engine(make_network, pass_messages, graphs[0], sections={"mesh": mesh})

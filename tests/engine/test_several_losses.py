@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from marks import slow
 from plain_training import list_arrays
 
 import jaxopt_llm
@@ -117,7 +118,7 @@ def read_state(engine: jaxopt_llm.Engine) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in tree.leaves_with_path(engine.state)}
 
 
-@pytest.mark.parametrize(("stage", "mesh", "accumulation"), [(3, FSDP, 1), (1, BOTH, 2), (2, BOTH, 1)])
+@pytest.mark.parametrize(("stage", "mesh", "accumulation"), [(3, FSDP, 1), (1, BOTH, 2), *slow((2, BOTH, 1))])
 def test_each_loss_trains_its_own_network(stage: int, mesh: dict[str, int], accumulation: int) -> None:
     assert_trained(make_engine(stage, mesh, accumulation), accumulation)
 
@@ -130,7 +131,7 @@ def test_each_loss_has_its_own_optimizer_of_the_configuration() -> None:
     schedule = {"kind": "linear", "warmup_steps": 0, "decay_steps": 4, "final_share": 0.0}
     engine = make_engine(optimizer=given, sections={"schedule": schedule})
     found = [float(engine.step(make_batch(step), loss=name)["learning_rate"]) for step, name in enumerate(ORDER)]
-    expected = [3e-3 * 4 / 4, 3e-3 * 3 / 4, 1e-2 * 4 / 4, 3e-3 * 2 / 4, 1e-2 * 3 / 4]
+    expected = [3e-3 * 3 / 4, 3e-3 * 2 / 4, 1e-2 * 3 / 4, 3e-3 * 1 / 4, 1e-2 * 2 / 4]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -183,11 +184,9 @@ def test_fit_takes_the_loss_of_each_step_from_the_data(tmp_path: Path) -> None:
     stopped = make_engine(sections=sections)
     jaxopt_llm.fit(stopped, data, 3, tmp_path, held_out)
     engine = jaxopt_llm.fit(make_engine(sections=sections), data, 5, tmp_path, held_out)
-    direct = make_engine()
-    losses = run(direct)
-    left, right = read_state(engine), read_state(direct)
-    for path, array in left.items():
-        np.testing.assert_array_equal(array, right[path], err_msg=path)
+    losses, arrays = train_plainly(1)
+    for path, array in list_arrays(engine.model()).items():
+        np.testing.assert_allclose(array, arrays[path], rtol=1e-5, atol=1e-5, err_msg=path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records] == pytest.approx(losses)
     assert records[-1]["critic_loss"] == pytest.approx(losses[3])
@@ -263,7 +262,7 @@ def test_what_does_not_name_the_losses_is_refused(more: dict[str, Any], message:
         make_engine(**more)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [*slow("bfloat16"), "float16"])
 def test_sixteen_bits_and_an_average(dtype: str) -> None:
     """Each loss has its own loss scale, and moves the average of its own parameters only."""
     precision = {"compute_dtype": dtype} | ({"loss_scaling": "dynamic"} if dtype == "float16" else {})
