@@ -204,7 +204,12 @@ class Engine:
         return self.steps.place(loss, batch)
 
     def plan(
-        self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
+        self,
+        gpu: str = "h200",
+        gpus: int | None = None,
+        gpus_per_host: int = GPUS_PER_HOST,
+        rows: int | None = None,
+        loss: str | None = None,
     ) -> EnginePlan:
         """Return memory, collectives and time of a step on GPUs that this machine need not have.
 
@@ -214,11 +219,13 @@ class Engine:
             gpu: one of the chips of `plan`, such as "h100".
             gpus: number of GPUs, by default those of the mesh. Another number changes `mesh.fsdp`.
             rows: rows of the batch over all GPUs, by default those of the example.
+            loss: name of the loss, if the engine has several; by default the first.
 
         Raises:
             InputError: the GPU is unknown, or the batch or the mesh does not divide.
         """
-        return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
+        job = self._job if loss is None else self.steps.find_job(loss)
+        return plan_engine(job, gpu, gpus, gpus_per_host, rows)
 
     def model(self, ema: bool = True) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.

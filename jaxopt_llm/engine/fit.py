@@ -107,7 +107,7 @@ class EngineWorkload:
         raise AssertionError("an engine has no local steps")
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         for loss, batches in self.held_out.items():
             means = self.engine.evaluate_state(state, batches, loss=loss or None)
             found |= {f"eval_{loss}_{name}" if loss else f"eval_{name}": value for name, value in means.items()}
