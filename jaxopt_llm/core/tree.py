@@ -53,3 +53,8 @@ def merge(first: Tree, second: Tree) -> Tree:
 def restrict(tree: Tree, like: Tree) -> Tree:
     """Return a whole tree with `None` wherever `like`, one half of a partition, has `None`."""
     return jax.tree.map(lambda a, b: None if b is None else a, tree, like, is_leaf=lambda leaf: leaf is None)
+
+
+def exclude(tree: Tree, like: Tree) -> Tree:
+    """Return a whole tree with `None` wherever `like`, one half of a partition, has a leaf: the other half."""
+    return jax.tree.map(lambda a, b: a if b is None else None, tree, like, is_leaf=lambda leaf: leaf is None)

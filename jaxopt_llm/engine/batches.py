@@ -9,35 +9,30 @@ from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.microbatches import count_rows, find_rows, has_rows, list_first_dimensions
 
 
 def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
     """Return the arrays of a batch in the structure of the example, as NumPy arrays of its dtypes.
 
-    A mapping may have further keys, which are left out. Lists of numbers become arrays.
+    A mapping may have further keys, which are left out. Lists of numbers become arrays. Dimensions may have other sizes
+    than in the example.
 
     Raises:
-        InputError: an array is missing, or has another shape or another kind of dtype.
+        InputError: an array is missing, or has another number of dimensions or another kind of dtype.
     """
 
     def fit(path: str, leaf: Any, target: Any) -> np.ndarray:
-        array, shape = np.asarray(leaf), tuple(target.shape)
-        wanted = np.dtype(target.dtype)
-        if array.shape != shape or not np.can_cast(array.dtype, wanted, "same_kind"):
-            found = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-            expected = f"{wanted}[{','.join(map(str, shape))}]"
-            hint = ""
-            if array.shape[1:] == shape[1:] and array.shape[:1] != shape[:1] and array.ndim:
-                hint = (
-                    "; every batch needs as many rows as the example: fill up a smaller one with rows that the loss "
-                    "counts as 0"
-                )
-            raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {expected}{hint}")
+        array, wanted = np.asarray(leaf), np.dtype(target.dtype)
+        if array.ndim != len(target.shape) or not np.can_cast(array.dtype, wanted, "same_kind"):
+            raise InputError(
+                f"{name}: {path or 'the array'} is {describe_array(array)}, and the example has "
+                f"{describe_array(target)}"
+            )
         return array.astype(wanted, copy=False)
 
     def select(example: Any, given: Any, path: str) -> Any:
@@ -60,11 +55,19 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
 class BatchRows:
     """The rows of a batch that this process reads.
 
-    example: a whole batch, as arrays or ShapeDtypeStructs. local: indices of this process's rows, in their order.
+    example: a whole batch, as arrays or ShapeDtypeStructs.
+    local: indices of this process's rows, in their order. A batch in one piece has one row.
+    replicated: patterns of the paths of arrays without rows.
     """
 
     example: Any
     local: Sequence[int]
+    replicated: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> bool:
+        """True if other processes read other rows."""
+        return len(self.local) != count_rows(self.example, self.replicated)
 
     def take(self, batch: Any, name: str = "batch") -> Any:
         """Return this process's rows of a batch as NumPy arrays of the example's dtypes.
@@ -75,28 +78,46 @@ class BatchRows:
         Raises:
             InputError: its arrays do not fit those of the example.
         """
-        count = count_rows(self.example)
-        if len(self.local) == count:
-            return fit_to_example(batch, self.example, name)
-        if _count_given_rows(batch, self.example) == len(self.local):
-            return fit_to_example(batch, with_rows(self.example, len(self.local)), name)
-        return jax.tree.map(lambda leaf: leaf[np.asarray(self.local)], fit_to_example(batch, self.example, name))
+        fitted = fit_to_example(batch, self.example, name)
+        given, rows = find_rows(fitted, self.replicated), find_rows(self.example, self.replicated)
+        if rows is None:
+            return fitted
+        if not given:
+            firsts = list_first_dimensions(fitted, self.replicated)
+            found = ", ".join(f"{path}: {first}" for path, first in firsts.items())
+            raise InputError(f"{name}: its arrays have no common number of rows, the first dimension ({found})")
+        if not self.shares or given == len(self.local):
+            return fitted
+        if given != rows:
+            raise InputError(
+                f"{name}: it has {given} rows; in a job of several processes each gives as many as the example has, "
+                f"{rows}, or its own, {len(self.local)}"
+            )
+        local = np.asarray(self.local)
+        return tree.map_with_path(
+            lambda path, leaf: leaf[local] if has_rows(path, leaf, self.replicated) else leaf, fitted
+        )
 
 
-def _count_given_rows(batch: Any, example: Any) -> int | None:
-    """Return the rows of the first array of a batch that the example has; None if it is missing."""
-    try:
-        while isinstance(example, Mapping | list | tuple):
-            first = next(iter(example)) if isinstance(example, Mapping) else 0
-            batch, example = batch[first], example[first]
-        return len(batch)
-    except (KeyError, IndexError, TypeError, StopIteration):
-        return None
+@dataclass(frozen=True)
+class LossRows:
+    """The rows that this process reads of batches of several losses. Such a batch is (name of the loss, batch)."""
+
+    by_loss: Mapping[str, BatchRows]
+
+    def take(self, batch: Any, name: str = "batch") -> tuple[str, Any]:
+        """Return the name of the loss, and this process's rows; see `BatchRows.take`."""
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or batch[0] not in self.by_loss:
+            raise InputError(
+                f"{name}: with several losses it is (name of a loss, batch); the losses are {', '.join(self.by_loss)}"
+            )
+        loss, inner = batch
+        return loss, self.by_loss[loss].take(inner, name)
 
 
-def with_rows(example: Any, rows: int) -> Any:
-    """Return a batch with another number of rows, as ShapeDtypeStructs."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *jnp.shape(leaf)[1:]), leaf.dtype), example)
+def describe_array(array: Any) -> str:
+    """Return dtype and shape of an array, such as float32[8,16]."""
+    return f"{np.dtype(array.dtype)}[{','.join(map(str, array.shape))}]"
 
 
 class Batches:
@@ -104,7 +125,7 @@ class Batches:
 
     current_source = "the data of fit"  # for messages
 
-    def __init__(self, batch_at: Callable[[int], Any], rows: BatchRows) -> None:
+    def __init__(self, batch_at: Callable[[int], Any], rows: BatchRows | LossRows) -> None:
         self._batch_at, self._rows = batch_at, rows
 
     def batch_at(self, step: int, cancelled: Callable[[], bool] = lambda: False) -> Any:
@@ -112,8 +133,8 @@ class Batches:
         return self._rows.take(self._batch_at(step), f"batch {step} of the data (the first is 0)")
 
 
-def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:
-    """Return batches of the example's shapes.
+def make_batches(data: Any, rows: BatchRows | LossRows, seed: int) -> Batches:
+    """Return batches that fit the example.
 
     A run that continues reads of a function and of a dataset with an index only what it needs.
 
@@ -129,7 +150,11 @@ def make_batches(data: Any, rows: BatchRows, seed: int) -> Batches:
     if _has_index(data):
         return Batches(_index_dataset(data, rows, seed), rows)
     if callable(data):
-        return Batches(functools.partial(_call_with_rows, data, rows.local) if takes_rows(data) else data, rows)
+        if not takes_rows(data):
+            return Batches(data, rows)
+        if isinstance(rows, LossRows):
+            raise InputError("data: with several losses the function takes the step alone: data(step) -> (loss, batch)")
+        return Batches(functools.partial(_call_with_rows, data, rows.local), rows)
     if isinstance(data, Iterable):
         return Batches(_Sequence(data), rows)
     raise InputError(_refuse(data))
@@ -190,9 +215,12 @@ def _call_with_rows(function: Callable[[int, np.ndarray], Any], rows: Sequence[i
     return function(step, np.asarray(rows))
 
 
-def _index_dataset(data: Any, batch_rows: BatchRows, seed: int) -> Callable[[int], Any]:
+def _index_dataset(data: Any, batch_rows: BatchRows | LossRows, seed: int) -> Callable[[int], Any]:
     if not len(data):
         raise InputError("data: the dataset is empty")
+    if isinstance(batch_rows, LossRows):
+        batch_rows.take(data[0], "batch 0 of the data")
+        return lambda step: data[step % len(data)]
     example = batch_rows.example
     row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), example)
     try:
@@ -201,6 +229,9 @@ def _index_dataset(data: Any, batch_rows: BatchRows, seed: int) -> Callable[[int
         fit_to_example(data[0], row, "row 0 of the data (it is not a batch either)")
     else:
         return lambda step: data[step % len(data)]
+    without = [path for path, leaf in tree.leaves_with_path(example) if not has_rows(path, leaf, batch_rows.replicated)]
+    if without or find_rows(example, batch_rows.replicated) is None:
+        raise InputError("data: a dataset of rows needs an example in which every array has rows; give batches")
     rows = count_rows(example)
     source = data if isinstance(data, grain.MapDataset) else grain.MapDataset.source(data)
     shuffled = source.seed(seed).shuffle().repeat()
@@ -208,9 +239,18 @@ def _index_dataset(data: Any, batch_rows: BatchRows, seed: int) -> Callable[[int
     def batch_at(step: int) -> Any:
         indices = [step * rows + index for index in batch_rows.local]
         read = [fit_to_example(shuffled[index], row, f"row {index}") for index in indices]
-        return jax.tree.map(lambda *parts: np.stack(parts), *read)
+        return tree.map_with_path(_stack, *read)
 
     return batch_at
+
+
+def _stack(path: str, *rows: np.ndarray) -> np.ndarray:
+    if shapes := {row.shape for row in rows} - {rows[0].shape}:
+        raise InputError(
+            f"data: rows of {path or 'the array'} have different shapes, {list(rows[0].shape)} and "
+            f"{list(shapes.pop())}; fill them up to one length, or give batches"
+        )
+    return np.stack(rows)
 
 
 class _Sequence:
@@ -237,16 +277,3 @@ class _Sequence:
                 yield batch
             if not count:
                 raise InputError("data: the iterable has no batch left; give one that can be iterated again")
-
-
-def count_rows(example: Any) -> int:
-    """Return the number of rows of a batch.
-
-    Raises:
-        InputError: it has no array, or something else than arrays.
-    """
-    leaves = tree.leaves_with_path(example)
-    for path, leaf in leaves or [("", None)]:
-        if not getattr(leaf, "shape", ()):
-            raise InputError(f"example: {path or 'it'} is no array with rows; give arrays or jax.ShapeDtypeStructs")
-    return int(leaves[0][1].shape[0])

@@ -138,6 +138,14 @@ def check_rules(parameters: Sequence[ArrayInfo], rules: Mapping[str, str | None]
     return [f"no rule mentions the dimensions {', '.join(unruled)}: every device along mesh.tensor holds them whole"]
 
 
+def find_unread_parameters(frontend: Frontend, uses: Sequence[Sequence[Use]]) -> Iterator[str]:
+    """Yield a warning about the parameters without uses, if there are any."""
+    unread = [info.path for info, found in zip(frontend.parameters, uses, strict=True) if not found]
+    if unread:
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        yield f"the loss does not read the parameters {', '.join(unread[:3])}{more}: they get no gradient"
+
+
 def find_oddities(
     frontend: Frontend, closed: ClosedJaxpr, uses: Sequence[Sequence[Use]], compute_dtype: str
 ) -> Iterator[str]:
@@ -147,10 +155,6 @@ def find_oddities(
         closed: its jaxpr.
         uses: how it reads each parameter.
     """
-    unread = [info.path for info, found in zip(frontend.parameters, uses, strict=True) if not found]
-    if unread:
-        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-        yield f"the loss does not read the parameters {', '.join(unread[:3])}{more}: they get no gradient"
     if dropped := sorted(frontend.dropped):
         yield f"the loss creates the variables {', '.join(dropped)}, which are no part of the model: they are dropped"
     if changed := sorted(frontend.changed):

@@ -1,7 +1,6 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
 import functools
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,31 +18,26 @@ from jaxopt_llm.checkpoint.native.identity import (
     new_identity,
     read_identity,
 )
-from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ScheduleConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
-from jaxopt_llm.engine.batches import BatchRows
+from jaxopt_llm.engine.batches import BatchRows, LossRows
 from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
 from jaxopt_llm.engine.gradients import replace_zero
+from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
-from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
-from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
+from jaxopt_llm.engine.program import EngineProgram, Job
+from jaxopt_llm.engine.steps import Steps
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.parallel.mesh import make_mesh
-from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training import saved_state
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
-from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.restore import load_state
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
-
-StepStages = tuple[jax.stages.Lowered, jax.stages.Compiled]
 
 
 class Engine:
@@ -54,14 +48,24 @@ class Engine:
 
     def __init__(self, job: Job, processes: Processes = SINGLE_PROCESS, weights: Weights | None = None) -> None:
         self.config, self.processes, self._weights = job.config, processes, weights
-        self._job, self._frontend = job, job.frontend
+        self.steps, self._frontend = Steps(job, processes), job.frontend
         self._state: TrainState | None = None
         self._identity: Identity | None = None  # that of its run, once there is one
         self._lost = ""  # why there is no state, after a restore that failed
 
     @property
+    def _job(self) -> Job:
+        """The job of the first loss."""
+        return next(iter(self.steps.jobs.values()))
+
+    @property
+    def losses(self) -> list[str]:
+        """Names of the losses; empty if there is only one."""
+        return [name for name in self.steps.jobs if name]
+
+    @property
     def example(self) -> Any:
-        """A batch as ShapeDtypeStructs, or with arrays."""
+        """A batch as ShapeDtypeStructs, or with arrays; with several losses, that of the first one."""
         return self._job.example
 
     @property
@@ -69,74 +73,49 @@ class Engine:
         """Path and shape of each parameter."""
         return self._frontend.parameters
 
-    @functools.cached_property
-    def _choice(self) -> tuple[EngineProgram, StepStages | None]:
-        """The program, and its compiled step if the choice of a policy has compiled it."""
-        mesh = make_mesh(self.config.mesh)
-        limit = find_limit(mesh.devices.flat[0])
-        program = make_engine_program(self._job, mesh)
-        if limit is not None:
-            limit -= count_copied_bytes(self.config.run.check_replicas, program.state)
-        if limit is None or not is_open(program, self._job):
-            return program, None
-        channel = self.processes.channel("remat.policy")
-        fitting = compile_fitting(
-            self._job,
-            program,
-            limit,
-            compile=_compile_step,
-            count_peak=lambda stages: hlo.read_memory(stages[1]).peak,
-            agree=lambda fits: all(each == str(True) for each in channel.exchange(str(fits))),
-        )
-        if self.processes.first:
-            print(f"chosen: {fitting.chosen}", file=sys.stderr)
-        return fitting.program, fitting.compiled
-
     @property
     def program(self) -> EngineProgram:
-        """Program on the visible devices."""
-        return self._choice[0]
+        """Program on the visible devices, of the first loss and of batches of its example's shapes."""
+        return self.steps.find_first().program
 
-    @functools.cached_property
+    @property
     def lowered_step(self) -> jax.stages.Lowered:
         """Step of the program, traced for the state and the batch."""
-        program, stages = self._choice
-        return _lower_step(program) if stages is None else stages[0]
+        return self.steps.find_first().lowered
 
-    @functools.cached_property
+    @property
     def compiled_step(self) -> jax.stages.Compiled:
         """Compiled step of the program: (state, batch, hyperparameters) -> (state, metrics)."""
-        stages = self._choice[1]
-        return self.lowered_step.compile() if stages is None else stages[1]
+        return self.steps.find_first().compiled
 
     @property
-    def hyperparameters(self) -> Hyperparameters | None:
-        """The arguments of the step that `config` sets, on the host; None with an optax transformation."""
-        return read_hyperparameters(self._job.config) if self.has_schedule else None
+    def hyperparameters(self) -> dict[str, Hyperparameters]:
+        """The arguments of each loss's step that `config` sets, on the host; none with an optax transformation."""
+        jobs = self.steps.jobs.items()
+        return {name: read_hyperparameters(job.config) for name, job in jobs if job.transformation is None}
 
     @functools.cached_property
-    def _placed_hyperparameters(self) -> Hyperparameters | None:
-        return place_hyperparameters(self.hyperparameters, self.program.placement.replicated)
+    def _placed_hyperparameters(self) -> dict[str, Hyperparameters | None]:
+        replicated = self.program.placement.replicated
+        return {name: place_hyperparameters(values, replicated) for name, values in self.hyperparameters.items()}
 
-    def run_step(self, state: TrainState, placed: Any) -> tuple[TrainState, Metrics]:
+    def run_step(self, state: TrainState, placed: Microbatches, loss: str | None = None) -> tuple[TrainState, Metrics]:
         """Return the state and the metrics after a step. placed: a batch from `place`. The state is donated."""
-        new: tuple[TrainState, Metrics] = self.compiled_step(state, placed, self._placed_hyperparameters)
+        compiled = self.steps.find(loss, placed).compiled
+        new: tuple[TrainState, Metrics] = compiled(state, placed, self._placed_hyperparameters.get(loss or ""))
         return new
 
-    @functools.cached_property
-    def _placed_rows(self) -> LocalRows:
-        first = jax.tree.leaves(self.program.batch)[0]
-        return LocalRows(first.shape[:2], first.sharding)
-
     @property
-    def rows(self) -> BatchRows:
+    def rows(self) -> BatchRows | LossRows:
         """Rows of each batch that this process reads: all of them, unless the job has several processes."""
-        return BatchRows(self.example, self._placed_rows.indices)
+        return LossRows({name: self.steps.rows(name) for name in self.losses}) if self.losses else self.steps.rows(None)
 
     @property
     def metric_names(self) -> list[str]:
-        """Names of the metrics that the loss returns."""
-        return sorted(jax.eval_shape(self.program.evaluation, self.program.state, self.program.batch).metrics)
+        """Names of the metrics that the losses return."""
+        programs = [self.steps.find_first(name).program for name in self.steps.jobs]
+        found = [jax.eval_shape(each.evaluation, each.state, each.batch).metrics for each in programs]
+        return sorted({name for metrics in found for name in metrics})
 
     @property
     def state(self) -> TrainState:
@@ -158,34 +137,47 @@ class Engine:
             self._weights = None  # they may be arrays in the host's memory
         return self._state
 
-    def step(self, batch: Any) -> Metrics:
-        """Train on one batch: arrays of the example's shapes. Return the metrics, which are on the device.
+    def step(self, batch: Any, loss: str | None = None) -> Metrics:
+        """Train on one batch. Return the metrics, which are on the device.
+
+        The first batch whose shapes differ from those of the batches before compiles another step, which is kept. A
+        line on standard error says so.
 
         In a job of several processes each gives a whole batch, or its own rows of it (`rows.local`).
 
         The metrics are `loss`, `grad_norm`, `skipped` (number of skipped steps so far), `skipped_in_a_row`, `overflow`,
         with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
         updated in place.
+
+        Args:
+            batch: arrays with as many dimensions as those of the example.
+            loss: name of the loss, if the engine has several. It trains its own parameters only.
+
+        Raises:
+            InputError: the batch does not fit, or the loss fails with its shapes.
         """
-        self._state, metrics = self.run_step(self.state, self.place(batch))
+        self._state, metrics = self.run_step(self.state, self.place(batch, loss), loss)
         return metrics
 
-    def evaluate(self, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[Any], ema: bool = True, loss: str | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated.
 
         Args:
             batches: at least one.
             ema: with `training.ema_decay`, use the average of the parameters; False for the parameters themselves.
+            loss: name of the loss, if the engine has several.
         """
-        return self.evaluate_state(self.state, batches, ema)
+        return self.evaluate_state(self.state, batches, ema, loss)
 
-    def evaluate_state(self, state: TrainState, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
+    def evaluate_state(
+        self, state: TrainState, batches: Iterable[Any], ema: bool = True, loss: str | None = None
+    ) -> dict[str, float]:
         """Return what `evaluate` returns, of a given state."""
         if isinstance(batches, Mapping):
             raise InputError("evaluate: this is one batch; give a list of batches")
         if ema:
             state = training_state.use_average(state, self.program.specs, self.program.placement)
-        each = [self._evaluate_batch(state, self.place(batch)) for batch in batches]
+        each = [self._evaluate_batch(state, batch, loss) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
         sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
@@ -193,26 +185,31 @@ class Engine:
         count = float(replace_zero(sums.count))
         return {name: float(value) / count for name, value in totals.items()}
 
-    def _evaluate_batch(self, state: TrainState, placed: Any) -> LossParts:
+    def _evaluate_batch(self, state: TrainState, batch: Any, loss: str | None) -> LossParts:
+        placed = self.steps.place(loss, batch, evaluates=True)
         with self.processes.main.wait():
-            parts: LossParts = jax.device_get(self.program.evaluation(state, batch=placed))
+            parts: LossParts = jax.device_get(self.steps.evaluate(loss, state, placed))
         return parts
 
-    def place(self, batch: Any) -> Any:
-        """Return a batch [rows, ...] as the step takes it: on the devices, [M, B, ...].
+    def place(self, batch: Any, loss: str | None = None) -> Microbatches:
+        """Return a batch as the step takes it: on the devices, arrays with rows as [M, B, ...].
 
         Args:
             batch: a whole batch, or in a job of several processes the rows of this one: `rows.local`.
+            loss: name of the loss, if the engine has several.
 
         Raises:
             InputError: its arrays do not fit those of the example.
         """
-        local = self.rows.take(batch)
-        on_device = jax.tree.map(lambda x, target: x.astype(target.dtype, copy=False), local, self.program.batch)
-        return self._placed_rows.make_global(on_device)
+        return self.steps.place(loss, batch)
 
     def plan(
-        self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None
+        self,
+        gpu: str = "h200",
+        gpus: int | None = None,
+        gpus_per_host: int = GPUS_PER_HOST,
+        rows: int | None = None,
+        loss: str | None = None,
     ) -> EnginePlan:
         """Return memory, collectives and time of a step on GPUs that this machine need not have.
 
@@ -222,11 +219,13 @@ class Engine:
             gpu: one of the chips of `plan`, such as "h100".
             gpus: number of GPUs, by default those of the mesh. Another number changes `mesh.fsdp`.
             rows: rows of the batch over all GPUs, by default those of the example.
+            loss: name of the loss, if the engine has several; by default the first.
 
         Raises:
             InputError: the GPU is unknown, or the batch or the mesh does not divide.
         """
-        return plan_engine(self._job, gpu, gpus, gpus_per_host, rows)
+        job = self._job if loss is None else self.steps.find_job(loss)
+        return plan_engine(job, gpu, gpus, gpus_per_host, rows)
 
     def model(self, ema: bool = True) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
@@ -297,29 +296,20 @@ class Engine:
 
     @property
     def has_schedule(self) -> bool:
-        """True if `config.schedule` decides the learning rate; False with an optax transformation."""
-        return self._job.transformation is None
+        """True if `config.schedule` decides the learning rate of a loss; False with optax transformations alone."""
+        return any(job.transformation is None for job in self.steps.jobs.values())
 
     def set_schedule(self, schedule: ScheduleConfig) -> None:
         """Use other numbers in the schedule of the learning rate than those of `config`, and no other kind."""
-        config = self._job.config
-        assert schedule.kind == config.schedule.kind, "the compiled step computes the kind"
-        self._job = replace(self._job, config=replace(config, schedule=schedule))
+        assert schedule.kind == self.config.schedule.kind, "the compiled step computes the kind"
+        self.steps.jobs = {
+            name: replace(job, config=replace(job.config, schedule=schedule)) for name, job in self.steps.jobs.items()
+        }
         self.__dict__.pop("_placed_hyperparameters", None)
 
     def take_state(self, state: TrainState, identity: Identity | None) -> None:
         """Continue with this state, as a part of this run."""
         self._state, self._identity = state, identity
-
-
-def _lower_step(program: EngineProgram) -> jax.stages.Lowered:
-    lowered: jax.stages.Lowered = program.step.lower(program.state, program.batch)
-    return lowered
-
-
-def _compile_step(program: EngineProgram) -> StepStages:
-    lowered = _lower_step(program)
-    return lowered, lowered.compile()
 
 
 def _merge_weight(spec: Any, weight: Any) -> jax.Array:

@@ -4,8 +4,8 @@ import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from jaxopt_llm.data.loader import read_ahead
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
-from jaxopt_llm.engine.batches import Batches, count_rows, make_batches
+from jaxopt_llm.engine.batches import Batches, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
+from jaxopt_llm.engine.frontends import RESERVED
+from jaxopt_llm.engine.microbatches import count_rows
 from jaxopt_llm.engine.oom import make_explainer
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
@@ -42,14 +44,16 @@ class EngineWorkload:
     """An engine and its data, as the loop sees them (training/workload.py).
 
     Attributes:
-        held_out: batches of an evaluation.
+        held_out: batches of an evaluation, by the name of the loss, which is "" if there is only one.
+        last: the metrics of the last step of each of several losses.
     """
 
     engine: Engine
     config: Config
     batches: Batches
-    held_out: tuple[Any, ...]
+    held_out: Mapping[str, Sequence[Any]]
     explainer: OomExplainer
+    last: dict[str, Metrics] = field(default_factory=dict)
 
     unit = "rows"
 
@@ -83,17 +87,31 @@ class EngineWorkload:
         return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        placed = self.engine.place(batch)
+        loss, batch = batch if self.engine.losses else (None, batch)
+        placed = self.engine.place(batch, loss)
+        if not self.engine.steps.has(loss, placed):
+            self.processes.main.enter("compile")
+            self.engine.steps.find(loss, placed).compiled  # noqa: B018
+            self.processes.main.enter("step")
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
-            return self.engine.run_step(state, placed)
+            state, metrics = self.engine.run_step(state, placed, loss)
+        return state, metrics if loss is None else self._add_losses(loss, metrics)
+
+    def _add_losses(self, loss: str, metrics: Metrics) -> Metrics:
+        """Return the metrics of a step of one of several losses, with those of the last steps of the others."""
+        self.last[loss] = {name: each for name, each in metrics.items() if name not in RESERVED}
+        self.last[loss][f"{loss}_loss"] = metrics["loss"]
+        return {name: each for last in self.last.values() for name, each in last.items()} | metrics
 
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        if not self.held_out:
-            return {}
-        return {f"eval_{name}": value for name, value in self.engine.evaluate_state(state, self.held_out).items()}
+        found: dict[str, float] = {}
+        for loss, batches in self.held_out.items():
+            means = self.engine.evaluate_state(state, batches, loss=loss or None)
+            found |= {f"eval_{loss}_{name}" if loss else f"eval_{name}": value for name, value in means.items()}
+        return found
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return []
@@ -139,10 +157,12 @@ def fit(
             iterable of batches, such as a Grain IterDataset or torch's DataLoader. An iterable is read again from its
             beginning by a run that continues, so it must give the same batches. In a job of several processes, each
             gives whole batches or its own rows of them, `engine.rows.local`; of a function (step, rows) and of a
-            dataset of rows each process reads its own only.
+            dataset of rows each process reads its own only. With several losses, each batch is (name of the loss,
+            batch), which decides the loss of the step.
         steps: by default `config.training.steps`.
         run_directory: by default `config.run.directory`.
-        held_out: batches of the example's shapes, whose mean loss is measured at each evaluation, as `eval_loss`.
+        held_out: batches whose mean loss is measured at each evaluation, as `eval_loss`; with several losses (name of
+            the loss, batch), as `eval_critic_loss` for a loss `critic`.
 
     Returns:
         The engine, with the state after the last step.
@@ -175,6 +195,11 @@ def train_engine(
             engine.set_schedule(config.schedule)
         processes, name = engine.processes, "run_directory"
         batches, measured = make_batches(data, engine.rows, config.run.seed), _take_held_out(engine, held_out)
+        if config.evaluation.patience and engine.losses:
+            raise InputError(
+                f"evaluation.patience={config.evaluation.patience} compares one held-out loss, and the engine has "
+                f"several ({', '.join(engine.losses)}); set evaluation.patience=0"
+            )
         if config.evaluation.patience and config.evaluation.every and not measured:
             raise InputError(
                 f"evaluation.patience={config.evaluation.patience} compares held-out losses, and there is no held_out; "
@@ -185,7 +210,8 @@ def train_engine(
         with locked, Preemption() as preemption:
             processes.check_shared(directory, name)
             _check_directory(directory, config)
-            with open_records(config, processes, watchdog, engine.program.state, engine.metric_names) as records:
+            shown = [*engine.metric_names, *(f"{name}_loss" for name in engine.losses)]
+            with open_records(config, processes, watchdog, engine.program.state, shown) as records:
                 explainer = make_explainer(engine, records.checkpoints)
                 _run(EngineWorkload(engine, config, batches, measured, explainer), records, preemption)
     return preemption
@@ -216,17 +242,19 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
         raise InputError(f"config: {'; '.join(found)}")
 
 
-def _take_held_out(engine: Engine, held_out: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the process's rows of the held-out batches, which are checked before the first step."""
+def _take_held_out(engine: Engine, held_out: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the process's rows of the held-out batches by loss. They are checked before the first step."""
     if isinstance(held_out, Mapping):
         raise InputError("held_out: this is one batch; give a list of batches")
     if not isinstance(held_out, Iterable):
         raise InputError(f"held_out: {type(held_out).__name__} is no iterable; give a list of batches")
-    taken = []
+    taken: dict[str, list[Any]] = {}
     for number, batch in enumerate(held_out):
-        taken.append(engine.rows.take(batch, f"held_out, batch {number}"))
+        found = engine.rows.take(batch, f"held_out, batch {number}")
+        loss, rows = found if engine.losses else ("", found)
+        taken.setdefault(loss, []).append(rows)
         engine.processes.main.beat()
-    return tuple(taken)
+    return taken
 
 
 def _check_directory(directory: Path, config: Config) -> None:
@@ -265,11 +293,12 @@ def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> 
         say(records.end)
     else:
         workload.processes.main.enter("compile", start)
-        check_same_programs(workload.processes, lambda: engine.lowered_step, engine.hyperparameters)
-        with workload.explain_oom(lambda: "compiling"):
-            compiled = engine.compiled_step
         copies = copies_state(workload.config.run.check_replicas, engine.program.state)
-        workload.explainer.check_fits({STEP: (engine.lowered_step, compiled)}, copies)
+        for step in [engine.steps.find_first(name) for name in engine.steps.jobs]:
+            check_same_programs(workload.processes, lambda step=step: step.lowered, engine.hyperparameters)  # type: ignore[misc]
+            with workload.explain_oom(lambda: "compiling"):
+                compiled = step.compiled
+            workload.explainer.check_fits({STEP: (step.lowered, compiled)}, copies)
         if workload.processes.first:
-            write_memory(directory / "memory.json", engine.program.state, compiled)
+            write_memory(directory / "memory.json", engine.program.state, engine.compiled_step)
     train_workload(workload, records, preemption)

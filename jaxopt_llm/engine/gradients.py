@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.engine.frontends import LossParts
+from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.user_model import UserModel
 from jaxopt_llm.execution.gradients import add_gradients, constrain_gradients
 from jaxopt_llm.model.model import Params
@@ -35,10 +36,10 @@ def replace_zero(count: jax.Array) -> jax.Array:
 
 
 def differentiate_user_model(model: UserModel, placement: Placement) -> Differentiate:
-    """Return the function that computes the gradients of the mean loss. Batch: fields [M, B, ...], M microbatches."""
+    """Return the function that computes the gradients of the mean loss over the microbatches of a batch."""
 
-    def differentiate(state: TrainState, batch: Any, scale: jax.Array | float) -> Differentiated:
-        params = tree.merge(state.trainable, state.frozen)
+    def differentiate(state: TrainState, batch: Microbatches, scale: jax.Array | float) -> Differentiated:
+        params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
         trained = tree.restrict(model.specs, state.trainable)
 
         def one_microbatch(variables: Params, microbatch: Any) -> tuple[Params, LossParts, Params]:
@@ -51,23 +52,23 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
             gradients, (parts, after) = jax.grad(objective, has_aux=True)(make_perturbations(trained, placement))
             return after, weigh(parts), gradients
 
-        def accumulate(carry: Carry, microbatch: Any) -> tuple[Carry, None]:
+        def accumulate(carry: Carry, rows: Any) -> tuple[Carry, None]:
             variables, sums, gradients = carry
-            variables, added, more = one_microbatch(variables, microbatch)
+            variables, added, more = one_microbatch(variables, batch.join(rows))
             sums = jax.tree.map(jnp.add, sums, added)
             count = replace_zero(added.count)
             more = jax.tree.map(lambda gradient: count * gradient.astype(jnp.float32), more)
             return (variables, sums, add_gradients(gradients, more, trained, placement)), None
 
-        first = jax.tree.map(lambda x: x[0], batch)
-        if jax.tree.leaves(batch)[0].shape[0] == 1:
+        first = batch.take_first()
+        if batch.count == 1:
             variables, sums, gradients = one_microbatch(state.variables, first)
             divisor = scale
         else:
             _, *shapes = jax.eval_shape(one_microbatch, state.variables, first)
             zeros, no_gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
             begin = state.variables, zeros, constrain_gradients(no_gradients, trained, placement)
-            variables, sums, gradients = jax.lax.scan(accumulate, begin, batch)[0]
+            variables, sums, gradients = jax.lax.scan(accumulate, begin, batch.rows)[0]
             divisor = scale * replace_zero(sums.count)
         count = replace_zero(sums.count)
         metrics = {name: value / count for name, value in sums.metrics.items()}
@@ -76,12 +77,15 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
     return differentiate
 
 
-def compute_loss(model: UserModel, state: TrainState, batch: Any, placement: Placement) -> LossParts:
-    """Return the sums of a batch [M, B, ...]; see `weigh`. Each microbatch begins with the variables of the state."""
-    params = tree.merge(state.trainable, state.frozen)
+def compute_loss(model: UserModel, state: TrainState, batch: Microbatches, placement: Placement) -> LossParts:
+    """Return the sums of a batch; see `weigh`. Each microbatch begins with the variables of the state."""
+    params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
     nothing = jax.tree.map(lambda spec: None, model.specs)
 
     def one_microbatch(microbatch: Any) -> LossParts:
         return weigh(model.evaluate(params, nothing, state.variables, microbatch, placement)[0])
 
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))
+    if batch.count == 1:
+        return one_microbatch(batch.take_first())
+    parts = jax.lax.map(lambda rows: one_microbatch(batch.join(rows)), batch.rows)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)

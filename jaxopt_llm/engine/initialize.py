@@ -3,13 +3,12 @@
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.config.fields import shared_fields
@@ -19,88 +18,128 @@ from jaxopt_llm.core.jaxpr import hash_jaxpr
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.batches import count_rows
-from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
+from jaxopt_llm.engine.checks import EngineWarning, check_config, find_hidden_settings, find_unread
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.engine.frontends import Loss, make_frontend
+from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights
-from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.losses import GivenLoss, Optimizer, join_losses, read_losses
+from jaxopt_llm.engine.microbatches import check_arrays, count_rows, find_rows
+from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, visible_devices
 
 
 def initialize(
     model: Any,
-    loss: Loss,
+    loss: Loss | Mapping[str, Loss],
     example: Any,
     config: Config | str | Path | None = None,
-    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     rules: Mapping[str, str | None] | None = None,
-    evaluation_loss: Loss | None = None,
+    evaluation_loss: Loss | Mapping[str, Loss] | None = None,
     weights: Weights | None = None,
+    replicated: Sequence[str] = (),
+    trains: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
     Args:
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
-        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
-        example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
+        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars. Several losses
+            are a mapping by name; `engine.step(batch, loss=name)` then trains the parameters of one.
+        example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows, except
+            for scalars and `replicated` arrays. If these dimensions differ, the batch is one piece without rows. With
+            several losses, a mapping by the names of all of them gives each its own example.
         config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
             visible devices divide the state (ZeRO-3).
-        optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
+        optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`. With several losses, each
+            has an optimizer of its own: this one, or the one that a mapping gives.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
         evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
         weights: arrays that replace the initial parameters: a mapping by the paths of `engine.parameters`, whole or
             nested by their parts, or a function of the path. Each is a NumPy or JAX array, a memory map, a dataset of
             HDF5, a slice of safetensors, or whatever has a shape and is indexed alike. Each device reads its own part
             before the first step. None, for a path or for all paths below it, keeps the initial values.
+        replicated: patterns of the paths of the batch's arrays without rows, such as tables. Every device and every
+            microbatch gets them whole.
+        trains: patterns of the paths of the parameters that each of several losses trains, by the name of the loss. By
+            default these are the parameters whose path has its name, such as `critic/first/kernel`.
 
     Raises:
         InputError: something does not fit together.
     """
     given = config if isinstance(config, Config) else None
-    config = _resolve_config(config, example, optimizer)
+    losses, replicated = read_losses(loss, evaluation_loss, example, optimizer, trains), tuple(replicated)
+    for each in losses:
+        check_arrays(each.example, replicated)
+    rows, optimizers = count_rows(losses[0].example, replicated), [each.optimizer for each in losses]
+    config = _resolve_config(config, rows, optimizers)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.fsdp == AUTO:
         others = config.mesh.devices
         config = replace(config, mesh=replace(config.mesh, fsdp=max(len(visible_devices()) // others, 1)))
-    check_config(config, count_rows(example))
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    if given and optimizer and not isinstance(optimizer, OptimizerConfig) and (hidden := find_hidden_settings(given)):
+    if given and all(each.transformation is not None for each in losses) and (hidden := find_hidden_settings(given)):
         verb = "has" if len(hidden) == 1 else "have"
         text = f"{', '.join(hidden)} {verb} no effect beside an optax transformation, which is the whole optimizer"
         warnings.warn(text, EngineWarning, stacklevel=2)
-    frontend = make_frontend(model, loss, example, config.run.seed)
-    job = Job(
-        config=config,
-        frontend=frontend,
-        loss=loss,
-        evaluation_loss=evaluation_loss or loss,
-        example=example,
-        transformation=None if isinstance(optimizer, OptimizerConfig) else optimizer,
-        rules=dict(rules or {}),
-    )
+    frontend = make_frontend(model, *join_losses(losses), config.run.seed)
+    jobs = [_make_job(each, config, frontend, rules, replicated) for each in losses]
+    job = replace(jobs[0], others=tuple(jobs[1:]))
     if weights is not None:
         check_weights(weights, frontend.parameters)
-    # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    program = make_engine_program(job, make_abstract_mesh(config.mesh))
-    for oddity in program.model.oddities:
+    # The programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
+    mesh = make_abstract_mesh(config.mesh)
+    oddities: dict[str, None] = {}
+    for one in job.losses:
+        one.check_division(make_placement(config, mesh))
+        program = make_engine_program(one, mesh)
+        oddities |= dict.fromkeys(program.model.oddities)
+        _check_same_job(one, program, processes)
+    for oddity in oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
-    _check_same_job(job, program, processes)
     return Engine(job, processes, weights)
 
 
-def _resolve_config(config: Config | str | Path | None, example: Any, optimizer: Any) -> Config:
+def _make_job(
+    given: GivenLoss,
+    config: Config,
+    frontend: Frontend,
+    rules: Mapping[str, str | None] | None,
+    replicated: tuple[str, ...],
+) -> Job:
+    """Return the job of a loss, with its own optimizer in the settings.
+
+    Raises:
+        InputError: a setting is wrong, or an engine does not read it.
+    """
+    if isinstance(given.optimizer, OptimizerConfig):
+        config = replace(config, optimizer=given.optimizer)
+    check_config(config, count_rows(given.example, replicated))
+    return Job(
+        config=config,
+        frontend=frontend,
+        loss=given.loss,
+        evaluation_loss=given.evaluation_loss,
+        example=given.example,
+        transformation=given.transformation,
+        rules=dict(rules or {}),
+        replicated=replicated,
+        in_one_piece=find_rows(given.example, replicated) is None,
+        loss_name=given.name,
+        trains=given.trains,
+    )
+
+
+def _resolve_config(config: Config | str | Path | None, rows: int, optimizers: Sequence[Any]) -> Config:
     """Return the settings that `initialize` was given, in whatever form."""
     if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), example, optimizer)
+        config = _read_deepspeed(Path(config), rows, optimizers)
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise InputError(
             f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
             "DeepSpeed configuration"
         )
-    return replace(config, optimizer=optimizer) if isinstance(optimizer, OptimizerConfig) else config
+    return config
 
 
 def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> None:
@@ -114,10 +153,14 @@ def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> N
     processes.check_same("the model that the function makes", initial, remedy)
 
 
-def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
-    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
+def _read_deepspeed(path: Path, found: int, optimizers: Sequence[Any]) -> Config:
+    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys.
+
+    Args:
+        found: rows of the example.
+    """
     read = deepspeed.read_file(path, len(visible_devices()))
-    rows, found = read.config.training.batch_size, count_rows(example)
+    rows = read.config.training.batch_size
     if read.has("training.batch_size") and found != rows:
         raise InputError(
             f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
@@ -130,10 +173,10 @@ def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
             "a recipe of the decoder with jaxopt-llm import-config"
         )
     replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
-    if not isinstance(optimizer, OptimizerConfig):
+    if not any(isinstance(each, OptimizerConfig) for each in optimizers):
         replaced["scheduler"] = "schedule.kind"
     names = [name for name, setting in replaced.items() if read.has(setting)]
-    lines = [f"replaced by initialize(optimizer=...): {', '.join(names)}"] if optimizer is not None and names else []
+    lines = [f"replaced by initialize(optimizer=...): {', '.join(names)}"] if all(optimizers) and names else []
     if jax.process_index() == 0:
         print("\n".join([*read.lines(), *lines]), file=sys.stderr)
     return read.config

@@ -8,8 +8,8 @@ import jax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import RematConfig
-from jaxopt_llm.engine.batches import count_rows
 from jaxopt_llm.engine.engine import Engine
+from jaxopt_llm.engine.microbatches import count_rows
 from jaxopt_llm.parallel.offload import count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.memory import KnownShapes

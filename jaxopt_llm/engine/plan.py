@@ -14,7 +14,7 @@ from jaxopt_llm.compiler.convolutions import count_convolution_flops
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
-from jaxopt_llm.engine.batches import count_rows, with_rows
+from jaxopt_llm.engine.microbatches import count_rows, with_rows
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.remat_choice import compile_fitting
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -134,7 +134,7 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
         parameters=param.count_parameters(program.model.specs),
-        rows=count_rows(job.example),
+        rows=count_rows(job.example, job.replicated),
         compile_seconds=seconds,
         memory=sum_by_kind(program.state, known, peak.memory, peak.temporaries),
         largest=find_largest(program.state, known, peak.temporaries),
@@ -161,7 +161,11 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
         if gpus % others:
             raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
         job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
-    rows = count_rows(job.example) if rows is None else rows
+    if job.in_one_piece:
+        if rows is not None:
+            raise InputError(f"plan: rows={rows}, but the arrays of the example have no common rows; leave it out")
+        return job
+    rows = count_rows(job.example, job.replicated) if rows is None else rows
     mesh, accumulation = job.config.mesh, job.config.training.accumulation
     parts = accumulation * mesh.batch_shards
     if rows % parts:
@@ -170,4 +174,4 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
             f"{parts // accumulation} GPUs along data and fsdp; give a number of rows that is, such as "
             f"rows={math.ceil(rows / parts) * parts} (--rows)"
         )
-    return replace(job, example=with_rows(job.example, rows))
+    return replace(job, example=with_rows(job.example, rows, job.replicated))

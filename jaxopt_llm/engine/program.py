@@ -7,20 +7,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxopt_llm.compiler import kernel_choice, xla_options
-from jaxopt_llm.config import BATCH_AXES, Config
+from jaxopt_llm.config import Config
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.attention import make_selector
+from jaxopt_llm.engine.attention import AttentionSelector, make_selector
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
-from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
+from jaxopt_llm.engine.microbatches import Microbatches, check_division, split_batch
+from jaxopt_llm.engine.user_model import (
+    LossTrace,
+    Rules,
+    UserModel,
+    make_user_model,
+    nest_variables,
+    run_abstractly,
+)
 from jaxopt_llm.kernels.attention import CHECKPOINT_NAME
 from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
@@ -30,7 +37,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import lora, moments, optimizer
 from jaxopt_llm.training.state import StateSpecs
 from jaxopt_llm.training.step import Advance, BindOptimizers, StepSettings, update_after_backward
-from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
+from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_share, make_step_program
 from jaxopt_llm.training.update import WholeOptimizer
 
 # Policies that rematerialise layers -> the checkpoint names of the results that they keep.
@@ -43,6 +50,11 @@ class Job:
 
     transformation: the user's optimizer; None for `config.optimizer`.
     rules: names of dimensions -> mesh axis.
+    replicated: patterns of the paths of the batch's arrays without rows.
+    in_one_piece: whether the batches have no rows at all; see microbatches.py.
+    loss_name: name of the loss; "" if the engine has one loss.
+    trains: patterns of the parameters that the loss trains, of those that `config.training.trainable` selects.
+    others: the jobs of the engine's other losses, which have no `others`.
     """
 
     config: Config
@@ -52,6 +64,27 @@ class Job:
     example: Any
     transformation: optax.GradientTransformation | None
     rules: Rules
+    replicated: tuple[str, ...] = ()
+    in_one_piece: bool = False
+    loss_name: str = ""
+    trains: tuple[str, ...] = ("*",)
+    others: tuple["Job", ...] = ()
+
+    @property
+    def losses(self) -> list["Job"]:
+        """The jobs of all losses of the engine, this one first."""
+        every = (self, *self.others)
+        return [
+            replace(job, others=tuple(replace(each, others=()) for each in every if each is not job)) for job in every
+        ]
+
+    def check_division(self, placement: Placement) -> None:
+        """Raise InputError if the example cannot be divided; see microbatches.check_division."""
+        check_division(self.example, self.replicated, self.config.training.accumulation, placement)
+
+    def split(self, microbatches: int, placement: Placement) -> Microbatches:
+        """Return the example as the step takes it, as ShapeDtypeStructs; see `split_batch`."""
+        return split_batch(self.example, self.replicated, microbatches, placement, self.in_one_piece)
 
 
 @dataclass(frozen=True)
@@ -66,6 +99,11 @@ class EngineProgram(StepProgram):
     evaluation: Any
 
 
+def make_placement(config: Config, mesh: Any) -> Placement:
+    """Return the placement of an engine on a mesh."""
+    return Placement(mesh, config.sharding, config.precision, config.offload, reduces_microbatches=True)
+
+
 def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     """Make the program on a mesh, which may be one of devices that do not exist.
 
@@ -76,25 +114,32 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     if isinstance(mesh, Mesh):
         kernel_choice.check_matmul(mesh.devices.flat[0], config.precision.matmul)
         xla_options.check_options(config.xla, mesh)
-    placement = Placement(mesh, config.sharding, config.precision, config.offload, reduces_microbatches=True)
-    batch = split_microbatches(job.example, config.training.accumulation, placement)
-    microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    placement = make_placement(config, mesh)
+    batch = job.split(config.training.accumulation, placement)
     attention = make_selector(placement, config.training.attention)
-    plain = make_user_model(job.frontend, job.loss, microbatch, job.rules, placement, attention)
+    traces = [_trace_other(each, placement, attention) for each in job.others]
+    plain = make_user_model(
+        *(job.frontend, job.loss, _drop_shardings(batch), job.rules, placement, attention), others=traces
+    )
     _check_effects(plain, config)
     plain = replace(plain, saved=SAVED.get(config.remat.policy))
     model, trained, frozen = adapt_user_model(plain, config)
-    _check_specs(job, plain.specs, trained, placement)
+    shares = _divide_among_losses(job, model, trained)
+    _check_specs(job, plain.specs, shares[job.loss_name], placement)
     parts = ModelParts(
-        trained=trained,
-        frozen=frozen,
+        trained=shares[job.loss_name],
+        frozen=tree.merge(frozen, tree.exclude(trained, shares[job.loss_name])),
         make_advance=functools.partial(_make_advance, model, placement),
         batch=batch,
         recomputes_layers=model.recomputes,
         variables=_make_variable_specs(job.frontend),
+        loss=job.loss_name,
+        others={
+            each.loss_name: make_share(each.config, shares[each.loss_name], _make_whole_optimizer(each, model))
+            for each in job.others
+        },
     )
-    whole = None if job.transformation is None else _make_whole_optimizer(job.transformation, model)
-    made = make_step_program(config, placement, parts, whole)
+    made = make_step_program(config, placement, parts, _make_whole_optimizer(job, model))
     measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
     evaluated = functools.partial(compute_loss, measured, placement=placement.for_evaluation())
     evaluation = jax.jit(
@@ -157,7 +202,52 @@ def _check_specs(job: Job, specs: Params, trained: Params, placement: Placement)
         raise InputError(f"config: {'; '.join(found)}")
 
 
-def _make_whole_optimizer(transformation: optax.GradientTransformation, model: UserModel) -> WholeOptimizer:
+def _trace_other(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:
+    """Run the loss of another job of the engine abstractly."""
+    batch = _drop_shardings(job.split(job.config.training.accumulation, placement))
+    return run_abstractly(job.frontend, job.loss, batch, placement, attention)
+
+
+def _drop_shardings(batch: Microbatches) -> Any:
+    """Return a microbatch as ShapeDtypeStructs."""
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch.rows)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch.join(rows))
+
+
+def _divide_among_losses(job: Job, model: UserModel, trained: Params) -> dict[str, Params]:
+    """Return the specs of the parameters that each loss trains, by its name.
+
+    Raises:
+        InputError: a loss trains nothing, or a parameter is trained by no loss.
+    """
+    if not job.others:
+        return {job.loss_name: trained}
+    paths = [path for path, _ in tree.leaves_with_path(trained)]
+    shares, left = {}, {*paths}
+    for each in job.losses:
+        selected = {*_matches(paths, _add_sections(model, each.trains))}
+        share, _ = tree.partition(trained, selected.__contains__)
+        if not selected:
+            raise InputError(
+                f"trains: {', '.join(each.trains)} of the loss {each.loss_name} matches no trained parameter; give "
+                f"patterns of paths, as in trains={{'{each.loss_name}': 'encoder/*'}} (examples: "
+                f"{', '.join(sorted(paths)[:3])})"
+            )
+        shares[each.loss_name] = share
+        left -= selected
+    if left:
+        raise InputError(
+            f"trains: no loss trains {min(left)}; add it to the parameters of a loss in initialize(trains=...), or "
+            "leave it out of training.trainable"
+        )
+    return shares
+
+
+def _make_whole_optimizer(job: Job, model: UserModel) -> WholeOptimizer | None:
+    """Return the optimizer of the user; None for that of the configuration."""
+    if job.transformation is None:
+        return None
+
     def to_tree(sections: Any) -> Any:
         return model.frontend.as_tree(model.flatten(sections))
 
@@ -165,7 +255,7 @@ def _make_whole_optimizer(transformation: optax.GradientTransformation, model: U
         by_path = dict(tree.leaves_with_path(parameters, is_wrapped))
         return model.nest([by_path.get(info.path) for info in model.frontend.parameters])
 
-    return WholeOptimizer(transformation, to_tree, from_tree)
+    return WholeOptimizer(job.transformation, to_tree, from_tree)
 
 
 def _make_variable_specs(frontend: Frontend) -> Params:
@@ -226,36 +316,3 @@ def _add_sections(model: UserModel, patterns: Sequence[str]) -> tuple[str, ...]:
 
 def _matches(paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [path for path in paths if tree.first_match(path, patterns)]
-
-
-def split_microbatches(example: Any, microbatches: int, placement: Placement) -> Any:
-    """Return a batch of such arrays as ShapeDtypeStructs [M, B, ...], with shardings.
-
-    Raises:
-        InputError: the arrays have different numbers of rows, or the rows do not divide by the mesh.
-    """
-    rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(example)}
-    if len(rows) != 1 or () in rows:
-        found = ", ".join(str(size[0]) if size else "none" for size in sorted(rows))
-        raise InputError(
-            f"example: its arrays have different numbers of rows, the first dimension ({found}); every array of a "
-            "batch needs the same number"
-        )
-    ((size,),) = rows
-    axes = tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
-    if size % (microbatches * placement.size(*axes)):
-        parts = {"training.accumulation": microbatches} | {f"mesh.{axis}": placement.size(axis) for axis in axes}
-        over = " × ".join(f"{name}={value}" for name, value in parts.items() if value > 1)
-        step = math.prod(parts.values())
-        nearest = [size // step * step, (size // step + 1) * step]
-        raise InputError(
-            f"example: {size} rows are not divisible by {over} (nearest that are: "
-            f"{' and '.join(str(each) for each in nearest if each)})"
-        )
-
-    def split(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = (microbatches, size // microbatches, *jnp.shape(leaf)[1:])
-        sharding = NamedSharding(placement.mesh, PartitionSpec(None, axes or None))
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding)
-
-    return jax.tree.map(split, example)

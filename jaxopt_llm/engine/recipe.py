@@ -1,7 +1,7 @@
 """Recipes with a model of their own: what `train` and `plan` make of them.
 
 Such a recipe defines `model`, `loss` and `data`, and may define `example`, `optimizer`, `rules`, `evaluation_loss`,
-`weights` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
+`weights`, `replicated`, `trains` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
 """
 
 import sys
@@ -18,6 +18,9 @@ from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.fit import train_engine
 from jaxopt_llm.engine.initialize import initialize
 
+# Arguments of `initialize` that a recipe may define, besides `example`.
+OPTIONAL = ("optimizer", "rules", "evaluation_loss", "weights", "replicated", "trains")
+
 
 def make_engine(recipe: Recipe, processes: Processes = SINGLE_PROCESS) -> Engine:
     """Return the engine of a recipe. Its example is the recipe's, or the first batch of its data.
@@ -29,7 +32,7 @@ def make_engine(recipe: Recipe, processes: Processes = SINGLE_PROCESS) -> Engine
     """
     check_recipe(recipe)
     names = recipe.names
-    given = {name: names[name] for name in ("optimizer", "rules", "evaluation_loss", "weights") if name in names}
+    given = {name: names[name] for name in OPTIONAL if name in names}
     example = names["example"] if "example" in names else read_example(names["data"], recipe.config.training.batch_size)
     # The devices open when all processes come to them. JAX fails if one comes minutes later, so the wait is here.
     processes.channel("example").exchange("")

@@ -1,5 +1,6 @@
 """A user's model and loss under the engine: specs of its parameters, and its loss over placed weights."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import AttentionSelector
-from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities
+from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities, find_unread_parameters
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.engine.repeated_blocks import name_blocks
 from jaxopt_llm.execution.lazy_weights import Lazy
@@ -36,7 +37,7 @@ class UserModel:
         specs: {"non_layer": parameters outside of loops, "segment_0": parameters of a loop over layers, ...}, each as
             nested dicts by the parameter's path.
         sections: the section of each parameter of the front-end.
-        uses: how the loss reads each parameter.
+        uses: how the losses of the engine read each parameter.
         blocks: the block of each parameter; see repeated_blocks.py.
         oddities: what the user probably did not intend; see checks.py.
         attention: selects the implementations of the loss's attention.
@@ -90,8 +91,9 @@ class UserModel:
 
     @property
     def has_layers(self) -> bool:
-        """True if the loss has a loop over stacked layers, or repeated blocks."""
-        return any(section != "non_layer" for section in self.sections) or any(self.blocks)
+        """True if a loss of the engine has a loop over stacked layers, or repeated blocks."""
+        blocks = name_blocks(self.frontend.parameters, self.uses)
+        return any(section != "non_layer" for section in self.sections) or any(blocks)
 
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
@@ -185,16 +187,21 @@ def _cast_float(value: Any, like: Any) -> Any:
     return value.astype(like.dtype) if floats else value
 
 
-def make_user_model(
-    frontend: Frontend, loss: Loss, batch: Any, rules: Rules, placement: Placement, attention: AttentionSelector
-) -> UserModel:
-    """Return the model, after one abstract run of the loss that shows how it reads each parameter.
+@dataclass(frozen=True)
+class LossTrace:
+    """The jaxpr of a loss of a microbatch, and how it reads each parameter."""
 
-    Args:
-        batch: a microbatch as ShapeDtypeStructs.
+    closed: ClosedJaxpr
+    uses: Sequence[Sequence[Use]]
+
+
+def run_abstractly(
+    frontend: Frontend, loss: Loss, batch: Any, placement: Placement, attention: AttentionSelector
+) -> LossTrace:
+    """Run a loss abstractly on a microbatch, given as ShapeDtypeStructs.
 
     Raises:
-        InputError: the loss changes a parameter, a rule does not fit, or an attention cannot be computed as requested.
+        InputError: the loss changes a parameter, or an attention cannot be computed as requested.
     """
     check_parameters(frontend.parameters)
     dtype = jnp.dtype(placement.precision.compute_dtype)
@@ -204,10 +211,35 @@ def make_user_model(
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
+    return LossTrace(closed, uses)
+
+
+def make_user_model(
+    frontend: Frontend,
+    loss: Loss,
+    batch: Any,
+    rules: Rules,
+    placement: Placement,
+    attention: AttentionSelector,
+    others: Sequence[LossTrace] = (),
+) -> UserModel:
+    """Return the model, after one abstract run of the loss that shows how it reads each parameter.
+
+    Args:
+        batch: a microbatch as ShapeDtypeStructs.
+        others: traces of the other losses of the engine. Its parameters have specs that fit all losses.
+
+    Raises:
+        InputError: the loss changes a parameter, a rule does not fit, or an attention cannot be computed as requested.
+    """
+    trace = run_abstractly(frontend, loss, batch, placement, attention)
+    closed, own = trace.closed, trace.uses
+    uses = [[*itertools.chain(*each)] for each in zip(own, *(other.uses for other in others), strict=True)]
     named = [_name_dimensions(*pair) for pair in zip(frontend.parameters, uses, strict=True)]
     specs = [_make_spec(info, found, rules) for info, found in zip(named, uses, strict=True)]
     oddities = check_rules(named, rules, placement)
-    oddities += find_oddities(frontend, closed, uses, placement.precision.compute_dtype)
+    oddities += find_unread_parameters(frontend, uses)
+    oddities += find_oddities(frontend, closed, own, placement.precision.compute_dtype)
     oddities += attention.warnings()
     lengths = list(dict.fromkeys(spec.shape[0] for spec in specs if spec.leading))
     sections = tuple(f"segment_{lengths.index(spec.shape[0])}" if spec.leading else "non_layer" for spec in specs)
@@ -218,7 +250,7 @@ def make_user_model(
         specs=nest(paths, specs),
         sections=sections,
         uses=tuple(map(tuple, uses)),
-        blocks=name_blocks(frontend.parameters, uses),
+        blocks=name_blocks(frontend.parameters, own),
         oddities=tuple(oddities),
         attention=attention,
         traced=closed,

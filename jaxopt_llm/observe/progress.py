@@ -95,7 +95,7 @@ class ProgressLine:
                 if name.startswith("eval_loss/")
             ]
             yield f"held-out {record['eval_loss']:.4f}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
-        for name in self._shown:
+        for name in filter(record.__contains__, self._shown):  # a loss of several may not have had a step yet
             held_out = f" (held-out {record[f'eval_{name}']:.4f})" if f"eval_{name}" in record else ""
             yield f"{name} {_decimals(record[name], 4)}{held_out}"
         if "learning_rate" in record:  # not with an optimizer of the user

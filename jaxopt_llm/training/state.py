@@ -1,5 +1,6 @@
 """Training state and its sharding. Conversion to and from checkpoint trees: saved_state.py."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ class TrainState:
         frozen: parameters without master weights or moments.
         guard: see guard.py.
         loss_scale: see loss_scale.py; empty without loss scaling.
+            With several losses (shares.py), `moments`, `guard` and `loss_scale` are dicts by the name of the loss.
         variables: the model's variables that are not parameters, such as running means; empty for the decoder.
         average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
         groups: GROUP_FIELDS of each group of devices, [G, ...]; empty without local steps (local_steps.py), which give
@@ -124,7 +126,9 @@ def make_state_specs(
     """
     moments = update.moment_specs(optimizers, specs)
     average = specs if averages else None
-    return StateSpecs(specs, moments, frozen, guard_specs(), loss_scale_specs(precision), keep_frozen, average=average)
+    guard = update.for_each_loss(optimizers, guard_specs)
+    loss_scale = update.for_each_loss(optimizers, functools.partial(loss_scale_specs, precision))
+    return StateSpecs(specs, moments, frozen, guard, loss_scale, keep_frozen, average=average)
 
 
 def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
@@ -226,8 +230,8 @@ def initialize_state(
             moments=update.initialize_moments(optimizers, specs.masters, masters),
             compute=None,
             frozen=tree.restrict(params, specs.frozen),
-            guard=initialize_guard(),
-            loss_scale=initialize_loss_scale(placement.precision),
+            guard=update.for_each_loss(optimizers, initialize_guard),
+            loss_scale=update.for_each_loss(optimizers, functools.partial(initialize_loss_scale, placement.precision)),
             variables=variables,
         )
 

@@ -24,7 +24,7 @@ from jaxopt_llm.training.guard import Guard, judge_step
 from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
-from jaxopt_llm.training.update import Optimizers, Scalars, Updatable
+from jaxopt_llm.training.update import LossOptimizer, Scalars, Updatable
 
 Metrics = dict[str, jax.Array]
 # (state, batch, hyperparameters) -> (state, metrics). With an optimizer of the user there are no hyperparameters.
@@ -99,7 +99,7 @@ class Outcome:
 
 Differentiate = Callable[[TrainState, Any, jax.Array | float], Differentiated]  # (state, batch, loss scale)
 Advance = Callable[[TrainState, Any, Hyperparameters | None], Outcome]  # (state, batch, hyperparameters)
-BindOptimizers = Callable[[Hyperparameters | None], Optimizers]
+BindOptimizers = Callable[[Hyperparameters | None], LossOptimizer]
 BindSchedule = Callable[[Hyperparameters | None], optax.Schedule | None]
 
 

@@ -13,6 +13,7 @@ import optax
 
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import Config
+from jaxopt_llm.core import tree
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
@@ -21,9 +22,10 @@ from jaxopt_llm.training.hyperparameters import Hyperparameters, read_hyperparam
 from jaxopt_llm.training.local_steps import LocalStep, has_groups, inside_group, jit_outer_step, make_group_specs
 from jaxopt_llm.training.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.training.schedule import make_schedule
+from jaxopt_llm.training.shares import ShareStep
 from jaxopt_llm.training.state import StateSpecs, TrainState
 from jaxopt_llm.training.step import Advance, BindOptimizers, BoundStep, StepSettings, jit_step, make_step_function
-from jaxopt_llm.training.update import Optimizers, WholeOptimizer
+from jaxopt_llm.training.update import LossOptimizer, Optimizers, Share, Shares, WholeOptimizer
 
 MakeAdvance = Callable[[BindOptimizers, StateSpecs, StepSettings], Advance]
 
@@ -38,6 +40,9 @@ class ModelParts:
         make_advance: makes the loss, the backward and the update.
         batch: its batch as ShapeDtypeStructs with shardings.
         recomputes_layers: whether the backward computes each layer again.
+        loss: name of the loss, if there are several.
+        others: what the other losses train, by name; `trained` are then the parameters of this loss, and `frozen` all
+            others. See shares.py.
     """
 
     trained: Params
@@ -46,6 +51,8 @@ class ModelParts:
     batch: Any
     recomputes_layers: bool
     variables: Params = field(default_factory=dict)
+    loss: str = ""
+    others: Shares = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,12 +91,15 @@ def make_step_program(
     """
     training, hyperparameters = config.training, None if whole is not None else read_hyperparameters(config)
     bind = functools.partial(_bind_optimizers, config, parts.trained, whole)
-    optimizers = bind(hyperparameters)
-    averages = training.ema_decay > 0
-    specs = training_state.make_state_specs(
-        *(parts.trained, parts.frozen, optimizers, placement.precision, keep_frozen), averages=averages
-    )
-    specs = replace(specs, variables=parts.variables)
+    optimizers: Optimizers = bind(hyperparameters)
+
+    def make_specs(trained: Params, frozen: Params, optimizers: Optimizers) -> StateSpecs:
+        specs = training_state.make_state_specs(
+            *(trained, frozen, optimizers, placement.precision, keep_frozen), averages=training.ema_decay > 0
+        )
+        return replace(specs, variables=parts.variables)
+
+    specs = make_specs(parts.trained, parts.frozen, optimizers)
     advance = parts.make_advance(bind, specs, _make_settings(config, whole is None))
     batch_sharding = jax.tree.map(lambda x: x.sharding, parts.batch)
     options = xla_options.compiler_options(
@@ -102,6 +112,12 @@ def make_step_program(
     )
     bind_schedule = functools.partial(_bind_schedule, config)
     step, outer_step = make_step_function(advance, bind_schedule, inside_group(placement)), None
+    if parts.others:
+        step = ShareStep(step, parts.loss, parts.trained).step
+        shares = {parts.loss: Share(parts.trained, bind(hyperparameters)), **parts.others}
+        optimizers = {name: shares[name] for name in sorted(shares)}
+        trained = functools.reduce(tree.merge, [share.trained for share in optimizers.values()])
+        specs = make_specs(trained, tree.exclude(parts.frozen, trained), optimizers)
     if has_groups(config):
         specs = make_group_specs(specs, placement.size("data"))
         step = LocalStep(step, placement).step
@@ -109,6 +125,12 @@ def make_step_program(
     bound = BoundStep(jit_step(step, specs, placement, batch_sharding, options), hyperparameters, placement)
     state = training_state.abstract_state(specs, placement)
     return StepProgram(specs, optimizers, bound, outer_step, state, parts.batch)
+
+
+def make_share(config: Config, trained: Params, whole: WholeOptimizer | None) -> Share:
+    """Return what one of several losses trains. whole: see `make_step_program`."""
+    numbers = None if whole is not None else read_hyperparameters(config)
+    return Share(trained, _bind_optimizers(config, trained, whole, numbers))
 
 
 def _make_settings(config: Config, own_optimizer: bool) -> StepSettings:
@@ -134,7 +156,7 @@ def _bind_schedule(config: Config, values: Hyperparameters | None) -> optax.Sche
 
 def _bind_optimizers(
     config: Config, trained: Params, whole: WholeOptimizer | None, values: Hyperparameters | None
-) -> Optimizers:
+) -> LossOptimizer:
     """Return the optimizer of the user, or those of the configuration with these numbers."""
     if whole is not None:
         return whole

@@ -17,7 +17,7 @@ index into the axis that is sharded over the stages would make XLA gather it.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.ema import move_average
 from jaxopt_llm.training.host_update import update_by_parts
 
+T = TypeVar("T")
 WHOLE = "whole"  # the only key of the moments of a WholeOptimizer
 UPDATE = "update"  # the named scope of the update in compiled programs and profiles
 
@@ -106,7 +107,32 @@ class WholeOptimizer:
 
 
 SectionOptimizers = dict[str, optax.GradientTransformation]  # by section
-Optimizers = SectionOptimizers | WholeOptimizer
+LossOptimizer = SectionOptimizers | WholeOptimizer  # the optimizer of one loss
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several losses trains, and its optimizer.
+
+    trained: specs of its parameters, with None for all others.
+    """
+
+    trained: Params
+    optimizer: LossOptimizer
+
+
+Shares = dict[str, Share]  # by the name of the loss; see shares.py
+Optimizers = LossOptimizer | Shares
+
+
+def has_shares(optimizers: Optimizers) -> TypeGuard[Shares]:
+    """Return whether there are several losses, with an optimizer each."""
+    return isinstance(optimizers, dict) and any(isinstance(each, Share) for each in optimizers.values())
+
+
+def for_each_loss(optimizers: Optimizers, make: Callable[[], T]) -> T | dict[str, T]:
+    """Return what `make` returns, with several losses once for each of them, by name."""
+    return {name: make() for name in optimizers} if has_shares(optimizers) else make()
 
 
 def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformation], specs: Params) -> SectionOptimizers:
@@ -119,7 +145,12 @@ def make_optimizers(make: Callable[[str, tree.Tree], optax.GradientTransformatio
 
 
 def initialize_moments(optimizers: Optimizers, specs: Params, masters: Params) -> Params:
-    """Return the initial optimizer state of every section."""
+    """Return the initial optimizer state of every section, with several losses by the name of the loss."""
+    if has_shares(optimizers):
+        return {
+            name: initialize_moments(share.optimizer, share.trained, tree.restrict(masters, share.trained))
+            for name, share in optimizers.items()
+        }
     if isinstance(optimizers, WholeOptimizer):
         return optimizers.initialize(masters)
 
@@ -139,6 +170,8 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
     A moment has the axes of its parameter, and in 8 bits both codes and scales have them. Other leaves have only the
     axes of the stack. ZeRO shards the optimizer state along these axes.
     """
+    if has_shares(optimizers):
+        return {name: moment_specs(share.optimizer, share.trained) for name, share in optimizers.items()}
 
     def section_specs(
         parameters: list[tuple[str, ParamSpec]], layers: np.ndarray | None, state: tree.Tree
@@ -184,7 +217,7 @@ def join_sections(sections: dict[str, Updatable]) -> Updatable:
 
 
 def apply_gradients(
-    optimizers: Optimizers,
+    optimizers: LossOptimizer,
     specs: Params,
     state: Updatable,
     gradients: Params,

@@ -227,8 +227,9 @@ def test_rows_are_taken_from_whole_batches_and_from_own_ones(local: Sequence[int
     own = jax.tree.map(lambda leaf: leaf[list(local)], whole)
     jax.tree.map(np.testing.assert_array_equal, rows.take(whole), own)
     jax.tree.map(np.testing.assert_array_equal, rows.take(own), own)
-    with pytest.raises(InputError, match="batch: x is float32"):
-        rows.take(make_example(3))
+    if len(local) < 8:
+        with pytest.raises(InputError, match="batch: it has 3 rows; in a job of several processes"):
+            rows.take(make_example(3))
     # What the example does not have is not looked at, whatever its length; lists are arrays.
     for batch in (whole, own):
         jax.tree.map(np.testing.assert_array_equal, rows.take({"a": np.ones(3), "name": "first"} | batch), own)

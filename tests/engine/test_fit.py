@@ -153,8 +153,14 @@ def test_a_signal_at_the_end_of_a_run_reaches_the_script(tmp_path: Path, monkeyp
         (3, "neither a function of the step"),
         ([], "the dataset is empty"),
         (lambda step: {"x": make_batch(step)["x"]}, "y is missing"),
-        (lambda step: make_batch(step) | {"x": np.zeros((4, 8))}, r"x is float64\[4,8\], and the example has"),
-        ([{"x": np.zeros(7), "y": np.zeros(1)}], r"x is float64\[7\], and the example has float32\[8\]"),
+        (
+            lambda step: make_batch(step) | {"x": np.zeros(16)},
+            r"batch 0 of .*: x is float64\[16\], and the example has",
+        ),
+        (lambda step: make_batch(step) | {"x": np.zeros((4, 8))}, r"no common number of rows, .*\(x: 4, y: 16\)"),
+        ([{"x": np.zeros((1, 1, 8)), "y": np.zeros(1)}], r"x is float64\[1,1,8\], and the example has float32\[8\]"),
+        ([{"x": np.zeros(7), "y": np.zeros(1)}], r"x float32\[16,7\] .* the loss fails with it: "),
+        ([{"x": np.zeros(7 + n), "y": np.zeros(1)} for n in range(20)], "rows of x have different shapes"),
     ],
 )
 def test_data_that_does_not_fit_is_named(data: Any, message: str, tmp_path: Path) -> None:
@@ -298,10 +304,10 @@ def test_a_generator_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "held_out", [[make_batch(0), {"x": make_batch(0)["x"][:4], "y": make_batch(0)["y"][:4]}], make_batch]
+    "held_out", [[make_batch(0), {"x": make_batch(0)["x"][:4], "y": make_batch(0)["y"]}], make_batch]
 )
 def test_held_out_batches_are_checked_before_the_first_step(held_out: Any, tmp_path: Path) -> None:
-    message = "held_out, batch 1: x is .* every batch needs as many rows|held_out: function is no iterable"
+    message = "held_out, batch 1: its arrays have no common number of rows|held_out: function is no iterable"
     with pytest.raises(InputError, match=message):
         jaxopt_llm.fit(make_engine(), make_batch, 1, tmp_path / "run", held_out)
     assert not (tmp_path / "run").exists()

@@ -49,7 +49,7 @@ def test_a_step_that_runs_out_of_memory_is_explained(tmp_path: Path, monkeypatch
                 raise jax.errors.JaxRuntimeError(XLA)
             return compiled(*arguments)
 
-    monkeypatch.setitem(engine.__dict__, "compiled_step", Failing())
+    monkeypatch.setitem(engine.steps.find_first().__dict__, "compiled", Failing())
     told = "out of memory in step 4 or the one before: XLA could not allocate 16.00 GiB more; .* checkpoint 2 in "
     with pytest.raises(OutOfMemory, match=told) as refused:
         jaxopt_llm.fit(engine, lambda step: BATCH, 6, tmp_path / "run")
