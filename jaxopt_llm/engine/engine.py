@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
@@ -23,11 +24,11 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ScheduleConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.metric import read_value
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.batches import BatchRows
 from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
-from jaxopt_llm.engine.gradients import replace_zero
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
 from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
@@ -158,7 +159,7 @@ class Engine:
             self._weights = None  # they may be arrays in the host's memory
         return self._state
 
-    def step(self, batch: Any) -> Metrics:
+    def step(self, batch: Any) -> dict[str, jax.Array]:
         """Train on one batch: arrays of the example's shapes. Return the metrics, which are on the device.
 
         In a job of several processes each gives a whole batch, or its own rows of it (`rows.local`).
@@ -168,7 +169,7 @@ class Engine:
         updated in place.
         """
         self._state, metrics = self.run_step(self.state, self.place(batch))
-        return metrics
+        return {name: read_value(metric) for name, metric in metrics.items()}
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated.
@@ -188,10 +189,9 @@ class Engine:
         each = [self._evaluate_batch(state, self.place(batch)) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
-        sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
-        totals = {"loss": sums.total, **sums.metrics}
-        count = float(replace_zero(sums.count))
-        return {name: float(value) / count for name, value in totals.items()}
+        stacked: LossParts = jax.tree.map(lambda *values: np.stack(values, dtype=np.float64), *each)
+        whole = stacked.join()
+        return {"loss": float(whole.mean())} | {name: float(read_value(each)) for name, each in whole.metrics.items()}
 
     def _evaluate_batch(self, state: TrainState, placed: Any) -> LossParts:
         with self.processes.main.wait():

@@ -26,7 +26,9 @@ from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
 from jaxopt_llm.training.update import Optimizers, Scalars, Updatable
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]  # arrays on the device, or `Metric`s of them
+# The metrics of every step. All others are the model's.
+OF_STEP = ("loss", "grad_norm", "skipped", "skipped_in_a_row", "overflow", "learning_rate", "loss_scale")
 # (state, batch, hyperparameters) -> (state, metrics). With an optimizer of the user there are no hyperparameters.
 Step = Callable[[TrainState, Any, Hyperparameters | None], tuple[TrainState, Metrics]]
 
@@ -103,10 +105,15 @@ BindOptimizers = Callable[[Hyperparameters | None], Optimizers]
 BindSchedule = Callable[[Hyperparameters | None], optax.Schedule | None]
 
 
+def is_of_step(name: str) -> bool:
+    """Return whether a metric is one of every step, or one of several such as `learning_rate/head`."""
+    return name.partition("/")[0] in OF_STEP
+
+
 def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:
     """Return the step, not jitted.
 
-    Metrics are float32 scalars, except for the counts and `overflow`:
+    Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
 
     - `loss`, `grad_norm`: may be infinite or NaN.
     - `learning_rate`: rate of this step, if there is a schedule.
