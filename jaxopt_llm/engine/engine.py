@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,23 @@ from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.queries import jit_gradients, jit_prediction, place_rows, rebuild_gradients
 from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.rows import LocalRows
-from jaxopt_llm.training import saved_state
+from jaxopt_llm.training import injected_rates, saved_state
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
 from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.restore import load_state
+from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.training.update import WHOLE
 
+PREDICTIONS = 16  # functions of `predict` whose compiled programs are kept
 StepStages = tuple[jax.stages.Lowered, jax.stages.Compiled]
 
 
@@ -53,11 +57,18 @@ class Engine:
     Nothing is allocated before the first call of `step`, `evaluate`, `model`, `save` or `restore`.
     """
 
-    def __init__(self, job: Job, processes: Processes = SINGLE_PROCESS, weights: Weights | None = None) -> None:
-        self.config, self.processes, self._weights = job.config, processes, weights
+    def __init__(
+        self,
+        job: Job,
+        processes: Processes = SINGLE_PROCESS,
+        weights: Weights | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        self.config, self.processes, self._weights, self._devices = job.config, processes, weights, devices
         self._job, self._frontend = job, job.frontend
         self._state: TrainState | None = None
         self._identity: Identity | None = None  # that of its run, once there is one
+        self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
         self._lost = ""  # why there is no state, after a restore that failed
 
     @property
@@ -73,7 +84,7 @@ class Engine:
     @functools.cached_property
     def _choice(self) -> tuple[EngineProgram, StepStages | None]:
         """The program, and its compiled step if the choice of a policy has compiled it."""
-        mesh = make_mesh(self.config.mesh)
+        mesh = make_mesh(self.config.mesh, self._devices)
         limit = find_limit(mesh.devices.flat[0])
         program = make_engine_program(self._job, mesh)
         if limit is not None:
@@ -95,7 +106,7 @@ class Engine:
 
     @property
     def program(self) -> EngineProgram:
-        """Program on the visible devices."""
+        """Program on the devices."""
         return self._choice[0]
 
     @functools.cached_property
@@ -165,8 +176,9 @@ class Engine:
         In a job of several processes each gives a whole batch, or its own rows of it (`rows.local`).
 
         The metrics are `loss`, `grad_norm`, `skipped` (number of skipped steps so far), `skipped_in_a_row`, `overflow`,
-        with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
-        updated in place.
+        with a loss scale `loss_scale`, and those of the loss. `learning_rate` is among them with `config.schedule`, and
+        with an optax transformation by `optax.inject_hyperparams`; if that has several, they are `learning_rate/` and
+        the label of each. The state is updated in place.
         """
         self._state, metrics = self.run_step(self.state, self.place(batch))
         return {name: read_value(metric) for name, metric in metrics.items()}
@@ -210,6 +222,89 @@ class Engine:
         local = self.rows.take(batch)
         on_device = jax.tree.map(lambda x, target: x.astype(target.dtype, copy=False), local, self.program.batch)
         return self._placed_rows.make_global(on_device)
+
+    @functools.cached_property
+    def _compute_gradients(self) -> Any:
+        return jit_gradients(self._job, self.program)
+
+    def gradients(self, batch: Any) -> Any:
+        """Return the gradients of the mean loss of a batch, float32, as `step` computes them. Nothing is updated.
+
+        They are an `nnx.State`, the tree of Linen's params, or the pytree, and are not clipped. None, and in an
+        `nnx.State` no entry, stands for a parameter that is not trained. A parameter with an adapter has a dict of the
+        gradients of `lora_a` and `lora_b`. The devices divide them as they divide the parameters.
+
+        Args:
+            batch: as for `step`, with its microbatches.
+        """
+        return rebuild_gradients(self.program, self._compute_gradients(self.state, self.place(batch)))
+
+    def predict(self, function: Callable[[Any, Any], Any], batch: Any, ema: bool = True) -> Any:
+        """Return what a function (model, batch) returns for a batch, such as logits. Nothing is updated.
+
+        The function is compiled at its first call, and at that with another shape of the batch; call it by the same
+        object, because each lambda is another function. The devices divide the rows of the batch if their number
+        allows it. An NNX model is in evaluation mode, and the parameters are read in `precision.compute_dtype`. In a
+        job of several processes all of them call it with the same whole batch, and each gets the whole results.
+
+        Args:
+            function: it returns a pytree of arrays.
+            batch: pytree of arrays, which need not be like the example.
+            ema: with `training.ema_decay`, use the average of the parameters; False for the parameters themselves.
+        """
+        state, program, kept = self.state, self.program, self._predictions
+        if ema:
+            state = training_state.use_average(state, program.specs, program.placement)
+        if function not in kept:
+            if len(kept) == PREDICTIONS:
+                del kept[next(iter(kept))]
+            whole = program.placement.replicated if self.processes.count > 1 else None
+            kept[function] = jit_prediction(self._job, program, function, whole)
+        return kept[function](state, place_rows(batch, program.placement))
+
+    @property
+    def learning_rate(self) -> float | dict[str, float]:
+        """Learning rate of the next step; of an optimizer with several, the rate of each part by its label.
+
+        With `config.schedule` it is a function of the step. Of an optax transformation it is what
+        `optax.inject_hyperparams` keeps in the state, as in
+        `optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)`; if a schedule computes it there, it is the rate of
+        the last step. That of `inject_hyperparams` can be set, as in `engine.learning_rate = 1e-4`, or to a dict of
+        numbers by label. A checkpoint holds it.
+
+        Raises:
+            InputError: the optimizer does not keep its rate there; or, if it is set, a schedule computes it.
+        """
+        if self.hyperparameters is not None:
+            schedule = make_schedule(self.config.schedule.kind, self.hyperparameters.schedule)
+            return float(schedule(self.state.guard["updates"]))
+        rates = {label: float(rate) for label, rate in self._read_rates().items()}
+        return rates if len(rates) > 1 else next(iter(rates.values()))
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float | Mapping[str, float]) -> None:
+        if self.has_schedule:
+            raise InputError(
+                f"learning_rate: config.schedule.kind={self.config.schedule.kind} computes it at each step; to set it, "
+                "give initialize an optimizer such as optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
+            )
+        known = self._read_rates()
+        if not isinstance(rate, Mapping) and len(known) > 1:
+            labels = ", ".join(map(repr, known))
+            raise InputError(f"learning_rate: the optimizer has several; give a dict of numbers by label: {labels}")
+        rates = dict(rate) if isinstance(rate, Mapping) else dict.fromkeys(known, rate)
+        moments = self.state.moments
+        new = injected_rates.set_rates(moments[WHOLE], rates)
+        self._state = replace(self.state, moments={**moments, WHOLE: new})
+
+    def _read_rates(self) -> dict[str, jax.Array]:
+        rates = injected_rates.read_rates(self.state.moments[WHOLE])
+        if not rates:
+            raise InputError(
+                "learning_rate: the optimizer keeps it to itself; give initialize one such as "
+                "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
+            )
+        return rates
 
     def plan(
         self, gpu: str = "h200", gpus: int | None = None, gpus_per_host: int = GPUS_PER_HOST, rows: int | None = None

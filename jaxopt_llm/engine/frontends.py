@@ -91,6 +91,9 @@ class Frontend(Protocol):
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
         """Return the user's own kind of object with these arrays."""
 
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
+        """Return the parameters alone, as the user's framework differentiates by them. None stands for no value."""
+
     def as_tree(self, parameters: Sequence[Any]) -> Any:
         """Return the parameters as the pytree that an optax transformation gets: nested dicts, or the plain pytree."""
 
@@ -272,6 +275,11 @@ class NnxFrontend:
             state = nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs)
             return nnx.merge(self._graph, state)
 
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> nnx.State:
+        pairs = zip(self._parameter_keys, self._parameter_types, parameters, strict=True)
+        with nnx.use_eager_sharding(False):
+            return nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs if value is not None)
+
     def as_tree(self, parameters: Sequence[Any]) -> dict[str, Any]:
         return nest([info.path for info in self.parameters], parameters)
 
@@ -375,7 +383,10 @@ class LinenFrontend:
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> dict[str, Any]:
         others = jax.tree.unflatten(self._variable_tree, variables[:-1])
-        return {"params": jax.tree.unflatten(self._parameter_tree, parameters), **others}
+        return {"params": self.rebuild_parameters(parameters), **others}
+
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._parameter_tree, parameters)
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
         return nest([info.path for info in self.parameters], parameters)
@@ -425,7 +436,10 @@ class FunctionFrontend:
         return loss(self.rebuild(parameters, variables), batch), list(parameters), []
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
+        return self.rebuild_parameters(parameters)
+
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._tree, parameters)
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
-        return self.rebuild(parameters, [])
+        return self.rebuild_parameters(parameters)

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.engine.batches import count_rows
-from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
+from jaxopt_llm.engine.checks import (
+    EngineWarning,
+    check_config,
+    check_devices,
+    check_optimizer,
+    find_hidden_settings,
+    find_unread,
+)
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Loss, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights
@@ -37,6 +44,7 @@ def initialize(
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | None = None,
     weights: Weights | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
@@ -53,16 +61,20 @@ def initialize(
             nested by their parts, or a function of the path. Each is a NumPy or JAX array, a memory map, a dataset of
             HDF5, a slice of safetensors, or whatever has a shape and is indexed alike. Each device reads its own part
             before the first step. None, for a path or for all paths below it, keeps the initial values.
+        devices: the devices of the mesh, exactly as many as it has; by default the first ones that are visible. Engines
+            on other devices train side by side, such as on `jax.devices()[:4]` and on `jax.devices()[4:]`.
 
     Raises:
         InputError: something does not fit together.
     """
     given = config if isinstance(config, Config) else None
-    config = _resolve_config(config, example, optimizer)
+    config = _resolve_config(config, example, optimizer, devices)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.fsdp == AUTO:
-        others = config.mesh.devices
-        config = replace(config, mesh=replace(config.mesh, fsdp=max(len(visible_devices()) // others, 1)))
+        count, others = len(devices or visible_devices()), config.mesh.devices
+        config = replace(config, mesh=replace(config.mesh, fsdp=max(count // others, 1)))
+    if devices is not None:
+        check_devices(devices, config.mesh, processes.count)
     check_config(config, count_rows(example))
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -87,13 +99,15 @@ def initialize(
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     _check_same_job(job, program, processes)
-    return Engine(job, processes, weights)
+    return Engine(job, processes, weights, devices)
 
 
-def _resolve_config(config: Config | str | Path | None, example: Any, optimizer: Any) -> Config:
+def _resolve_config(
+    config: Config | str | Path | None, example: Any, optimizer: Any, devices: Sequence[jax.Device] | None
+) -> Config:
     """Return the settings that `initialize` was given, in whatever form."""
     if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), example, optimizer)
+        config = _read_deepspeed(Path(config), example, optimizer, len(devices or visible_devices()))
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise InputError(
@@ -114,9 +128,9 @@ def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> N
     processes.check_same("the model that the function makes", initial, remedy)
 
 
-def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
-    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
-    read = deepspeed.read_file(path, len(visible_devices()))
+def _read_deepspeed(path: Path, example: Any, optimizer: Any, devices: int) -> Config:
+    """Return the settings of a DeepSpeed file for so many devices. Print on process 0 what became of its keys."""
+    read = deepspeed.read_file(path, devices)
     rows, found = read.config.training.batch_size, count_rows(example)
     if read.has("training.batch_size") and found != rows:
         raise InputError(

@@ -22,6 +22,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import ema, update
 from jaxopt_llm.training.guard import Guard, judge_step
 from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters
+from jaxopt_llm.training.injected_rates import make_rate_metrics
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
 from jaxopt_llm.training.update import Optimizers, Scalars, Updatable
@@ -116,7 +117,8 @@ def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement:
     Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
 
     - `loss`, `grad_norm`: may be infinite or NaN.
-    - `learning_rate`: rate of this step, if there is a schedule.
+    - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state; with
+      several of these, `learning_rate/` and the label of each (injected_rates.py).
     - `skipped`: number of skipped steps so far, this one included.
     - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
     - `overflow`: bool; the loss scale made the gradients of this step overflow.
@@ -204,6 +206,8 @@ class _Step:
         }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.guard["updates"]), jnp.float32)
+        else:
+            metrics |= make_rate_metrics(outcome.updated.moments[update.WHOLE])
         if precision.scales_loss:
             metrics["loss_scale"] = new_state.loss_scale["scale"]
         return new_state, metrics
