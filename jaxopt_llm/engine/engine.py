@@ -69,7 +69,7 @@ class Engine:
         self._state: TrainState | None = None
         self._identity: Identity | None = None  # that of its run, once there is one
         self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
-        self._lost = ""  # why there is no state, after a restore that failed
+        self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
 
     @property
     def example(self) -> Any:
@@ -402,9 +402,15 @@ class Engine:
         self._job = replace(self._job, config=replace(config, schedule=schedule))
         self.__dict__.pop("_placed_hyperparameters", None)
 
+    def lend_state(self, state: TrainState) -> TrainState:
+        """Return a state to `fit`, whose steps donate it. Until `take_state` the engine has none."""
+        self._state = None
+        self._lost = "fit trains this engine, and nothing else can use its state before fit returns"
+        return state
+
     def take_state(self, state: TrainState, identity: Identity | None) -> None:
         """Continue with this state, as a part of this run."""
-        self._state, self._identity = state, identity
+        self._state, self._identity, self._lost = state, identity, ""
 
 
 def _lower_step(program: EngineProgram) -> jax.stages.Lowered:

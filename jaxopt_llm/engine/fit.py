@@ -71,13 +71,13 @@ class EngineWorkload:
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         if start:
-            return self.engine.load(checkpoints, start)
+            return self.engine.lend_state(self.engine.load(checkpoints, start))
         if done := int(self.engine.state.step):
             raise InputError(
                 f"fit: the engine has trained for {done} step(s), and {self.directory} holds no run that it could "
                 "continue; give the directory of its run, or begin with another engine (initialize(weights=...))"
             )
-        return self.engine.state
+        return self.engine.lend_state(self.engine.state)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
         return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)

@@ -289,6 +289,20 @@ def test_a_learning_rate_that_cannot_be_set_is_refused() -> None:
             engine.learning_rate = rate
 
 
+def test_a_learning_rate_is_not_set_in_vain_while_fit_trains(tmp_path: Any) -> None:
+    engine = start(inject(adam)(0.1), logging={"tensorboard": False})
+
+    def batch_at(step: int) -> dict[str, np.ndarray]:
+        if step == 1:
+            engine.learning_rate = 0.2
+        return make_batch(step)
+
+    with pytest.raises(InputError, match="fit trains this engine"):
+        jaxopt_llm.fit(engine, batch_at, 2, tmp_path)
+    engine.learning_rate = 0.2
+    assert engine.learning_rate == pytest.approx(0.2)
+
+
 # --- Devices
 
 
