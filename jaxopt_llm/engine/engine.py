@@ -54,7 +54,7 @@ StepStages = tuple[jax.stages.Lowered, jax.stages.Compiled]
 class Engine:
     """A model under training. `initialize` makes it.
 
-    Nothing is allocated before the first call of `step`, `evaluate`, `model`, `save` or `restore`.
+    Nothing is allocated before the first call of a method that needs the state, such as `step` or `restore`.
     """
 
     def __init__(

@@ -50,7 +50,8 @@ def initialize(
 
     Args:
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
-        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
+        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics. A metric is a scalar,
+            which is averaged as the loss is, a pair (sum, count), `jaxopt_llm.Sum(x)` or `jaxopt_llm.Max(x)`.
         example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
         config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
             visible devices divide the state (ZeRO-3).

@@ -1,4 +1,4 @@
-"""What an engine computes from its state without changing it: gradients, and any function of the model."""
+"""Queries of an engine, which change nothing: the gradients of its loss, and any function of its model."""
 
 from collections.abc import Callable
 from dataclasses import replace
