@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxopt_llm.config import Config as Config
+    from jaxopt_llm.core.metric import Max as Max
+    from jaxopt_llm.core.metric import Sum as Sum
     from jaxopt_llm.distributed.script import run_job as run_job
     from jaxopt_llm.engine.engine import Engine as Engine
     from jaxopt_llm.engine.fit import fit as fit
@@ -20,6 +22,8 @@ _PLACES = {
     "Config": "jaxopt_llm.config",
     "Engine": "jaxopt_llm.engine.engine",
     "LanguageModel": "jaxopt_llm.engine.language_model",
+    "Max": "jaxopt_llm.core.metric",
+    "Sum": "jaxopt_llm.core.metric",
     "attention": "jaxopt_llm.kernels.attention",
     "fit": "jaxopt_llm.engine.fit",
     "initialize": "jaxopt_llm.engine.initialize",

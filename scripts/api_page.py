@@ -39,7 +39,12 @@ FURTHER = (
 MEMBERS = {
     "Config": (),
     "LanguageModel": ("initialize", "logits", "hidden", "head", "weights", "save_pretrained"),
-    "Engine": ("step", "evaluate", "plan", "model", "save", "restore", "example", "parameters"),
+    "Engine": (
+        *("step", "evaluate", "gradients", "predict", "learning_rate", "plan", "model", "save", "restore"),
+        *("example", "parameters"),
+    ),
+    "Max": (),
+    "Sum": (),
 }
 LONGEST = 100  # characters of a signature in one line
 

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import dot_general_p
 
-from jaxopt_llm.config import Config, OptimizerConfig, TrainingConfig
+from jaxopt_llm.config import Config, MeshConfig, OptimizerConfig, TrainingConfig
 from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -72,6 +73,19 @@ def check_config(config: Config, rows: int) -> None:
         found.append(f"training.batch_size={config.training.batch_size}, but the example has {rows} rows")
     if found:
         raise InputError(f"config: {'; '.join(found)}")
+
+
+def check_devices(devices: Sequence[jax.Device], mesh: MeshConfig, processes: int) -> None:
+    """Raise InputError if these are not the devices of a mesh, or if a process of the job has none of them."""
+    if len({*devices}) != len(devices):
+        raise InputError("devices: one is named twice; name each once")
+    if len(devices) != mesh.devices:
+        sizes = " × ".join(f"mesh.{axis}={size}" for axis, size in mesh.sizes.items() if size > 1) or "the mesh"
+        raise InputError(f"devices: there are {len(devices)}, and {sizes} needs {mesh.devices}; change one of them")
+    if (found := len({device.process_index for device in devices})) != processes:
+        raise InputError(
+            f"devices: they are those of {found} of {processes} processes; take as many from each, or run one process"
+        )
 
 
 def check_optimizer(optimizer: Any) -> None:

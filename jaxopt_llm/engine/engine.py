@@ -1,13 +1,14 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
@@ -21,37 +22,50 @@ from jaxopt_llm.checkpoint.native.identity import (
 from jaxopt_llm.config import ScheduleConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.metric import read_value
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.engine.batches import BatchRows, LossRows
 from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
-from jaxopt_llm.engine.gradients import replace_zero
 from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job
+from jaxopt_llm.engine.queries import jit_gradients, jit_prediction, place_rows, rebuild_gradients
 from jaxopt_llm.engine.steps import Steps
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.training import saved_state
+from jaxopt_llm.training import injected_rates, saved_state
 from jaxopt_llm.training import state as training_state
 from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
 from jaxopt_llm.training.restore import load_state
+from jaxopt_llm.training.schedule import make_schedule
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.training.update import WHOLE
+
+PREDICTIONS = 16  # functions of `predict` whose compiled programs are kept
 
 
 class Engine:
     """A model under training. `initialize` makes it.
 
-    Nothing is allocated before the first call of `step`, `evaluate`, `model`, `save` or `restore`.
+    Nothing is allocated before the first call of a method that needs the state, such as `step` or `restore`.
     """
 
-    def __init__(self, job: Job, processes: Processes = SINGLE_PROCESS, weights: Weights | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        processes: Processes = SINGLE_PROCESS,
+        weights: Weights | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
         self.config, self.processes, self._weights = job.config, processes, weights
-        self.steps, self._frontend = Steps(job, processes), job.frontend
+        self.steps, self._frontend = Steps(job, processes, devices), job.frontend
         self._state: TrainState | None = None
         self._identity: Identity | None = None  # that of its run, once there is one
-        self._lost = ""  # why there is no state, after a restore that failed
+        self._gradients: dict[str, Any] = {}  # by loss
+        self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
+        self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
 
     @property
     def _job(self) -> Job:
@@ -75,7 +89,7 @@ class Engine:
 
     @property
     def program(self) -> EngineProgram:
-        """Program on the visible devices, of the first loss and of batches of its example's shapes."""
+        """Program on the devices, of the first loss and of batches of its example's shapes."""
         return self.steps.find_first().program
 
     @property
@@ -137,7 +151,7 @@ class Engine:
             self._weights = None  # they may be arrays in the host's memory
         return self._state
 
-    def step(self, batch: Any, loss: str | None = None) -> Metrics:
+    def step(self, batch: Any, loss: str | None = None) -> dict[str, jax.Array]:
         """Train on one batch. Return the metrics, which are on the device.
 
         The first batch whose shapes differ from those of the batches before compiles another step, which is kept. A
@@ -146,8 +160,9 @@ class Engine:
         In a job of several processes each gives a whole batch, or its own rows of it (`rows.local`).
 
         The metrics are `loss`, `grad_norm`, `skipped` (number of skipped steps so far), `skipped_in_a_row`, `overflow`,
-        with a schedule of ours `learning_rate`, with a loss scale `loss_scale`, and those of the loss. The state is
-        updated in place.
+        with a loss scale `loss_scale`, and those of the loss. `learning_rate` is among them with `config.schedule`, and
+        with an optax transformation by `optax.inject_hyperparams`; if that has several, they are `learning_rate/` and
+        the label of each. The state is updated in place.
 
         Args:
             batch: arrays with as many dimensions as those of the example.
@@ -157,7 +172,7 @@ class Engine:
             InputError: the batch does not fit, or the loss fails with its shapes.
         """
         self._state, metrics = self.run_step(self.state, self.place(batch, loss), loss)
-        return metrics
+        return {name: read_value(metric) for name, metric in metrics.items()}
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True, loss: str | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over batches. Nothing is updated.
@@ -180,10 +195,9 @@ class Engine:
         each = [self._evaluate_batch(state, batch, loss) for batch in batches]
         if not each:
             raise InputError("evaluate: there is no batch; give at least one")
-        sums: LossParts = jax.tree.map(lambda *values: sum(map(float, values)), *each)
-        totals = {"loss": sums.total, **sums.metrics}
-        count = float(replace_zero(sums.count))
-        return {name: float(value) / count for name, value in totals.items()}
+        stacked: LossParts = jax.tree.map(lambda *values: np.stack(values, dtype=np.float64), *each)
+        whole = stacked.join()
+        return {"loss": float(whole.mean())} | {name: float(read_value(each)) for name, each in whole.metrics.items()}
 
     def _evaluate_batch(self, state: TrainState, batch: Any, loss: str | None) -> LossParts:
         placed = self.steps.place(loss, batch, evaluates=True)
@@ -202,6 +216,102 @@ class Engine:
             InputError: its arrays do not fit those of the example.
         """
         return self.steps.place(loss, batch)
+
+    def gradients(self, batch: Any, loss: str | None = None) -> Any:
+        """Return the gradients of the mean loss of a batch, float32, as `step` computes them. Nothing is updated.
+
+        They are an `nnx.State`, the tree of Linen's params, or the pytree, and are not clipped. None, and in an
+        `nnx.State` no entry, stands for a parameter that is not trained. A parameter with an adapter has a dict of the
+        gradients of `lora_a` and `lora_b`. The devices divide them as they divide the parameters.
+
+        Args:
+            batch: as for `step`, with its microbatches.
+            loss: name of the loss, if the engine has several.
+        """
+        job = self.steps.find_job(loss)
+        if job.loss_name not in self._gradients:
+            self._gradients[job.loss_name] = jit_gradients(job, self.steps.find_first(job.loss_name).program)
+        return rebuild_gradients(self.program, self._gradients[job.loss_name](self.state, self.place(batch, loss)))
+
+    def predict(self, function: Callable[[Any, Any], Any], batch: Any, ema: bool = True) -> Any:
+        """Return what a function (model, batch) returns for a batch, such as logits. Nothing is updated.
+
+        The function is compiled at its first call, and at that with another shape of the batch; call it by the same
+        object, because each lambda is another function. The devices divide the rows of the batch if their number
+        allows it. An NNX model is in evaluation mode, and the parameters are read in `precision.compute_dtype`. In a
+        job of several processes all of them call it with the same whole batch, and each gets the whole results.
+
+        Args:
+            function: it returns a pytree of arrays.
+            batch: pytree of arrays, which need not be like the example.
+            ema: with `training.ema_decay`, use the average of the parameters; False for the parameters themselves.
+        """
+        state, program, kept = self.state, self.program, self._predictions
+        if ema:
+            state = training_state.use_average(state, program.specs, program.placement)
+        if function not in kept:
+            if len(kept) == PREDICTIONS:
+                del kept[next(iter(kept))]
+            whole = program.placement.replicated if self.processes.count > 1 else None
+            kept[function] = jit_prediction(self._job, program, function, whole)
+        return kept[function](state, place_rows(batch, program.placement))
+
+    @property
+    def learning_rate(self) -> float | dict[str, float]:
+        """Learning rate of the next step; of several, the rate of each by its label.
+
+        A label is that of a part of the optimizer; with several losses, the name of the loss, and the label of a part
+        behind a slash. With `config.schedule` the rate is a function of the step. Of an optax transformation it is what
+        `optax.inject_hyperparams` keeps in the state, as in
+        `optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)`; if a schedule computes it there, it is the rate of
+        the last step. That of `inject_hyperparams` can be set, as in `engine.learning_rate = 1e-4`, or to a dict of
+        numbers by label. A checkpoint holds it.
+
+        Raises:
+            InputError: no optimizer keeps its rate there; or, if it is set, a schedule computes it.
+        """
+        rates = {label: float(rate) for label, (_, _, rate) in self._read_rates().items()}
+        return rates if len(rates) > 1 else next(iter(rates.values()))
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float | Mapping[str, float]) -> None:
+        known = self._read_rates()
+        labels = ", ".join(map(repr, known))
+        if not isinstance(rate, Mapping) and len(known) > 1:
+            raise InputError(f"learning_rate: there are several; give a dict of numbers by label: {labels}")
+        rates = dict(rate) if isinstance(rate, Mapping) else dict.fromkeys(known, rate)
+        if unknown := [label for label in rates if label not in known]:
+            raise InputError(f"learning_rate: there is no rate {unknown[0]!r}; the labels are {labels}")
+        for name, job in self.steps.jobs.items():
+            own = {part: rates[label] for label, (loss, part, _) in known.items() if loss == name and label in rates}
+            if own and job.transformation is None:
+                raise InputError(
+                    f"learning_rate: config.schedule.kind={job.config.schedule.kind} computes it at each step; to set "
+                    "it, give initialize an optimizer such as optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
+                )
+            if own:
+                moments = self.state.moments
+                of_loss = moments[name] if name else moments
+                new = {**of_loss, WHOLE: injected_rates.set_rates(of_loss[WHOLE], own)}
+                self._state = replace(self.state, moments={**moments, name: new} if name else new)
+
+    def _read_rates(self) -> dict[str, tuple[str, str, Any]]:
+        """Return the loss, the part of its optimizer and the rate, by label."""
+        found: dict[str, tuple[str, str, Any]] = {}
+        for name, job in self.steps.jobs.items():
+            moments, guard = (each[name] if name else each for each in (self.state.moments, self.state.guard))
+            if job.transformation is None:
+                schedule = make_schedule(job.config.schedule.kind, self.hyperparameters[name].schedule)
+                rates = {"": schedule(guard["updates"])}
+            else:
+                rates = injected_rates.read_rates(moments[WHOLE])
+            found |= {"/".join(filter(None, (name, part))): (name, part, rate) for part, rate in rates.items()}
+        if not found:
+            raise InputError(
+                "learning_rate: the optimizer keeps it to itself; give initialize one such as "
+                "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
+            )
+        return found
 
     def plan(
         self,
@@ -307,9 +417,15 @@ class Engine:
         }
         self.__dict__.pop("_placed_hyperparameters", None)
 
+    def lend_state(self, state: TrainState) -> TrainState:
+        """Return a state to `fit`, whose steps donate it. Until `take_state` the engine has none."""
+        self._state = None
+        self._lost = "fit trains this engine, and nothing else can use its state before fit returns"
+        return state
+
     def take_state(self, state: TrainState, identity: Identity | None) -> None:
         """Continue with this state, as a part of this run."""
-        self._state, self._identity = state, identity
+        self._state, self._identity, self._lost = state, identity, ""
 
 
 def _merge_weight(spec: Any, weight: Any) -> jax.Array:

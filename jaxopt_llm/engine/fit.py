@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import Batches, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.engine.frontends import RESERVED
 from jaxopt_llm.engine.microbatches import count_rows
 from jaxopt_llm.engine.oom import make_explainer
 from jaxopt_llm.observe.preemption import Preemption
@@ -45,7 +44,6 @@ class EngineWorkload:
 
     Attributes:
         held_out: batches of an evaluation, by the name of the loss, which is "" if there is only one.
-        last: the metrics of the last step of each of several losses.
     """
 
     engine: Engine
@@ -53,7 +51,6 @@ class EngineWorkload:
     batches: Batches
     held_out: Mapping[str, Sequence[Any]]
     explainer: OomExplainer
-    last: dict[str, Metrics] = field(default_factory=dict)
 
     unit = "rows"
 
@@ -75,13 +72,13 @@ class EngineWorkload:
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         if start:
-            return self.engine.load(checkpoints, start)
+            return self.engine.lend_state(self.engine.load(checkpoints, start))
         if done := int(self.engine.state.step):
             raise InputError(
                 f"fit: the engine has trained for {done} step(s), and {self.directory} holds no run that it could "
                 "continue; give the directory of its run, or begin with another engine (initialize(weights=...))"
             )
-        return self.engine.state
+        return self.engine.lend_state(self.engine.state)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
         return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
@@ -95,13 +92,7 @@ class EngineWorkload:
             self.processes.main.enter("step")
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
             state, metrics = self.engine.run_step(state, placed, loss)
-        return state, metrics if loss is None else self._add_losses(loss, metrics)
-
-    def _add_losses(self, loss: str, metrics: Metrics) -> Metrics:
-        """Return the metrics of a step of one of several losses, with those of the last steps of the others."""
-        self.last[loss] = {name: each for name, each in metrics.items() if name not in RESERVED}
-        self.last[loss][f"{loss}_loss"] = metrics["loss"]
-        return {name: each for last in self.last.values() for name, each in last.items()} | metrics
+        return state, metrics if loss is None else metrics | {f"{loss}_loss": metrics["loss"]}
 
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")

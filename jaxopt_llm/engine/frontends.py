@@ -19,11 +19,12 @@ from flax import linen, nnx, struct
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.metric import Max, Mean, Sum, join_metrics, replace_zero
 from jaxopt_llm.engine.typed_keys import TypedKeys
+from jaxopt_llm.observe.meter import OF_RECORD
+from jaxopt_llm.training.step import is_of_step
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
-# Metrics of every step, which a loss cannot return.
-RESERVED = ("loss", "grad_norm", "skipped", "skipped_in_a_row", "overflow", "learning_rate", "loss_scale")
 RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call
 
 
@@ -42,14 +43,22 @@ class ArrayInfo:
 
 @struct.dataclass
 class LossParts:
-    """Parts of what a loss returned. The mean loss of several batches is the sum of `total` by the sum of `count`.
+    """Parts of what a loss returned. The mean loss is `total` by `count`.
 
-    metrics: scalars, each a mean over what `count` counts.
+    metrics: `Metric`s, and plain scalars, each a mean over what `count` counts.
     """
 
-    total: jax.Array
-    count: jax.Array
-    metrics: dict[str, jax.Array]
+    total: Any
+    count: Any
+    metrics: dict[str, Any]
+
+    def join(self) -> "LossParts":
+        """Return the parts of several batches together, from those of each, [N, ...]."""
+        return LossParts(self.total.sum(axis=0), self.count.sum(axis=0), join_metrics(self.metrics, self.count))
+
+    def mean(self) -> Any:
+        """Return the mean loss; 0 if nothing counts."""
+        return self.total / replace_zero(self.count)
 
 
 class Frontend(Protocol):
@@ -81,6 +90,9 @@ class Frontend(Protocol):
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
         """Return the user's own kind of object with these arrays."""
+
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
+        """Return the parameters alone, as the user's framework differentiates by them. None stands for no value."""
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
         """Return the parameters as the pytree that an optax transformation gets: nested dicts, or the plain pytree."""
@@ -125,29 +137,54 @@ def normalise_loss(output: Any) -> LossParts:
     Raises:
         InputError: it is none of these.
     """
-    metrics: dict[str, jax.Array] = {}
+    metrics: dict[str, Any] = {}
     value = output
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
-    if taken := [name for name in metrics if name in RESERVED]:
+    if taken := [name for name in metrics if is_of_step(name) or name in (*OF_RECORD, "eval_loss")]:
         raise InputError(
-            f"loss: a metric is named {taken[0]}, which is the name of a metric of every step; give it another name"
+            f"loss: a metric is named {taken[0]}, which is the name of a field of every record; give it another name"
         )
     total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, jnp.float32(1))
-    scalars = {"the loss": total, "its count": count} | {f"metric {name}": each for name, each in metrics.items()}
-    for name, each in scalars.items():
-        if not isinstance(each, int | float) and getattr(each, "shape", None) != ():
-            found = f"shape {list(each.shape)}" if hasattr(each, "shape") else f"type {type(each).__name__}"
-            raise InputError(
-                f"loss: {name} is not a scalar, it has {found}; return the mean loss, or (sum, count), or one of them "
-                "and a dict of scalar metrics"
-            )
-        if jnp.issubdtype(jnp.result_type(each), jnp.complexfloating):
-            raise InputError(f"loss: {name} is complex; return its real part or its absolute value")
-    if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
-        raise InputError(f"loss: it is {jnp.result_type(total)}, which has no gradient; return a float")
-    total, count, metrics = jax.tree.map(lambda each: jnp.asarray(each).astype(jnp.float32), (total, count, metrics))
-    return LossParts(total, count, metrics)
+    total, count = _to_scalar("the loss", total), _to_scalar("its count", count)
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise InputError(f"loss: it is {total.dtype}, which has no gradient; return a float")
+    total, count = total.astype(jnp.float32), count.astype(jnp.float32)
+    return LossParts(total, count, {name: _normalise_metric(name, each, count) for name, each in metrics.items()})
+
+
+def _normalise_metric(name: str, metric: Any, count: jax.Array) -> Any:
+    """Return a metric in float32: a `Metric`, or a plain scalar.
+
+    Args:
+        count: that of the loss.
+    """
+
+    def scalar(value: Any) -> jax.Array:
+        return _to_scalar(f"metric {name}", value).astype(jnp.float32)
+
+    def where_counted(mean: jax.Array, count: jax.Array) -> jax.Array:
+        return jnp.where(count == 0, 0.0, mean)  # of nothing, a mean is 0/0, and NaN times a count of 0 is NaN
+
+    if isinstance(metric, Sum | Max):
+        return type(metric)(scalar(metric.value))
+    if isinstance(metric, tuple) and len(metric) == 2:
+        total, own = map(scalar, metric)
+        return Mean(where_counted(total / own, own), own)
+    return where_counted(scalar(metric), count)
+
+
+def _to_scalar(name: str, value: Any) -> jax.Array:
+    if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+        found = f"shape {list(value.shape)}" if hasattr(value, "shape") else f"type {type(value).__name__}"
+        raise InputError(
+            f"loss: {name} is not a scalar, it has {found}; return the mean loss, or (sum, count), or one of them and "
+            "a dict of metrics, each of which is a scalar, (sum, count), jaxopt_llm.Sum(x) or jaxopt_llm.Max(x)"
+        )
+    array = jnp.asarray(value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise InputError(f"loss: {name} is complex; return its real part or its absolute value")
+    return array
 
 
 def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] | None = None) -> list[ArrayInfo]:
@@ -237,6 +274,11 @@ class NnxFrontend:
         with nnx.use_eager_sharding(False):
             state = nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs)
             return nnx.merge(self._graph, state)
+
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> nnx.State:
+        pairs = zip(self._parameter_keys, self._parameter_types, parameters, strict=True)
+        with nnx.use_eager_sharding(False):
+            return nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs if value is not None)
 
     def as_tree(self, parameters: Sequence[Any]) -> dict[str, Any]:
         return nest([info.path for info in self.parameters], parameters)
@@ -341,7 +383,10 @@ class LinenFrontend:
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> dict[str, Any]:
         others = jax.tree.unflatten(self._variable_tree, variables[:-1])
-        return {"params": jax.tree.unflatten(self._parameter_tree, parameters), **others}
+        return {"params": self.rebuild_parameters(parameters), **others}
+
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._parameter_tree, parameters)
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
         return nest([info.path for info in self.parameters], parameters)
@@ -391,7 +436,10 @@ class FunctionFrontend:
         return loss(self.rebuild(parameters, variables), batch), list(parameters), []
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
+        return self.rebuild_parameters(parameters)
+
+    def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._tree, parameters)
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
-        return self.rebuild(parameters, [])
+        return self.rebuild_parameters(parameters)

@@ -5,13 +5,13 @@ draw of a dropout mask) is the same on every mesh. XLA divides the computation b
 summed over the devices in each microbatch.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.metric import replace_zero
 from jaxopt_llm.engine.frontends import LossParts
 from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.user_model import UserModel
@@ -22,17 +22,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Differentiate, Differentiated
 
-Carry = tuple[Params, LossParts, Params]  # variables, sums of the loss, gradients
-
-
-def weigh(parts: LossParts) -> LossParts:
-    """Return the parts of a microbatch's loss as sums, which add up over microbatches: each metric times the count."""
-    return replace(parts, metrics={name: value * parts.count for name, value in parts.metrics.items()})
-
-
-def replace_zero(count: jax.Array) -> jax.Array:
-    """Return a count, and 1 in place of 0: a batch without anything that counts has loss 0 and gradient 0, not NaN."""
-    return jnp.where(count == 0, 1.0, count)
+Carry = tuple[Params, Params]  # variables, gradients
 
 
 def differentiate_user_model(model: UserModel, placement: Placement) -> Differentiate:
@@ -50,42 +40,40 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
                 return scale * parts.total / count, (parts, after)
 
             gradients, (parts, after) = jax.grad(objective, has_aux=True)(make_perturbations(trained, placement))
-            return after, weigh(parts), gradients
+            return after, parts, gradients
 
-        def accumulate(carry: Carry, rows: Any) -> tuple[Carry, None]:
-            variables, sums, gradients = carry
-            variables, added, more = one_microbatch(variables, batch.join(rows))
-            sums = jax.tree.map(jnp.add, sums, added)
-            count = replace_zero(added.count)
+        def accumulate(carry: Carry, rows: Any) -> tuple[Carry, LossParts]:
+            variables, gradients = carry
+            variables, parts, more = one_microbatch(variables, batch.join(rows))
+            count = replace_zero(parts.count)
             more = jax.tree.map(lambda gradient: count * gradient.astype(jnp.float32), more)
-            return (variables, sums, add_gradients(gradients, more, trained, placement)), None
+            return (variables, add_gradients(gradients, more, trained, placement)), parts
 
         first = batch.take_first()
         if batch.count == 1:
-            variables, sums, gradients = one_microbatch(state.variables, first)
+            variables, parts, gradients = one_microbatch(state.variables, first)
             divisor = scale
         else:
-            _, *shapes = jax.eval_shape(one_microbatch, state.variables, first)
-            zeros, no_gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-            begin = state.variables, zeros, constrain_gradients(no_gradients, trained, placement)
-            variables, sums, gradients = jax.lax.scan(accumulate, begin, batch.rows)[0]
-            divisor = scale * replace_zero(sums.count)
-        count = replace_zero(sums.count)
-        metrics = {name: value / count for name, value in sums.metrics.items()}
-        return Differentiated(sums.total / count, gradients, divisor, metrics, variables)
+            shapes = jax.eval_shape(one_microbatch, state.variables, first)[2]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+            begin = state.variables, constrain_gradients(zeros, trained, placement)
+            (variables, gradients), each = jax.lax.scan(accumulate, begin, batch.rows)
+            parts = each.join()
+            divisor = scale * replace_zero(parts.count)
+        return Differentiated(parts.mean(), gradients, divisor, parts.metrics, variables)
 
     return differentiate
 
 
 def compute_loss(model: UserModel, state: TrainState, batch: Microbatches, placement: Placement) -> LossParts:
-    """Return the sums of a batch; see `weigh`. Each microbatch begins with the variables of the state."""
+    """Return the parts of the loss of a batch. Each microbatch begins with the variables of the state."""
     params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
     nothing = jax.tree.map(lambda spec: None, model.specs)
 
     def one_microbatch(microbatch: Any) -> LossParts:
-        return weigh(model.evaluate(params, nothing, state.variables, microbatch, placement)[0])
+        return model.evaluate(params, nothing, state.variables, microbatch, placement)[0]
 
     if batch.count == 1:
         return one_microbatch(batch.take_first())
-    parts = jax.lax.map(lambda rows: one_microbatch(batch.join(rows)), batch.rows)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
+    each: LossParts = jax.lax.map(lambda rows: one_microbatch(batch.join(rows)), batch.rows)
+    return each.join()

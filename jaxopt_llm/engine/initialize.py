@@ -18,7 +18,7 @@ from jaxopt_llm.core.jaxpr import hash_jaxpr
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.checks import EngineWarning, check_config, find_hidden_settings, find_unread
+from jaxopt_llm.engine.checks import EngineWarning, check_config, check_devices, find_hidden_settings, find_unread
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights
@@ -37,15 +37,18 @@ def initialize(
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | Mapping[str, Loss] | None = None,
     weights: Weights | None = None,
+    *,
     replicated: Sequence[str] = (),
     trains: Mapping[str, str | Sequence[str]] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
     Args:
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
-        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars. Several losses
-            are a mapping by name; `engine.step(batch, loss=name)` then trains the parameters of one.
+        loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics. A metric is a scalar,
+            which is averaged as the loss is, a pair (sum, count), `jaxopt_llm.Sum(x)` or `jaxopt_llm.Max(x)`. Several
+            losses are a mapping by name; `engine.step(batch, loss=name)` then trains the parameters of one.
         example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows, except
             for scalars and `replicated` arrays. If these dimensions differ, the batch is one piece without rows. With
             several losses, a mapping by the names of all of them gives each its own example.
@@ -63,6 +66,8 @@ def initialize(
             microbatch gets them whole.
         trains: patterns of the paths of the parameters that each of several losses trains, by the name of the loss. By
             default these are the parameters whose path has its name, such as `critic/first/kernel`.
+        devices: the devices of the mesh, exactly as many as it has; by default the first ones that are visible. Engines
+            on other devices train side by side, such as on `jax.devices()[:4]` and on `jax.devices()[4:]`.
 
     Raises:
         InputError: something does not fit together.
@@ -72,11 +77,13 @@ def initialize(
     for each in losses:
         check_arrays(each.example, replicated)
     rows, optimizers = count_rows(losses[0].example, replicated), [each.optimizer for each in losses]
-    config = _resolve_config(config, rows, optimizers)
+    visible = len(devices or visible_devices())
+    config = _resolve_config(config, rows, optimizers, visible)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.fsdp == AUTO:
-        others = config.mesh.devices
-        config = replace(config, mesh=replace(config.mesh, fsdp=max(len(visible_devices()) // others, 1)))
+        config = replace(config, mesh=replace(config.mesh, fsdp=max(visible // config.mesh.devices, 1)))
+    if devices is not None:
+        check_devices(devices, config.mesh, processes.count)
     if given and all(each.transformation is not None for each in losses) and (hidden := find_hidden_settings(given)):
         verb = "has" if len(hidden) == 1 else "have"
         text = f"{', '.join(hidden)} {verb} no effect beside an optax transformation, which is the whole optimizer"
@@ -96,7 +103,7 @@ def initialize(
         _check_same_job(one, program, processes)
     for oddity in oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
-    return Engine(job, processes, weights)
+    return Engine(job, processes, weights, devices)
 
 
 def _make_job(
@@ -129,10 +136,10 @@ def _make_job(
     )
 
 
-def _resolve_config(config: Config | str | Path | None, rows: int, optimizers: Sequence[Any]) -> Config:
+def _resolve_config(config: Config | str | Path | None, rows: int, optimizers: Sequence[Any], devices: int) -> Config:
     """Return the settings that `initialize` was given, in whatever form."""
     if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), rows, optimizers)
+        config = _read_deepspeed(Path(config), rows, optimizers, devices)
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise InputError(
@@ -153,13 +160,14 @@ def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> N
     processes.check_same("the model that the function makes", initial, remedy)
 
 
-def _read_deepspeed(path: Path, found: int, optimizers: Sequence[Any]) -> Config:
+def _read_deepspeed(path: Path, found: int, optimizers: Sequence[Any], devices: int) -> Config:
     """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys.
 
     Args:
         found: rows of the example.
+        devices: number of devices.
     """
-    read = deepspeed.read_file(path, len(visible_devices()))
+    read = deepspeed.read_file(path, devices)
     rows = read.config.training.batch_size
     if read.has("training.batch_size") and found != rows:
         raise InputError(

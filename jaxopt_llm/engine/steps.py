@@ -6,6 +6,7 @@ A step is made when a batch first needs it, and kept. Those of one engine are pr
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,9 +82,9 @@ class Steps:
         jobs: the job of each loss, by its name; that of the only loss by "".
     """
 
-    def __init__(self, job: Job, processes: Processes) -> None:
+    def __init__(self, job: Job, processes: Processes, devices: Sequence[jax.Device] | None) -> None:
         self.jobs = {each.loss_name: each for each in job.losses}
-        self._processes = processes
+        self._processes, self._devices = processes, devices
         self._steps: dict[tuple[str, Shapes], ShapedStep] = {}
         self._evaluated: set[tuple[str, Shapes]] = set()
         self._places: dict[tuple[str, Shapes, bool], BatchPlaces] = {}
@@ -91,7 +92,7 @@ class Steps:
 
     @functools.cached_property
     def _mesh(self) -> Any:
-        return make_mesh(next(iter(self.jobs.values())).config.mesh)
+        return make_mesh(next(iter(self.jobs.values())).config.mesh, self._devices)
 
     def find_job(self, loss: str | None) -> Job:
         """Return the job of a loss, which may be None if there is only one.

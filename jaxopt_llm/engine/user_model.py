@@ -98,7 +98,21 @@ class UserModel:
     def evaluate(
         self, params: Params, perturbations: Params, variables: Params, batch: Any, placement: Placement
     ) -> tuple[LossParts, Params]:
-        """Return the loss of a microbatch, and the variables after it.
+        """Return the loss of a microbatch, and the variables after it; see `run`."""
+        parts: LossParts
+        parts, after = self.run(as_parts(self.loss), params, perturbations, variables, batch, placement)
+        return parts, after
+
+    def run(
+        self,
+        function: Callable[[Any, Any], Any],
+        params: Params,
+        perturbations: Params,
+        variables: Params,
+        batch: Any,
+        placement: Placement,
+    ) -> tuple[Any, Params]:
+        """Return what a function (model, batch) returns, a pytree of arrays, and the variables after it.
 
         Args:
             params, perturbations: by section; see attach_shardings.
@@ -125,12 +139,12 @@ class UserModel:
             lazy.append(Lazy(weight, leading, tuple(range(len(info.shape) - leading)), dtype, block=block))
             parameters.append(jax.ShapeDtypeStruct(info.shape, dtype))
         flat = list_variables(self.frontend, variables)
-        closed, structure = trace_loss(self.frontend, self.loss, self.attention, parameters, flat, batch)
+        closed, structure = trace_function(self.frontend, function, self.attention, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
         results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.saved)
-        _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
-        return parts, nest_variables(self.frontend, changed)
+        _, output, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
+        return output, nest_variables(self.frontend, changed)
 
     def nest(self, leaves: Sequence[Any]) -> Params:
         """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
@@ -162,22 +176,27 @@ def nest_variables(frontend: Frontend, leaves: Sequence[Any]) -> Params:
     return nest([info.path for info in frontend.variables], leaves)
 
 
-def trace_loss(
+def as_parts(loss: Loss) -> Callable[[Any, Any], LossParts]:
+    """Return a loss whose results are LossParts."""
+    return lambda model, batch: normalise_loss(loss(model, batch))
+
+
+def trace_function(
     frontend: Frontend,
-    loss: Loss,
+    function: Callable[[Any, Any], Any],
     attention: AttentionSelector,
     parameters: Sequence[Any],
     variables: Sequence[Any],
     batch: Any,
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of (parameters, variables, batch) -> (parameters, LossParts, variables), and its tree."""
+    """Return the jaxpr of (parameters, variables, batch) -> (parameters, output, variables), and its tree."""
 
-    def function(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
-        output, after, changed = frontend.call(loss, parameters, variables, batch)
-        return after, normalise_loss(output), [_cast_float(*pair) for pair in zip(changed, variables, strict=True)]
+    def call(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
+        output, after, changed = frontend.call(function, parameters, variables, batch)
+        return after, output, [_cast_float(*pair) for pair in zip(changed, variables, strict=True)]
 
     with SELECT(attention):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
+        closed, shapes = jax.make_jaxpr(call, return_shape=True)(list(parameters), list(variables), batch)
     return closed, jax.tree.structure(shapes)
 
 
@@ -207,7 +226,7 @@ def run_abstractly(
     dtype = jnp.dtype(placement.precision.compute_dtype)
     parameters = [jax.ShapeDtypeStruct(info.shape, dtype) for info in frontend.parameters]
     variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
-    closed, _ = trace_loss(frontend, loss, attention, parameters, variables, batch)
+    closed, _ = trace_function(frontend, as_parts(loss), attention, parameters, variables, batch)
     uses, unchanged = find_uses(closed, len(parameters))
     _check_unchanged(frontend, unchanged)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])

@@ -1,11 +1,20 @@
-"""Losses and speed of a run between two records."""
+"""Losses, metrics and speed of a run between two records."""
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxopt_llm.core.metric import Max, Mean, Metric, Sum
+
+KINDS: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Mean, Sum, Max)}
+# The fields of a record that are no metrics of a step. `fit` counts rows, and `train` tokens.
+OF_RECORD = ("step", "rows", "rows_per_second", "tokens_per_second", "step_seconds", "data_seconds", "peak_bytes")
+LONGEST = 256  # steps whose metrics wait on the devices until they are read
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,56 @@ class LossWindow:
     def mean(self) -> float | None:
         """Mean of the finite losses; None without any."""
         return self.total / self.finite if self.finite else None
+
+
+class MetricsWindow:
+    """Metrics of the model over the steps since the last record whose loss was finite.
+
+    A plain metric has the mean over these steps, as the loss; the others are combined as they say. The metrics stay on
+    the devices until they are needed. A checkpoint holds them, as it holds the losses.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[str, Metric] = {}  # NumPy arrays, float64
+        self._waiting: list[Mapping[str, Any]] = []
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step: scalars or vectors on the devices, or `Metric`s of them."""
+        self._waiting.append(metrics)
+        if len(self._waiting) == LONGEST:
+            self._read()
+
+    def _read(self) -> dict[str, Metric]:
+        steps, self._waiting = jax.device_get(self._waiting), []
+        for name in dict.fromkeys(name for each in steps for name in each):
+            found = [each[name] for each in steps if name in each]  # the steps of several losses have different ones
+            parts = [each if isinstance(each, Metric) else Mean(each, 1.0) for each in found]
+            before = self._joined.get(name)
+            if type(before) is type(parts[0]):  # a resumed run may have another loss
+                parts.insert(0, before)
+            self._joined[name] = jax.tree.map(lambda *values: np.stack(values, dtype=np.float64), *parts).join()
+        return self._joined
+
+    def read(self) -> dict[str, Any]:
+        """Return the value of each metric as NumPy arrays."""
+        return {name: metric.value for name, metric in self._read().items()}
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint."""
+        return {
+            "metrics": {
+                name: {"kind": type(metric).__name__}
+                | {field: np.asarray(value).tolist() for field, value in vars(metric).items()}
+                for name, metric in self._read().items()
+            }
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "MetricsWindow":
+        window = cls()
+        for name, (kind, *values) in ((name, each.values()) for name, each in record.get("metrics", {}).items()):
+            window._joined[name] = KINDS[kind](*map(np.asarray, values))
+        return window
 
 
 class Meter:

@@ -96,7 +96,7 @@ class ProgressLine:
             ]
             yield f"held-out {record['eval_loss']:.4f}" + (f" ({', '.join(sets)})" if len(sets) > 1 else "")
         for name in filter(record.__contains__, self._shown):  # a loss of several may not have had a step yet
-            held_out = f" (held-out {record[f'eval_{name}']:.4f})" if f"eval_{name}" in record else ""
+            held_out = f" (held-out {_decimals(record[f'eval_{name}'], 4)})" if f"eval_{name}" in record else ""
             yield f"{name} {_decimals(record[name], 4)}{held_out}"
         if "learning_rate" in record:  # not with an optimizer of the user
             yield f"lr {record['learning_rate']:.1e}"

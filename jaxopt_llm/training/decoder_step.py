@@ -28,6 +28,7 @@ from jaxopt_llm.training.step import (
     BindOptimizers,
     Differentiate,
     Differentiated,
+    Metrics,
     Outcome,
     StepSettings,
     update_after_backward,
@@ -77,9 +78,9 @@ def _invert_tokens(batch: Batch) -> jax.Array:
     return 1.0 / jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
 
 
-def _make_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
     """Return the metrics of the routers, or the number of outlier columns that were left; never both."""
-    return statistics if outliers.LEFT in statistics else experts.router_metrics(statistics)
+    return dict(statistics if outliers.LEFT in statistics else experts.router_metrics(statistics))
 
 
 def differentiate_decoder(model: Model, executor: Executor, placement: Placement) -> Differentiate:

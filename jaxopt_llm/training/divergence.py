@@ -9,8 +9,9 @@ import jax
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import TrainingDiverged
+from jaxopt_llm.core.metric import read_value
 from jaxopt_llm.observe.meter import LossWindow
-from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.training.step import Metrics, is_of_step
 
 _NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
 
@@ -36,9 +37,18 @@ class FinishedStep:
         """Return whether the step is a multiple of a number, or has jumped over one."""
         return self.step // every > self.before // every
 
+    @property
+    def of_model(self) -> Metrics:
+        """Metrics of the model."""
+        return {name: metric for name, metric in self.metrics.items() if not is_of_step(name)}
+
     def read_scalars(self) -> dict[str, Any]:
-        """Return the metrics for a record, without those of which a record has a count or nothing."""
-        return {name: _to_json_number(value) for name, value in self.metrics.items() if name not in _NOT_RECORDED}
+        """Return the metrics of the step, without those of which a record has a count or nothing."""
+        return {
+            name: to_json_number(read_value(metric))
+            for name, metric in self.metrics.items()
+            if name not in _NOT_RECORDED
+        }
 
 
 def made_update(metrics: Metrics) -> bool:
@@ -93,8 +103,8 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
     return numbers
 
 
-def _to_json_number(value: jax.Array) -> Any:
+def to_json_number(value: Any) -> Any:
     """Return a scalar as a number, or a vector as a list of numbers, with None for values that are not finite."""
     if value.ndim:
-        return [_to_json_number(element) for element in jax.device_get(value)]
+        return [to_json_number(element) for element in jax.device_get(value)]
     return float(value) if math.isfinite(value) else None

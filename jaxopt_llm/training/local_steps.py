@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxopt_llm.config import Config, ShardingConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.metric import Metric
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload, zero
@@ -203,17 +204,17 @@ class LocalStep:
         return replace(state, step=state.step + 1, groups=groups), combined
 
 
-def _combine(name: str, metric: jax.Array) -> jax.Array:
+def _combine(name: str, metric: Any) -> Any:
     """Combine a metric [G, ...] of the groups.
 
-    It is the mean. The smallest loss scale is that of the group in trouble. A step is skipped, or overflows, if it does
-    in all groups; `skipped` is that of the group with most such steps.
+    It is the mean, unless it says otherwise. The smallest loss scale is that of the group in trouble. A step is
+    skipped, or overflows, if it does in all groups; `skipped` is that of the group with most such steps.
     """
     if name == "skipped":
         return jnp.max(metric, axis=0)
     if name in ("loss_scale", "skipped_in_a_row", "overflow"):
         return jnp.min(metric, axis=0)
-    return jnp.mean(metric, axis=0)
+    return metric.join() if isinstance(metric, Metric) else jnp.mean(metric, axis=0)
 
 
 @dataclass(frozen=True, eq=False)

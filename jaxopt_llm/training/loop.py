@@ -16,11 +16,18 @@ from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
 from jaxopt_llm.distributed.hold import hold_start
 from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.meter import LossWindow, Meter
+from jaxopt_llm.observe.meter import LossWindow, Meter, MetricsWindow
 from jaxopt_llm.observe.metrics import MetricsLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
-from jaxopt_llm.training.divergence import FinishedStep, check_end, check_skips, describe_remedy, made_update
+from jaxopt_llm.training.divergence import (
+    FinishedStep,
+    check_end,
+    check_skips,
+    describe_remedy,
+    made_update,
+    to_json_number,
+)
 from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.local_steps import ends_round
 from jaxopt_llm.training.patience import Patience
@@ -63,7 +70,7 @@ class Loop:
         self._samples: MetricsLog | None = None
         self._recorders: list[Callable[[dict[str, Any]], None]] = []
         self._finished: FinishedStep | None = None
-        self._window = LossWindow()
+        self._window, self._metrics = LossWindow(), MetricsWindow()
         self._postponed = False  # a checkpoint was due after a skipped step
         self._replicas = ReplicaCheck(self._config.run.check_replicas, self._note_corruption)
         self._left_out, self._patience, self._end = SkippedBatches(), Patience(), ""
@@ -96,6 +103,7 @@ class Loop:
         self._patience = Patience.from_record(record)
         if start:
             self._window = LossWindow(**record.get("window", {}))
+            self._metrics = MetricsWindow.from_record(record)
             self._left_out = SkippedBatches.from_record(record)
             self._progress.say(f"continues from step {start}")
 
@@ -282,15 +290,20 @@ class Loop:
             self._replicas.compare(step, self._state)
         if last or (exits and updated):
             trees = self._workload.to_checkpoint(self._state)
-            self._checkpoints.save_last(step, trees, self._finished.summary, self._sync_logs)
+            self._checkpoints.save_last(step, trees, self._make_summary(), self._sync_logs)
             if self._memory is not None:
                 self._memory.discard_after(-1)
             if last:
                 check_end(self._finished, self._config)
         elif saves:
             trees = self._workload.to_checkpoint(self._state)
-            self._checkpoints.save(step, trees, self._finished.summary, self._sync_logs)
+            self._checkpoints.save(step, trees, self._make_summary(), self._sync_logs)
             self._meter.restart(step)
+
+    def _make_summary(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint of the step that ran last, whose metrics have been recorded."""
+        assert self._finished is not None and self._finished.summary is not None
+        return self._finished.summary | self._metrics.to_record()
 
     def replicate(self, step: int) -> None:
         """Copy the state after the step into the memory of the hosts, if that is due. A skipped step has no copy."""
@@ -301,8 +314,7 @@ class Loop:
             self._record_step(self._finished)
         if made_update(self._finished.metrics):
             self._replicas.compare(step, self._state)
-            assert self._finished.summary is not None
-            self._memory.save(step, self._state, self._finished.summary)
+            self._memory.save(step, self._state, self._make_summary())
 
     def roll_back(self) -> int | None:
         """Answer to a spike: go back to the last checkpoint, and leave out the batches up to the spike.
@@ -379,7 +391,9 @@ class Loop:
             self._events.write(step, "skipped", skipped)
             if self._spike is None and config.training.on_spike == "rollback" and is_spike(metrics):
                 self._spike = step
-        window = finished.window = self._window.add(float(metrics["loss"]), made_update(metrics))
+        window = finished.window = self._window.add(loss := float(metrics["loss"]), made_update(metrics))
+        if math.isfinite(loss):
+            self._metrics.add(finished.of_model)
         due = measured is not None or finished.passes(config.logging.every)
         self._window = LossWindow() if due else window
         units = {self._workload.unit: step * self._workload.units_per_step}
@@ -389,12 +403,17 @@ class Loop:
             if self._progress.shows_steps:
                 self._progress.show_step({"step": step} | finished.read_scalars() | self._meter.read_speed(step))
             return
+        of_window = dict.fromkeys(finished.of_model) | {
+            name: to_json_number(value) for name, value in self._metrics.read().items()
+        }
+        self._metrics = MetricsWindow()
         counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
-        entry = self._meter.make_record(step, finished.read_scalars() | counts) | self._watchdog.take_seconds()
+        values = finished.read_scalars() | of_window | counts
+        entry = self._meter.make_record(step, values) | self._watchdog.take_seconds()
         if measured is not None:
             self._main.enter("evaluate")
             losses = self._workload.evaluate(measured)
-            entry |= losses
+            entry |= {name: value if math.isfinite(value) else None for name, value in losses.items()}
             finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
             if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
                 raise TrainingDiverged(f"step {step}: held-out loss {loss}; {describe_remedy(config)}")

@@ -22,11 +22,14 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import ema, update
 from jaxopt_llm.training.guard import Guard, judge_step
 from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters
+from jaxopt_llm.training.injected_rates import make_rate_metrics
 from jaxopt_llm.training.loss_scale import adjust_loss_scale
 from jaxopt_llm.training.state import StateSpecs, TrainState, state_shardings
 from jaxopt_llm.training.update import LossOptimizer, Scalars, Updatable
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]  # arrays on the device, or `Metric`s of them
+# The metrics of every step. All others are the model's.
+OF_STEP = ("loss", "grad_norm", "skipped", "skipped_in_a_row", "overflow", "learning_rate", "loss_scale")
 # (state, batch, hyperparameters) -> (state, metrics). With an optimizer of the user there are no hyperparameters.
 Step = Callable[[TrainState, Any, Hyperparameters | None], tuple[TrainState, Metrics]]
 
@@ -103,13 +106,19 @@ BindOptimizers = Callable[[Hyperparameters | None], LossOptimizer]
 BindSchedule = Callable[[Hyperparameters | None], optax.Schedule | None]
 
 
+def is_of_step(name: str) -> bool:
+    """Return whether a metric is one of every step, or one of several such as `learning_rate/head`."""
+    return name.partition("/")[0] in OF_STEP
+
+
 def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:
     """Return the step, not jitted.
 
-    Metrics are float32 scalars, except for the counts and `overflow`:
+    Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
 
     - `loss`, `grad_norm`: may be infinite or NaN.
-    - `learning_rate`: rate of this step, if there is a schedule.
+    - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state; with
+      several of these, `learning_rate/` and the label of each (injected_rates.py).
     - `skipped`: number of skipped steps so far, this one included.
     - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
     - `overflow`: bool; the loss scale made the gradients of this step overflow.
@@ -197,6 +206,8 @@ class _Step:
         }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.guard["updates"]), jnp.float32)
+        else:
+            metrics |= make_rate_metrics(outcome.updated.moments[update.WHOLE])
         if precision.scales_loss:
             metrics["loss_scale"] = new_state.loss_scale["scale"]
         return new_state, metrics

@@ -44,7 +44,13 @@ class Network(nnx.Module):
         return self.down(self.dropout(nnx.relu(self.up(x))))
 
 def loss(model, batch):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+    error = (model(batch["x"]) - batch["y"]) ** 2
+    near = error < 0.5
+    near_by = (error * near).sum(), near.sum()
+    return error.mean(), {"far": jaxopt_llm.Max(error.max()), "count": jaxopt_llm.Sum(near.sum()), "near": near_by}
+
+def predict(model, batch):
+    return model(batch["x"])
 
 def read_row(index):
     x = np.random.default_rng(index).normal(size=8).astype(np.float32)
@@ -83,6 +89,8 @@ def main():
             print("loss", float(engine.step(local if step % 2 else whole(step))["loss"]))
             engine.save(f"{directory}/saved")
             assert engine.restore(f"{directory}/saved") == step + 1
+        print("predicted, loss", float(np.sum(engine.predict(predict, whole(1000)) ** 2)))
+        print("gradients of the loss", float(jax.jit(optax.global_norm)(engine.gradients(whole(1000)))))
         print("held out", engine.evaluate([whole(1000), whole(1001)]))
         sys.exit(0)
 
@@ -110,7 +118,8 @@ def run_job(directory: Path, count: int, kind: str, *more: object) -> list[tuple
 
 
 def losses(directory: Path) -> list[float]:
-    return [record[name] for record in metrics(directory) for name in ("loss", "eval_loss") if name in record]
+    names = "loss", "eval_loss", "far", "count", "near"
+    return [record[name] for record in metrics(directory) for name in names if name in record]
 
 
 def test_processes_stop_as_one_and_another_number_of_them_continues(tmp_path: Path) -> None:
@@ -135,7 +144,7 @@ def test_each_process_reads_its_own_rows(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-6)
     printed = [[line for line in text.splitlines() if "loss" in line] for text in (first, outputs[0][0])]
     numbers = [[float(line.split()[-1].rstrip("}")) for line in lines if "step" not in line] for lines in printed]
-    assert len(numbers[0]) == 3
+    assert len(numbers[0]) == 5
     np.testing.assert_allclose(*numbers, rtol=1e-6)
     if kind == "own_rows":  # in each microbatch of 8 rows, the first half is of process 0
         assert [{*stderr.splitlines()} for _, stderr in outputs] == [

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.core.metric import Max
 from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
@@ -158,7 +159,7 @@ def _make_auxiliary(
     return Auxiliary(loss, jax.lax.stop_gradient(statistics))
 
 
-def router_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def router_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array | Max]:
     """Return the metrics of a step's routers, float32, from the sums of `zero_statistics`; {} without experts.
 
     expert_load: load of each expert relative to an even one, mean over MoE layers [E].
@@ -174,7 +175,7 @@ def router_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     relative = load * load.shape[1] / jnp.maximum(choices, 1)
     return {
         "expert_load": jnp.sum(relative, axis=0) / jnp.maximum(jnp.sum(choices > 0), 1),
-        "expert_imbalance": jnp.max(relative),
+        "expert_imbalance": Max(jnp.max(relative)),
         "router_entropy": statistics["router_entropy"] / tokens,
         "dropped": statistics["dropped"] / jnp.maximum(jnp.sum(choices), 1),
         "expert_rounds": statistics["rounds"] / jnp.maximum(statistics["exchanges"], 1),

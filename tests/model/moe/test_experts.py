@@ -176,7 +176,7 @@ def test_router_metrics() -> None:
         metrics = experts.router_metrics(run(config, params, placement, accumulation)[1].statistics)
         assert metrics["expert_load"].shape == (4,)
         assert float(jnp.mean(metrics["expert_load"])) == pytest.approx(1, rel=1e-6)
-        assert 1 < float(jnp.max(metrics["expert_load"])) <= float(metrics["expert_imbalance"]) < 4
+        assert 1 < float(jnp.max(metrics["expert_load"])) <= float(metrics["expert_imbalance"].value) < 4
         assert 0.5 < float(metrics["router_entropy"]) < np.log(4)
         assert 0 < float(metrics["dropped"]) < 0.5
     # By hand: three layers, two of which have experts, with two experts each.
@@ -186,7 +186,7 @@ def test_router_metrics() -> None:
         {**sums, "dropped": jnp.float32(4), "exchanges": jnp.float32(2), "rounds": jnp.float32(5)}
     )
     np.testing.assert_allclose(metrics["expert_load"], [(6 / 4 + 3 / 4) / 2, (2 / 4 + 5 / 4) / 2])
-    assert (metrics["expert_imbalance"], metrics["router_entropy"], metrics["dropped"]) == (1.5, 0.5, 0.25)
+    assert (metrics["expert_imbalance"].value, metrics["router_entropy"], metrics["dropped"]) == (1.5, 0.5, 0.25)
     assert metrics["expert_rounds"] == 2.5
     assert experts.router_metrics({}) == {}
 
