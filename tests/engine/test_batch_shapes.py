@@ -97,7 +97,7 @@ def test_each_shape_has_a_step_that_is_kept(
 
 
 def test_the_rows_of_a_smaller_batch_are_divided_over_the_devices() -> None:
-    """Each device computes a share of 12 rows, and not all. Divided weights would let XLA divide the products anyway."""
+    """Each device computes a share of 12 rows, and not all. With divided weights XLA divides the products anyway."""
     case = Case(Tagger, tag, draw, optax.adam(1e-2))
     whole = case.batches(1)[0]
     smaller = jax.tree.map(lambda leaf: leaf[:12], whole)
