@@ -64,10 +64,19 @@ class BatchRows:
     local: Sequence[int]
     replicated: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def rows(self) -> int | None:
+        """Rows of the example; None for batches in one piece."""
+        return find_rows(self.example, self.replicated)
+
     @property
     def shares(self) -> bool:
         """True if other processes read other rows."""
-        return len(self.local) != count_rows(self.example, self.replicated)
+        return len(self.local) != (self.rows or 1)
+
+    @functools.cached_property
+    def _have_rows(self) -> list[bool]:
+        return [has_rows(path, leaf, self.replicated) for path, leaf in tree.leaves_with_path(self.example)]
 
     def take(self, batch: Any, name: str = "batch") -> Any:
         """Return this process's rows of a batch as NumPy arrays of the example's dtypes.
@@ -79,19 +88,20 @@ class BatchRows:
             InputError: its arrays do not fit those of the example.
         """
         fitted = fit_to_example(batch, self.example, name)
-        given, rows = find_rows(fitted, self.replicated), find_rows(self.example, self.replicated)
-        if rows is None:
+        if self.rows is None:
             return fitted
-        if not given:
+        arrays = jax.tree.leaves(fitted)
+        given, *others = {x.shape[0] for x, has in zip(arrays, self._have_rows, strict=True) if has}
+        if others or not given:
             firsts = list_first_dimensions(fitted, self.replicated)
             found = ", ".join(f"{path}: {first}" for path, first in firsts.items())
             raise InputError(f"{name}: its arrays have no common number of rows, the first dimension ({found})")
         if not self.shares or given == len(self.local):
             return fitted
-        if given != rows:
+        if given != self.rows:
             raise InputError(
                 f"{name}: it has {given} rows; in a job of several processes each gives as many as the example has, "
-                f"{rows}, or its own, {len(self.local)}"
+                f"{self.rows}, or its own, {len(self.local)}"
             )
         local = np.asarray(self.local)
         return tree.map_with_path(

@@ -7,6 +7,7 @@ into microbatches. Where arrays rest on the devices changes no result, because t
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -196,16 +196,24 @@ class BatchPlaces:
         arrays = jax.tree.leaves(self.target.rows)
         return LocalRows(arrays[0].shape[:2], arrays[0].sharding) if arrays else None
 
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        """For each array of `target`, its index among the arrays of a batch."""
+        indices = itertools.count()
+        numbered = jax.tree.map(lambda leaf: next(indices), self.target.join(self.target.rows))
+        parts = self.target.rows, self.target.pieces, self.target.whole
+        return jax.tree.leaves([tree.restrict(numbered, part) for part in parts])
+
     def put(self, batch: Any) -> Microbatches:
         """Return a batch on the devices. batch: its arrays, those with rows with the rows of this process only."""
-        dtypes = self.target.join(self.target.rows)
-        cast = jax.tree.map(lambda x, target: x.astype(target.dtype, copy=False), batch, dtypes)
+        given, (targets, structure) = jax.tree.leaves(batch), jax.tree.flatten(self.target)
+        with_rows = len(jax.tree.leaves(self.target.rows))
 
-        def put_array(target: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
+        def put_array(position: int, target: jax.ShapeDtypeStruct) -> jax.Array:
+            x = given[self._order[position]].astype(target.dtype, copy=False)
+            if position < with_rows and self.local_rows is not None:
+                rows: jax.Array = self.local_rows.make_global(x)
+                return rows
             return jax.make_array_from_callback(x.shape, target.sharding, lambda index: x[index])
 
-        pieces, whole = (
-            jax.tree.map(put_array, part, tree.restrict(cast, part)) for part in (self.target.pieces, self.target.whole)
-        )
-        rows = tree.restrict(cast, self.target.rows)
-        return Microbatches(rows if self.local_rows is None else self.local_rows.make_global(rows), pieces, whole)
+        return jax.tree.unflatten(structure, [put_array(*each) for each in enumerate(targets)])

@@ -112,7 +112,7 @@ LossOptimizer = SectionOptimizers | WholeOptimizer  # the optimizer of one loss
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several losses trains, and its optimizer.
+    """Parameters that one of several losses trains, and its optimizer.
 
     trained: specs of its parameters, with None for all others.
     """
