@@ -19,7 +19,7 @@ from jaxopt_llm.execution.placed_evaluation import evaluate
 from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
 from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.model import param
-from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, is_adapter, is_wrapped
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, adapter_paths, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
@@ -109,7 +109,7 @@ class UserModel:
                 placement,
                 keep_gathered=False,
                 matmul="compute_dtype" if name == "non_layer" else placement.precision.matmul,
-                in_compute_dtype=is_adapter,
+                in_compute_dtype=adapter_paths(specs),
             )
             for name, specs in self.specs.items()
         }
