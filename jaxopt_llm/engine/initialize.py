@@ -25,6 +25,7 @@ from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Loss, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
+from jaxopt_llm.engine.row_coupling import LossOver, check_loss_over
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, visible_devices
 
 
@@ -37,6 +38,8 @@ def initialize(
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | None = None,
     weights: Weights | None = None,
+    *,
+    loss_over: LossOver | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
@@ -53,6 +56,9 @@ def initialize(
             nested by their parts, or a function of the path. Each is a NumPy or JAX array, a memory map, a dataset of
             HDF5, a slice of safetensors, or whatever has a shape and is indexed alike. Each device reads its own part
             before the first step. None, for a path or for all paths below it, keeps the initial values.
+        loss_over: "rows" accepts that each microbatch of `training.accumulation` has its own loss, and the step their
+            mean; "batch" refuses accumulation. By default accumulation is refused only if the loss compares rows with
+            each other, as a contrastive loss does.
 
     Raises:
         InputError: something does not fit together.
@@ -84,6 +90,7 @@ def initialize(
         check_weights(weights, frontend.parameters)
     # The program on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
     program = make_engine_program(job, make_abstract_mesh(config.mesh))
+    check_loss_over(loss_over, config.training.accumulation, program.model)
     for oddity in program.model.oddities:
         warnings.warn(oddity, EngineWarning, stacklevel=2)
     _check_same_job(job, program, processes)

@@ -1,7 +1,7 @@
 """Recipes with a model of their own: what `train` and `plan` make of them.
 
 Such a recipe defines `model`, `loss` and `data`, and may define `example`, `optimizer`, `rules`, `evaluation_loss`,
-`weights` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
+`weights`, `loss_over` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
 """
 
 import sys
@@ -29,7 +29,8 @@ def make_engine(recipe: Recipe, processes: Processes = SINGLE_PROCESS) -> Engine
     """
     check_recipe(recipe)
     names = recipe.names
-    given = {name: names[name] for name in ("optimizer", "rules", "evaluation_loss", "weights") if name in names}
+    optional = "optimizer", "rules", "evaluation_loss", "weights", "loss_over"
+    given = {name: names[name] for name in optional if name in names}
     example = names["example"] if "example" in names else read_example(names["data"], recipe.config.training.batch_size)
     # The devices open when all processes come to them. JAX fails if one comes minutes later, so the wait is here.
     processes.channel("example").exchange("")

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import AttentionSelector
+from jaxopt_llm.engine.captured_arrays import check_captured
 from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.engine.repeated_blocks import name_blocks
@@ -168,7 +169,11 @@ def trace_loss(
     variables: Sequence[Any],
     batch: Any,
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of (parameters, variables, batch) -> (parameters, LossParts, variables), and its tree."""
+    """Return the jaxpr of (parameters, variables, batch) -> (parameters, LossParts, variables), and its tree.
+
+    Raises:
+        InputError: the loss closes over arrays that change.
+    """
 
     def function(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
         output, after, changed = frontend.call(loss, parameters, variables, batch)
@@ -176,6 +181,7 @@ def trace_loss(
 
     with SELECT(attention):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(parameters), list(variables), batch)
+    check_captured(closed)
     return closed, jax.tree.structure(shapes)
 
 
