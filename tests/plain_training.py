@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ Batch = dict[str, np.ndarray]
 class Case:
     """A model to train.
 
-    model, loss, optimizer, rules: arguments of `initialize`.
+    model, loss, optimizer, rules, loss_over: arguments of `initialize`.
     batch: makes a batch of ROWS rows.
     plain_optimizer: the optax transformation that `optimizer` must equal, if that is an OptimizerConfig.
     """
@@ -32,6 +32,7 @@ class Case:
     optimizer: Any
     rules: dict[str, str | None] = field(default_factory=dict)
     plain_optimizer: Any = None
+    loss_over: Literal["rows", "batch"] | None = None
 
     def batches(self, steps: int = STEPS) -> list[Batch]:
         return [self.batch(np.random.RandomState(step)) for step in range(steps)]

@@ -128,10 +128,10 @@ def adapted(model: Model, targets: str) -> Pretrained:
         return leaves.lora_specs(spec, RANK, ALPHA / RANK, "dora" in targets) if fits else spec
 
     specs = tree.map_with_path(wrap, here.model.specs)
-    bare = dict(tree.leaves_with_path(here.params))
+    adapters, bare = leaves.adapter_paths(specs), dict(tree.leaves_with_path(here.params))
 
     def value(path: str, spec: Any) -> Any:
-        if not leaves.is_adapter(path):
+        if path not in adapters:
             return bare[path.removesuffix("/base")]
         values = random.uniform(0.5, 1.5, spec.shape) if path.endswith("/magnitude") else random.normal(size=spec.shape)
         if "vocabulary" in spec.axes:

@@ -267,5 +267,5 @@ CASES = {
     "ensemble": Case(lambda: Ensemble(nnx.Rngs(0)), classify, images(4), LAMB, RULES | {"members": None}),
     "l2": Case(lambda: Mlp(16, nnx.Rngs(0)), with_l2, images(4), CLIPPED, RULES),
     "penalty": Case(lambda: Mlp(16, nnx.Rngs(0)), with_gradient_penalty, images(4), MOMENTUM, RULES),
-    "clip": Case(lambda: Clip(nnx.Rngs(0)), contrast, pairs, TWO_RATES, RULES),
+    "clip": Case(lambda: Clip(nnx.Rngs(0)), contrast, pairs, TWO_RATES, RULES, loss_over="rows"),
 }

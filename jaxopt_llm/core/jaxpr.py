@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import jit_p
@@ -32,12 +33,32 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *arguments: run(closed.jaxpr, closed.consts, arguments))(*arguments)
 
 
+def list_constants(closed: ClosedJaxpr) -> list[Any]:
+    """Return the constants of a jaxpr and of those inside of its equations, also scalars."""
+    found: dict[int, Any] = {}
+
+    def visit(jaxpr: Jaxpr, constants: Sequence[Any]) -> None:
+        found.update((id(each), each) for each in constants)
+        for eqn in jaxpr.eqns:
+            found.update((id(atom.val), atom.val) for atom in eqn.invars if isinstance(atom, Literal))
+            for value in eqn.params.values():
+                for part in value if isinstance(value, tuple | list) else (value,):
+                    if isinstance(part, ClosedJaxpr):
+                        visit(part.jaxpr, part.consts)
+                    elif isinstance(part, Jaxpr):
+                        visit(part, ())
+
+    visit(closed.jaxpr, closed.consts)
+    return [*found.values()]
+
+
 def hash_jaxpr(closed: ClosedJaxpr) -> str:
     """Return a hash that is equal in two processes if they trace the same program over the same constants."""
     text = re.sub(r"0x[0-9a-f]+", "", str(closed))  # addresses of functions
     digest = hashlib.sha256(text.encode())
-    for constant in closed.consts:
-        digest.update(np.asarray(constant).tobytes())
+    for constant in list_constants(closed):
+        is_key = isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.prng_key)
+        digest.update(np.asarray(jax.random.key_data(constant) if is_key else constant).tobytes())
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ from jaxopt_llm.config import Config, MeshConfig, OptimizerConfig, TrainingConfi
 from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import typeof
+from jaxopt_llm.core.jaxpr import list_constants, typeof
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, depends_on, list_equations
 from jaxopt_llm.parallel.placement import Placement
@@ -109,7 +109,7 @@ def find_hidden_settings(config: Config) -> list[str]:
 
 
 def check_parameters(parameters: Sequence[ArrayInfo]) -> None:
-    """Raise InputError if there is no parameter, or one that is not a real floating-point array."""
+    """Raise InputError if there is no parameter, or one that cannot be trained in float32."""
     if not parameters:
         raise InputError("model: it has no parameters; nothing could be trained")
     for info in parameters:
@@ -117,6 +117,11 @@ def check_parameters(parameters: Sequence[ArrayInfo]) -> None:
             raise InputError(
                 f"model: the parameter {info.path} is {np.dtype(info.dtype).name}, and only real floating-point "
                 "numbers are trained; keep it in a variable of another type than nnx.Param, or in the batch"
+            )
+        if np.dtype(info.dtype) == np.float64:
+            raise InputError(
+                f"model: the parameter {info.path} is float64, and parameters are trained in float32; make it in "
+                "float32, as by param_dtype=jnp.float32, or leave out jax_enable_x64"
             )
 
 
@@ -176,7 +181,7 @@ def find_oddities(
             f"the loss changes the attributes {', '.join(changed)} of the model, which are no variables: it does so "
             "once, when it is traced, and the change is lost; keep what changes in an nnx.Variable"
         )
-    constants = [each for each in closed.consts if getattr(each, "nbytes", 0) >= CONSTANT_BYTES]
+    constants = [each for each in list_constants(closed) if getattr(each, "nbytes", 0) >= CONSTANT_BYTES]
     if constants:
         shapes = ", ".join(f"{each.dtype}{list(each.shape)}" for each in constants[:3])
         yield (

@@ -24,6 +24,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import read_value
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
+from jaxopt_llm.engine import captured_arrays
 from jaxopt_llm.engine.batches import BatchRows, LossRows
 from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
@@ -66,6 +67,7 @@ class Engine:
         self._gradients: dict[str, Any] = {}  # by loss
         self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
         self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
+        captured_arrays.register_engine(self, lambda engine: jax.tree.leaves(engine._state))
 
     @property
     def _job(self) -> Job:
@@ -354,9 +356,9 @@ class Engine:
         masters = state.averaged_masters if ema else state.masters
         variables = dict(tree.leaves_with_path(state.variables))
         merged = jax.tree.map(_merge_weight, model.specs, tree.merge(masters, state.frozen), is_leaf=leaves.is_wrapped)
-        return self._frontend.rebuild(
-            model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
-        )
+        arrays = model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
+        captured_arrays.register_returned(jax.tree.leaves(arrays))
+        return self._frontend.rebuild(*arrays)
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the state, with the hashes of its files and the identity of the run.

@@ -25,6 +25,7 @@ from jaxopt_llm.engine.given_weights import Weights, check_weights
 from jaxopt_llm.engine.losses import GivenLoss, Optimizer, join_losses, read_losses
 from jaxopt_llm.engine.microbatches import check_arrays, count_rows, find_rows
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
+from jaxopt_llm.engine.row_coupling import LossOver, check_loss_over
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, visible_devices
 
 
@@ -41,6 +42,7 @@ def initialize(
     replicated: Sequence[str] = (),
     trains: Mapping[str, str | Sequence[str]] | None = None,
     devices: Sequence[jax.Device] | None = None,
+    loss_over: LossOver | None = None,
 ) -> Engine:
     """Return an engine that trains a model.
 
@@ -68,6 +70,9 @@ def initialize(
             default these are the parameters whose path has its name, such as `critic/first/kernel`.
         devices: the devices of the mesh, exactly as many as it has; by default the first ones that are visible. Engines
             on other devices train side by side, such as on `jax.devices()[:4]` and on `jax.devices()[4:]`.
+        loss_over: "rows" accepts that each microbatch of `training.accumulation` has its own loss, and the step their
+            mean; "batch" refuses accumulation. By default accumulation is refused only if the loss compares rows with
+            each other, as a contrastive loss does.
 
     Raises:
         InputError: something does not fit together.
@@ -99,6 +104,7 @@ def initialize(
     for one in job.losses:
         one.check_division(make_placement(config, mesh))
         program = make_engine_program(one, mesh)
+        check_loss_over(loss_over, config.training.accumulation, program.model, one.have_rows)
         oddities |= dict.fromkeys(program.model.oddities)
         _check_same_job(one, program, processes)
     for oddity in oddities:

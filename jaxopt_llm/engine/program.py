@@ -19,7 +19,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import AttentionSelector, make_selector
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
-from jaxopt_llm.engine.microbatches import Microbatches, check_division, split_batch
+from jaxopt_llm.engine.microbatches import Microbatches, check_division, has_rows, split_batch
 from jaxopt_llm.engine.user_model import (
     LossTrace,
     Rules,
@@ -77,6 +77,11 @@ class Job:
         return [
             replace(job, others=tuple(replace(each, others=()) for each in every if each is not job)) for job in every
         ]
+
+    @property
+    def have_rows(self) -> list[bool]:
+        """Whether the first dimension of each array of a batch counts rows."""
+        return [has_rows(path, leaf, self.replicated) for path, leaf in tree.leaves_with_path(self.example)]
 
     def check_division(self, placement: Placement) -> None:
         """Raise InputError if the example cannot be divided; see microbatches.check_division."""

@@ -1,7 +1,8 @@
 """Recipes with a model of their own: what `train` and `plan` make of them.
 
 Such a recipe defines `model`, `loss` and `data`, and may define `example`, `optimizer`, `rules`, `evaluation_loss`,
-`weights`, `replicated`, `trains` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may be left out.
+`weights`, `replicated`, `trains`, `loss_over` and `held_out`: arguments of `initialize` and of `fit`. `get_config` may
+be left out.
 """
 
 import sys
@@ -19,7 +20,7 @@ from jaxopt_llm.engine.fit import train_engine
 from jaxopt_llm.engine.initialize import initialize
 
 # Arguments of `initialize` that a recipe may define, besides `example`.
-OPTIONAL = ("optimizer", "rules", "evaluation_loss", "weights", "replicated", "trains")
+OPTIONAL = ("optimizer", "rules", "evaluation_loss", "weights", "replicated", "trains", "loss_over")
 
 
 def make_engine(recipe: Recipe, processes: Processes = SINGLE_PROCESS) -> Engine:

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import AttentionSelector
+from jaxopt_llm.engine.captured_arrays import check_captured
 from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities, find_unread_parameters
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.engine.repeated_blocks import name_blocks
@@ -20,7 +21,7 @@ from jaxopt_llm.execution.placed_evaluation import evaluate
 from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
 from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.model import param
-from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, is_adapter, is_wrapped
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, adapter_paths, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
@@ -125,7 +126,7 @@ class UserModel:
                 placement,
                 keep_gathered=False,
                 matmul="compute_dtype" if name == "non_layer" else placement.precision.matmul,
-                in_compute_dtype=is_adapter,
+                in_compute_dtype=adapter_paths(specs),
             )
             for name, specs in self.specs.items()
         }
@@ -189,7 +190,11 @@ def trace_function(
     variables: Sequence[Any],
     batch: Any,
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of (parameters, variables, batch) -> (parameters, output, variables), and its tree."""
+    """Return the jaxpr of (parameters, variables, batch) -> (parameters, output, variables), and its tree.
+
+    Raises:
+        InputError: the function closes over arrays that change.
+    """
 
     def call(parameters: Sequence[Any], variables: Sequence[Any], batch: Any) -> Any:
         output, after, changed = frontend.call(function, parameters, variables, batch)
@@ -197,6 +202,7 @@ def trace_function(
 
     with SELECT(attention):
         closed, shapes = jax.make_jaxpr(call, return_shape=True)(list(parameters), list(variables), batch)
+    check_captured(closed)
     return closed, jax.tree.structure(shapes)
 
 

@@ -31,7 +31,7 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.linear.dropout import with_noise
-from jaxopt_llm.model.linear.leaves import is_adapter
+from jaxopt_llm.model.linear.leaves import adapter_paths
 from jaxopt_llm.model.model import Model, Params, Segment
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
@@ -204,7 +204,7 @@ class PeriodRunner:
                 *(specs, weights, perturbations, context.placement),
                 keep_gathered=self.remat.enabled,
                 matmul=matmul,
-                in_compute_dtype=is_adapter,
+                in_compute_dtype=adapter_paths(specs),
             )
             constants = {name: values[position] for name, values in per_layer.items()}
             placed = with_noise(placed, context.noise, constants["index"])

@@ -73,10 +73,10 @@ def add_adapters(
 ) -> tuple[Model, Params]:
     """Return a model and its parameters with the adapters of a PEFT folder, read in `dtype`."""
     specs = adapters.add_to_specs(model.specs)
-    held = dict(tree.leaves_with_path(params))
+    added, held = leaves.adapter_paths(specs), dict(tree.leaves_with_path(params))
 
     def find_or_read(path: str, spec: ParamSpec) -> jax.Array:
-        if not leaves.is_adapter(path):
+        if path not in added:
             return held[path.removesuffix("/base")]
         spec = replace(spec, dtype=jnp.dtype(dtype))
         return adapters.read(path, spec, resting_parameter_sharding(spec, placement))

@@ -10,7 +10,6 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import list_segments, locate_layers
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.model.moe.experts import ROUTER_SUFFIX
 from jaxopt_llm.model.param import ParamSpec
 
 
@@ -58,10 +57,11 @@ def count_quantised_per_token(
     # Forward, gradient of the input, gradient of the weight.
     products = {"fp8": (3, 2), "int8": (1, 1)}.get(precision.matmul, (0, 0))
     exempt = precision.compute_dtype_layers
+    adapters = leaves.adapter_paths(trainable) | leaves.adapter_paths(frozen)
     quantised = [prefix for prefix, _, layer in locate_layers(config) if exempt <= layer < config.layers - exempt]
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if spec.layers is None or not spec.contracting or spec.expert_dims or leaves.is_adapter(path):
+        if spec.layers is None or not spec.contracting or spec.expert_dims or path in adapters:
             return 0
         layers = sum(path.startswith(prefix) for prefix in quantised)
         return param.count_parameters(spec) // param.count_layers(spec) * layers
@@ -72,7 +72,7 @@ def count_quantised_per_token(
 
 def count_active_parameters(config: ModelConfig, specs: Params) -> int:
     """Count the parameters that a token uses: of the experts of a layer, only experts_per_token."""
-    adapters = tree.partition(specs, leaves.is_adapter)[0]
+    adapters = leaves.select_adapters(specs)
     return sum(_active(config, spec) for spec in jax.tree.leaves((leaves.unwrap_specs(specs), adapters)))
 
 
@@ -91,7 +91,7 @@ def _matmul_weights(config: ModelConfig, specs: Params) -> int:
     looked_up = ("non_layer/positions/",) if config.tied_head else ("non_layer/positions/", "non_layer/embedding/")
 
     def weights(path: str, spec: ParamSpec) -> int:
-        if not (spec.contracting or path.endswith(ROUTER_SUFFIX)) or path.startswith(looked_up):
+        if not spec.is_multiplied or path.startswith(looked_up):
             return 0
         size = _active(config, spec)
         return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size

@@ -75,6 +75,11 @@ class ParamSpec:
         return tuple(dim for dim, axis in enumerate(self.axes) if axis == "experts")
 
     @property
+    def is_multiplied(self) -> bool:
+        """True for a weight of matrix products. An exact one (a router) has no contracting dimensions."""
+        return bool(self.contracting) or (self.exact and self.sign_rate is None)
+
+    @property
     def fan_in(self) -> int:
         return math.prod(self.shape[dim] for dim in self.contracting)
 

@@ -9,7 +9,7 @@ move blocks of codes (blocks.py, coded_sums.py). Vectors, exact parameters, and 
 whole blocks on each device stay exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,7 @@ def attach_shardings(
     *,
     keep_gathered: bool,
     matmul: Matmul = "compute_dtype",
-    in_compute_dtype: Callable[[str], bool] = lambda path: False,
+    in_compute_dtype: Collection[str] = (),
 ) -> tree.Tree:
     """Pair each weight with its shardings and its perturbation.
 
@@ -115,8 +115,7 @@ def attach_shardings(
         rematerialised block, where the forward is the recomputation just before. Otherwise True would keep every
         gathered layer alive.
     matmul: the format in which products with the weights are computed (see PrecisionConfig).
-    in_compute_dtype: returns True for the path of a weight that is multiplied in the compute dtype, whatever `matmul`
-        is.
+    in_compute_dtype: paths of the weights that are multiplied in the compute dtype, whatever `matmul` is.
     """
 
     def attach(path: str, spec: Spec, array: jax.Array, perturbation: jax.Array | None) -> PlacedWeight:
@@ -130,7 +129,7 @@ def attach_shardings(
             coded_sum=find_coded_sum(spec, placement),
             compute_dtype=precision.compute_dtype,
             reduce_dtype=precision.reduce_dtype,
-            matmul="compute_dtype" if in_compute_dtype(path) else matmul,
+            matmul="compute_dtype" if path in in_compute_dtype else matmul,
             outlier_threshold=precision.outlier_threshold,
             keep_gathered=keep_gathered,
             trainable=perturbation is not None,

@@ -169,7 +169,7 @@ def adapt_model(
         return replace(leaves.lora_specs(spec, config.rank, config.scale, config.dora, config.dropout), base=base)
 
     specs = tree.map_with_path(wrap, model.specs)
-    trained, frozen = tree.partition(specs, lambda path: path in whole or leaves.is_adapter(path))
+    trained, frozen = tree.partition(specs, (whole | leaves.adapter_paths(specs)).__contains__)
     masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(precision.param_dtype)), trained)
     return model.with_specs(specs), masters, frozen
 

@@ -9,6 +9,8 @@ scales are sharded as their parameter is, and no communication is needed.
 """
 
 import functools
+from collections.abc import Container
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import master_sharding
 
 SIGNED, SQUARES = ("mu", "trace"), ("nu",)  # fields of optax's states: means of gradients, and of their squares
+Keys = tuple[Any, ...]  # path of a leaf, as `jax.tree_util` gives it
 BLOCK_SIZES = range(128, 15, -8)  # values per scale, best first: 128 values cost 1/32 byte per value
 SUFFICIENT_BLOCK_SIZE = 64  # costs 1/16 byte per value
 DEVICE_COUNTS = (8, 4, 2, 1)  # devices that may split the last dimension, from most to fewest
@@ -134,6 +137,25 @@ def round_to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
     )
 
 
+def find_parameter(keys: Keys, parameters: Container[Keys]) -> Keys | None:
+    """Return the keys of the parameter to which a leaf of an optimizer's state belongs, or None.
+
+    The keys of a moment end with those of its parameter. A parameter may have the name of a field of the state, such as
+    `mu`: its key is that of a dict, and the field's that of an attribute.
+
+    Args:
+        keys: the path of the leaf, as `jax.tree_util` gives it.
+        parameters: the keys of all parameters.
+    """
+    return next((keys[start:] for start in range(len(keys) + 1) if keys[start:] in parameters), None)
+
+
+def _find_field(keys: Keys, parameter: Keys | None) -> str | None:
+    """Return the name of the field of the state that holds the moments of this parameter."""
+    before = keys[: len(keys) - len(parameter or ())]
+    return getattr(before[-1], "name", None) if before else None
+
+
 def compress_moments(
     optimizer: optax.GradientTransformation, dtype: StateDtype, specs: tree.Tree
 ) -> optax.GradientTransformation:
@@ -144,18 +166,18 @@ def compress_moments(
     """
     if dtype == "float32":
         return optimizer
-    blocks = {path: choose_block_size(spec) for path, spec in tree.leaves_with_path(specs)}
+    blocks = {keys: choose_block_size(spec) for keys, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
-    def compress_leaf(count: jax.Array, path: str, leaf: jax.Array) -> jax.Array | Codes:
-        for field in SIGNED + SQUARES:
-            for parameter, values in blocks.items():
-                if not f"/{path}".endswith(f"/{field}/{parameter}"):
-                    continue
-                random = random_bits(leaf.shape, count) if field in SQUARES else None
-                if dtype == "bfloat16":
-                    return leaf.astype(jnp.bfloat16) if random is None else round_to_bfloat16(leaf, random)
-                return leaf if values is None else encode(leaf, values, field in SQUARES, random)
-        return leaf
+    def compress_leaf(count: jax.Array, keys: Keys, leaf: jax.Array) -> jax.Array | Codes:
+        parameter = find_parameter(keys, blocks)
+        field = _find_field(keys, parameter)
+        if parameter is None or field not in SIGNED + SQUARES:
+            return leaf
+        random = random_bits(leaf.shape, count) if field in SQUARES else None
+        if dtype == "bfloat16":
+            return leaf.astype(jnp.bfloat16) if random is None else round_to_bfloat16(leaf, random)
+        values = blocks[parameter]
+        return leaf if values is None else encode(leaf, values, field in SQUARES, random)
 
     def decompress_leaf(leaf: jax.Array | Codes) -> jax.Array:
         if isinstance(leaf, Codes):
@@ -166,7 +188,7 @@ def compress_moments(
         # If there are several counts, they are equal. SGD has none, because it keeps no squares.
         counts = [count for _, count in optax.tree.get_all_with_path(state, "count")]
         count = counts[0] if counts else jnp.int32(0)
-        return tree.map_with_path(functools.partial(compress_leaf, count), state)
+        return jax.tree_util.tree_map_with_path(functools.partial(compress_leaf, count), state)
 
     def update(updates: tree.Tree, state: tree.Tree, params: tree.Tree = None) -> tuple[tree.Tree, tree.Tree]:
         moments = jax.tree.map(decompress_leaf, state, is_leaf=lambda leaf: isinstance(leaf, Codes))
@@ -175,12 +197,13 @@ def compress_moments(
 
     def init(params: tree.Tree) -> tree.Tree:
         state = optimizer.init(params)
-        paths = [f"/{path}" for path, _ in tree.leaves_with_path(state)]
-        moments = {path for path in paths for parameter in blocks if path.endswith(f"/{parameter}")}
-        unknown = {path for path in moments if not any(f"/{field}/" in path for field in SIGNED + SQUARES)}
+        paths = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(state)]
+        moments = {keys: parameter for keys in paths if (parameter := find_parameter(keys, blocks)) is not None}
+        fields = {_find_field(*pair) for pair in moments.items()}
+        unknown = fields - {*SIGNED, *SQUARES}
         assert not unknown, f"fields of the state that are neither in SIGNED nor in SQUARES: {unknown}"
-        squares = any(f"/{field}/" in path for field in SQUARES for path in moments)
-        assert not squares or any(path.endswith("/count") for path in paths), "SQUARES need a `count` in the state"
+        has_count = bool(optax.tree.get_all_with_path(state, "count"))
+        assert has_count or fields.isdisjoint(SQUARES), "SQUARES need a `count` in the state"
         return compress(state)
 
     return optax.GradientTransformation(init, update)

@@ -18,7 +18,6 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from jaxopt_llm.config import OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.moe.experts import ROUTER_SUFFIX
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.training import groups, moments
 from jaxopt_llm.training.hyperparameters import OptimizerNumbers, read_optimizer_numbers
@@ -72,7 +71,7 @@ def make_optimizer(
         if config.decay_groups:
             return groups.find_group_value(config.decay_groups, f"{section}/{path}")
         # The rank does not tell matrices: a bias per head has two dimensions.
-        return 1.0 if spec.contracting or path.endswith(ROUTER_SUFFIX) else 0.0
+        return 1.0 if spec.is_multiplied else 0.0
 
     def rate_factor(path: str, spec: ParamSpec) -> float:
         return groups.find_group_value(config.rate_groups, f"{section}/{path}")

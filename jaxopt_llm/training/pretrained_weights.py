@@ -82,9 +82,10 @@ def with_stored_dtypes(weights: Weights, frozen: Params) -> Params:
 
 def add_adapter(given: Params | None, adapter: AdapterFolder, specs: StateSpecs, placement: Placement) -> Params:
     """Return the given parameters with the adapters of a PEFT folder."""
+    adapters = leaves.adapter_paths(specs.masters)
 
     def read_leaf(path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array | None:
-        return adapter.read(path, spec, sharding) if leaves.is_adapter(path) else None
+        return adapter.read(path, spec, sharding) if path in adapters else None
 
     masters = tree.map_with_path(read_leaf, specs.masters, state_shardings(specs, placement).masters)
     return masters if given is None else tree.merge(masters, given)

@@ -33,6 +33,7 @@ from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training.ema import move_average
 from jaxopt_llm.training.host_update import update_by_parts
+from jaxopt_llm.training.moments import Codes, Keys, find_parameter
 
 T = TypeVar("T")
 WHOLE = "whole"  # the only key of the moments of a WholeOptimizer
@@ -173,32 +174,30 @@ def moment_specs(optimizers: Optimizers, specs: Params) -> Params:
     if has_shares(optimizers):
         return {name: moment_specs(share.optimizer, share.trained) for name, share in optimizers.items()}
 
-    def section_specs(
-        parameters: list[tuple[str, ParamSpec]], layers: np.ndarray | None, state: tree.Tree
-    ) -> tree.Tree:
+    def section_specs(specs: tree.Tree, layers: np.ndarray | None, state: tree.Tree) -> tree.Tree:
         leading = 0 if layers is None else layers.ndim
+        parameters = dict(jax.tree_util.tree_leaves_with_path(specs))
 
-        def leaf_spec(path: str, leaf: jax.ShapeDtypeStruct) -> ParamSpec:
-            # The path of a moment ends with the path of its parameter, followed by /codes or /scales in 8 bits.
-            # Adafactor's row and column means have other shapes.
-            for name, spec in parameters:
-                if path.endswith((f"/{name}", f"/{name}/codes")) and leaf.shape == spec.shape:
-                    return replace(spec, dtype=leaf.dtype)
-                if path.endswith(f"/{name}/scales"):
-                    return replace(spec, shape=leaf.shape, dtype=leaf.dtype)
+        def leaf_spec(keys: Keys, leaf: jax.ShapeDtypeStruct | Codes) -> ParamSpec | Codes:
+            parameter = find_parameter(keys, parameters)
+            if isinstance(leaf, Codes):
+                assert parameter is not None, f"codes of no parameter: {keys}"
+                of = parameters[parameter]
+                return Codes(*(replace(of, shape=x.shape, dtype=x.dtype) for x in (leaf.codes, leaf.scales)))
+            # Adafactor's row and column means have other shapes than their parameter.
+            if parameter is not None and leaf.shape == parameters[parameter].shape:
+                return replace(parameters[parameter], dtype=leaf.dtype)
             spec = ParamSpec(leaf.shape[leading:], (None,) * (leaf.ndim - leading), dtype=leaf.dtype)
             return spec if layers is None else spec.stack(layers)
 
-        return tree.map_with_path(leaf_spec, state)
+        return jax.tree_util.tree_map_with_path(leaf_spec, state, is_leaf=lambda leaf: isinstance(leaf, Codes))
 
     abstract = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
     state = jax.eval_shape(lambda masters: initialize_moments(optimizers, specs, masters), abstract)
     if isinstance(optimizers, WholeOptimizer):
-        return section_specs(tree.leaves_with_path(optimizers.to_tree(specs)), None, state)
+        return section_specs(optimizers.to_tree(specs), None, state)
     return {
-        section: section_specs(
-            tree.leaves_with_path(specs[section]), param.layer_indices(specs[section]), state[section]
-        )
+        section: section_specs(specs[section], param.layer_indices(specs[section]), state[section])
         for section in optimizers
     }
 

@@ -67,8 +67,9 @@ def make_engine(setting: Setting, **sections: Any) -> Engine:
         "training": {"accumulation": setting.accumulation},
         "schedule": {"kind": "constant", "warmup_steps": 0},
     } | sections
+    example, config = case.batches(1)[0], Config(**sections)
     return jaxopt_llm.initialize(
-        case.model, case.loss, case.batches(1)[0], Config(**sections), case.optimizer, case.rules
+        case.model, case.loss, example, config, case.optimizer, case.rules, loss_over=case.loss_over
     )
 
 

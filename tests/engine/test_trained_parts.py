@@ -15,7 +15,7 @@ from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine import user_model
-from jaxopt_llm.model.linear.leaves import is_adapter
+from jaxopt_llm.model.linear.leaves import adapter_paths
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
 
 WIDTH, LAYERS, ROWS = 32, 2, 16
@@ -93,11 +93,11 @@ def test_products_with_the_base_alone_are_quantised(monkeypatch: pytest.MonkeyPa
     found: dict[str, set[str]] = {"adapters": set(), "bases": set()}
 
     def spy(*arguments: Any, **named: Any) -> Any:
-        placed = attach_shardings(*arguments, **named)
+        placed, adapters = attach_shardings(*arguments, **named), adapter_paths(arguments[0])
         is_placed = lambda leaf: isinstance(leaf, PlacedWeight)  # noqa: E731
         for path, leaf in tree.leaves_with_path(placed, is_leaf=is_placed):
             if "kernel" in path and "blocks" in path:
-                found["adapters" if is_adapter(path) else "bases"].add(leaf.shardings.matmul)
+                found["adapters" if path in adapters else "bases"].add(leaf.shardings.matmul)
         return placed
 
     monkeypatch.setattr(user_model, "attach_shardings", spy)

@@ -12,7 +12,6 @@ from jaxopt_llm.checkpoint.huggingface.names import BY_HEAD
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import decoder_specs
-from jaxopt_llm.model.moe.experts import ROUTER_SUFFIX
 from jaxopt_llm.model.param import ParamSpec
 
 
@@ -122,7 +121,7 @@ def list_tensor_layouts(family: Family, config: ModelConfig) -> dict[str, Tensor
             paths = [prefix + leaf for leaf in leaves.replace(BY_HEAD, " ").split()]
             if ("{}" in name) != bool(prefix) or paths[0] not in specs:
                 continue
-            layer_specs = [_layer_spec(path, specs[path], config) for path in paths]
+            layer_specs = [_layer_spec(specs[path], config) for path in paths]
             has_experts = "experts" in layer_specs[0].axes
             if has_experts != (name.count("{}") == 2):
                 continue
@@ -143,7 +142,7 @@ def list_tensor_layouts(family: Family, config: ModelConfig) -> dict[str, Tensor
     return layouts
 
 
-def _layer_spec(path: str, spec: ParamSpec, config: ModelConfig) -> ParamSpec:
+def _layer_spec(spec: ParamSpec, config: ModelConfig) -> ParamSpec:
     """Return the spec of one layer, without padding.
 
     A router's product differs from that of all our other matrices; in Hugging Face tensors it is an ordinary matrix.
@@ -153,5 +152,5 @@ def _layer_spec(path: str, spec: ParamSpec, config: ModelConfig) -> ParamSpec:
     return replace(
         layer_spec,
         shape=tuple(config.vocabulary_size if axis == "vocabulary" else size for size, axis in sizes),
-        contracting=(0,) if path.endswith(ROUTER_SUFFIX) else layer_spec.contracting,
+        contracting=layer_spec.contracting or ((0,) if layer_spec.is_multiplied else ()),
     )

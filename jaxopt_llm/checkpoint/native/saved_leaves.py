@@ -1,5 +1,6 @@
 """Leaves of the trees in a checkpoint: their chunks on disk, and their comparison with those of a model."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.parallel.offload import HOST
 
+_STACK = re.compile(r"segment_\d+/")  # begins the path of a leaf; a user's parameter may have any name
 MAX_STACK_CHUNK_BYTES = 2**26  # a stack that is not larger has one chunk for each shard
 
 
@@ -29,7 +31,7 @@ def choose_chunks(arrays: tree.Tree) -> tree.Tree:
     """
 
     def choose(path: str, leaf: Any) -> ocp.SaveArgs:
-        is_stack = any(part.startswith("segment_") for part in path.split("/"))
+        is_stack = _STACK.match(path)
         return ocp.SaveArgs(shard_axes=(0,) if is_stack and leaf.ndim and leaf.nbytes > MAX_STACK_CHUNK_BYTES else ())
 
     return tree.map_with_path(choose, arrays)

@@ -23,8 +23,6 @@ from jaxopt_llm.model.param import FLOAT32, Initializer, ParamSpec, normal, ones
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
 
 INT8, UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
-FACTORS = ("/lora_a", "/lora_b")
-ADAPTERS = (*FACTORS, "/magnitude")  # ends of the paths of parameters that train next to a frozen base
 
 
 @struct.dataclass
@@ -80,8 +78,19 @@ class LoraWeight:
     dropout: float = struct.field(pytree_node=False, default=0.0)
 
 
-def is_adapter(path: str) -> bool:
-    return path.endswith(ADAPTERS)
+def select_adapters(specs: tree.Tree) -> tree.Tree:
+    """Return the specs, or a half of a `tree.partition` of them, with None for all but the arrays of adapters."""
+
+    def select(leaf: tree.Leaf) -> tree.Leaf:
+        nothing = jax.tree.map(lambda _: None, leaf.base if isinstance(leaf, LoraWeight) else leaf)
+        return replace(leaf, base=nothing) if isinstance(leaf, LoraWeight) else nothing
+
+    return jax.tree.map(select, specs, is_leaf=is_wrapped)
+
+
+def adapter_paths(specs: tree.Tree) -> frozenset[str]:
+    """Return the paths of the arrays of adapters. The type of a leaf tells them: a parameter may have any name."""
+    return frozenset(path for path, _ in tree.leaves_with_path(select_adapters(specs)))
 
 
 # --- spec -> specs
@@ -190,7 +199,7 @@ def unpack_codes(specs: tree.Tree) -> tree.Tree:
 
 def count_parameters(specs: tree.Tree) -> int:
     """Count the bare parameters and those of adapters. Scales of quantised weights do not count."""
-    return param.count_parameters(unwrap_specs(specs)) + param.count_parameters(tree.partition(specs, is_adapter)[0])
+    return param.count_parameters(unwrap_specs(specs)) + param.count_parameters(select_adapters(specs))
 
 
 # --- array -> leaf
@@ -224,8 +233,12 @@ def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
 
 def wrap_arrays(specs: tree.Tree, arrays: tree.Tree, seed: int) -> tree.Tree:
     """Return the leaves of `specs` with the given arrays of `unwrap_specs(specs)` as bases, and with new adapters."""
-    factors, _ = tree.partition(specs, lambda path: path.endswith(FACTORS))
+    factors = jax.tree.map(_select_factors, specs, is_leaf=is_wrapped)
     return tree.merge(param.initialize(factors, seed), jax.tree.map(make_leaf, specs, arrays, is_leaf=is_wrapped))
+
+
+def _select_factors(spec: ParamSpec | QuantisedWeight | LoraWeight) -> tree.Leaf:
+    return replace(spec, base=None, magnitude=None) if isinstance(spec, LoraWeight) else None
 
 
 def make_leaf(spec: ParamSpec | QuantisedWeight | LoraWeight, array: jax.Array) -> tree.Leaf:

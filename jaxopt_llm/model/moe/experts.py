@@ -24,7 +24,6 @@ from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan
 from jaxopt_llm.model.moe.exchange import combine, dispatch, dispatch_weights
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 
-ROUTER_SUFFIX = "/mlp/router"  # end of a router's path
 HIGHEST = jax.lax.Precision.HIGHEST  # for the router's matmul: a choice near a tie must not depend on the device
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
@@ -140,6 +141,13 @@ def test_arrays_in_host_memory_are_copied_before_they_are_written() -> None:
     assert copy.sharding == original.sharding and copy.tolist() == original.tolist()
     pointers = [[shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards] for x in (copy, original)]
     assert not set(pointers[0]) & set(pointers[1])
+
+
+def test_only_stacks_have_chunks_by_layer_and_not_what_is_named_as_one() -> None:
+    large = np.broadcast_to(np.float32(0), (2, saved_leaves.MAX_STACK_CHUNK_BYTES))
+    chunks = saved_leaves.choose_chunks({"segment_0": {"up": large}, "non_layer": {"segment_embedding": large}})
+    assert chunks["segment_0"]["up"].shard_axes == (0,)
+    assert chunks["non_layer"]["segment_embedding"].shard_axes == ()
 
 
 def test_a_directory_that_another_one_replaced_is_not_written_to(directory: Path) -> None:

@@ -140,7 +140,7 @@ def placed(spec: LoraWeight, keep: bool) -> tuple[LoraWeight, LoraWeight, Any]:
     if spec.magnitude is not None:
         values = replace(values, magnitude=random.uniform(0.5, 2, spec.magnitude.shape).astype(np.float32))
     placement = toy.placement()
-    perturbations = make_perturbations(tree.partition(specs, leaves.is_adapter)[0], placement)["weight"]
+    perturbations = make_perturbations(leaves.select_adapters(specs), placement)["weight"]
     return (
         values,
         perturbations,

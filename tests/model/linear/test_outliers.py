@@ -204,7 +204,7 @@ def test_adapters_are_multiplied_in_compute_dtype() -> None:
         *({"w": spec, "lora_a": spec}, arrays, {"w": None, "lora_a": None}, toy.placement()),
         keep_gathered=False,
         matmul="int8",
-        in_compute_dtype=lambda path: path.endswith("lora_a"),
+        in_compute_dtype={"lora_a"},
     )
     found = {name: weight.shardings.matmul for name, weight in placed.items() if isinstance(weight, PlacedWeight)}
     assert found == {"w": "int8", "lora_a": "compute_dtype"}

@@ -52,13 +52,12 @@ def compute(multiply: Any, shape: str, adapt: Adapt, placement: Placement, noise
     """Return the results and the gradients of the input and of the adapters."""
     specs = {name: adapt(name, spec) for name, spec in SHAPES[shape].items()}
     random = np.random.default_rng(1)
+    adapters = leaves.adapter_paths(specs)
     values = tree.map_with_path(
-        lambda path, leaf: (
-            random.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype) if leaves.is_adapter(path) else leaf
-        ),
+        lambda path, leaf: random.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype) if path in adapters else leaf,
         leaves.initialize(specs, seed=0),
     )
-    trained, frozen = tree.partition(specs, leaves.is_adapter)
+    trained, frozen = tree.partition(specs, adapters.__contains__)
     missing = jax.tree.map(lambda _: None, frozen)
     perturbations = tree.merge(make_perturbations(trained, placement), missing)
 
