@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,16 @@ from jaxopt_llm.engine.attention import make_selector
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
+from jaxopt_llm.execution.weight_uses import LOOKUP, PRODUCT
 from jaxopt_llm.kernels.attention import CHECKPOINT_NAME
 from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.row_sums import find_row_sum
 from jaxopt_llm.training import lora, moments, optimizer
+from jaxopt_llm.training.startup_report import describe_exact_matrices
 from jaxopt_llm.training.state import StateSpecs
 from jaxopt_llm.training.step import Advance, BindOptimizers, StepSettings, update_after_backward
 from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
@@ -85,6 +88,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     plain = replace(plain, saved=SAVED.get(config.remat.policy))
     model, trained, frozen = adapt_user_model(plain, config)
     _check_specs(job, plain.specs, trained, placement)
+    model = replace(model, oddities=(*model.oddities, *_describe_exact_sums(model, trained, placement)))
     parts = ModelParts(
         trained=trained,
         frozen=frozen,
@@ -155,6 +159,23 @@ def _check_specs(job: Job, specs: Params, trained: Params, placement: Placement)
         found += moments.problems(config.optimizer.state_dtype, trained, placement)
     if found:
         raise InputError(f"config: {'; '.join(found)}")
+
+
+def _describe_exact_sums(model: UserModel, trained: Params, placement: Placement) -> Iterator[str]:
+    """Yield what moves exactly in spite of the settings of codes."""
+    yield from describe_exact_matrices(trained, placement)
+    by_path = dict(tree.leaves_with_path(trained))
+    coded = {path for path, spec in by_path.items() if find_row_sum(spec, placement)}
+    others = [
+        path
+        for path, uses in zip(model.paths, model.uses, strict=True)
+        if path in coded and any(use.kind not in (PRODUCT, LOOKUP) for use in uses)
+    ]
+    if others:
+        yield (
+            f"the gradients of {len(others)} parameters are summed exactly (first: {others[0]}): only those of matrix "
+            "products and of lookups are sent as codes"
+        )
 
 
 def _make_whole_optimizer(transformation: optax.GradientTransformation, model: UserModel) -> WholeOptimizer:
