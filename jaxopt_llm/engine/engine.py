@@ -301,9 +301,10 @@ class Engine:
         return self._job.transformation is None
 
     def set_schedule(self, schedule: ScheduleConfig) -> None:
-        """Use other numbers in the schedule of the learning rate than those of `config`, and no other kind."""
+        """Use other numbers in the schedule of the learning rate than those of `config`, and no other kinds."""
         config = self._job.config
-        assert schedule.kind == config.schedule.kind, "the compiled step computes the kind"
+        kinds = [(each.kind, each.warmup_kind) for each in (schedule, config.schedule)]
+        assert kinds[0] == kinds[1], "the compiled step computes the kinds"
         self._job = replace(self._job, config=replace(config, schedule=schedule))
         self.__dict__.pop("_placed_hyperparameters", None)
 

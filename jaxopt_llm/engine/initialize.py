@@ -32,7 +32,7 @@ def initialize(
     model: Any,
     loss: Loss,
     example: Any,
-    config: Config | str | Path | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | None = None,
@@ -44,8 +44,8 @@ def initialize(
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
         loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
         example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
-        config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
-            visible devices divide the state (ZeRO-3).
+        config: settings; or a DeepSpeed configuration, as the path of its JSON file or as a dict, whose mapping is
+            printed. By default all visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
         evaluation_loss: loss of `evaluate`, by default `loss`. An NNX model is in evaluation mode in either.
@@ -63,7 +63,9 @@ def initialize(
     if config.mesh.fsdp == AUTO:
         others = config.mesh.devices
         config = replace(config, mesh=replace(config.mesh, fsdp=max(len(visible_devices()) // others, 1)))
-    check_config(config, count_rows(example))
+    rows = count_rows(example)
+    check_config(config, rows)
+    config = replace(config, training=replace(config.training, batch_size=rows))
     if optimizer is not None:
         check_optimizer(optimizer)
     if given and optimizer and not isinstance(optimizer, OptimizerConfig) and (hidden := find_hidden_settings(given)):
@@ -90,15 +92,15 @@ def initialize(
     return Engine(job, processes, weights)
 
 
-def _resolve_config(config: Config | str | Path | None, example: Any, optimizer: Any) -> Config:
+def _resolve_config(config: Config | Mapping[str, Any] | str | Path | None, example: Any, optimizer: Any) -> Config:
     """Return the settings that `initialize` was given, in whatever form."""
-    if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), example, optimizer)
+    if isinstance(config, str | Path | Mapping):
+        config = _read_deepspeed(config, example, optimizer)
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise InputError(
-            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
-            "DeepSpeed configuration"
+            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor a DeepSpeed "
+            "configuration, as a path or a dict"
         )
     return replace(config, optimizer=optimizer) if isinstance(optimizer, OptimizerConfig) else config
 
@@ -114,20 +116,25 @@ def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> N
     processes.check_same("the model that the function makes", initial, remedy)
 
 
-def _read_deepspeed(path: Path, example: Any, optimizer: Any) -> Config:
-    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys."""
-    read = deepspeed.read_file(path, len(visible_devices()))
-    rows, found = read.config.training.batch_size, count_rows(example)
-    if read.has("training.batch_size") and found != rows:
+def _read_deepspeed(given: Mapping[str, Any] | str | Path, example: Any, optimizer: Any) -> Config:
+    """Return the settings of a DeepSpeed configuration. Print on process 0 what became of its keys."""
+    devices, found = len(visible_devices()), count_rows(example)
+    read = (
+        deepspeed.read_dict(given, devices, found)
+        if isinstance(given, Mapping)
+        else deepspeed.read_file(Path(given), devices, found)
+    )
+    rows = read.config.training.batch_size
+    if found != rows:
         raise InputError(
-            f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
+            f"example: it has {found} rows, and the batch sizes of {read.source} make {rows} for all devices and "
             "microbatches together; give a whole batch, or change the file"
         )
     unread = find_unread(read.config)
     if keys := [each.key for each in read.mapped if each.setting in unread]:
         raise InputError(
-            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write "
-            "a recipe of the decoder with jaxopt-llm import-config"
+            f"{read.source}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or "
+            "write a recipe of the decoder with jaxopt-llm import-config"
         )
     replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
     if not isinstance(optimizer, OptimizerConfig):
