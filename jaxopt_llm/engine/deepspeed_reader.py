@@ -440,7 +440,7 @@ class Reader:
         rate, share = "scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"
         key = share if share in self.keys else rate
         low = self.values.get(key, 0)
-        settings = ("schedule.initial_share",) if warms_up else ()
+        settings: tuple[str, ...] = ("schedule.initial_share",) if warms_up else ()
         if self.values["scheduler.type"] == "WarmupDecayLR":
             settings += ("schedule.final_share",)
         given = self.values.get(key, ABSENT)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_equality
 from flax import nnx
 from marks import slow
 
@@ -16,6 +17,7 @@ import jaxopt_llm
 from jaxopt_llm import Config
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.checks import EngineWarning
+from jaxopt_llm.parallel import blocks
 
 ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 16, 8, 256, 64, 12
 FSDP, HYBRID = {"fsdp": 8}, {"data": 2, "fsdp": 4}
@@ -120,6 +122,23 @@ def test_gradients_differ_by_the_rounding_of_blocks_and_training_converges(
     trained += [float(engine.step(make_batch())["loss"]) for _ in range(STEPS - 1)]
     assert trained == pytest.approx(losses, rel=0.05 if least else 1e-5)
     assert trained[-1] < trained[0] / 3
+
+
+@pytest.mark.parametrize("name", ["mlp", *slow(*(name for name in test_equality.CASES if name != "mlp"))])
+def test_the_parts_of_gradients_add_up_to_those_of_optax(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every model: with blocks of one exact value in place of codes, training is that of optax on one device."""
+
+    def move(array: jax.Array, before: Any, after: Any, values: int, bits: int) -> jax.Array:
+        array = jax.lax.with_sharding_constraint(array.astype(jnp.float32), before)
+        return jax.lax.with_sharding_constraint(array, after)
+
+    monkeypatch.setattr(blocks, "move_blocks", move)
+    monkeypatch.setattr(blocks, "find_block_size", lambda shape, *shardings: 1)
+    has_rules = bool(test_equality.CASES[name].rules)
+    setting = test_equality.Setting(name, 3, test_equality.TENSOR if has_rules else HYBRID, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EngineWarning)
+        test_equality.assert_equal_to_optax(setting, sharding={**CODES, "optimizer_over_data": True})
 
 
 @pytest.mark.parametrize(
