@@ -120,7 +120,7 @@ class Reader:
     def fill_automatic(self) -> None:
         """Give each "auto" the value that Hugging Face's Trainer puts in its place. Batch sizes follow later."""
         rates = {key: self.values[key] for key in (RATE, PEAK) if key in self.values}
-        for key in self.automatic.keys() - {TOTAL, EACH, STEPS}:
+        for key in [key for key in self.automatic if key not in (TOTAL, EACH, STEPS)]:
             other = PEAK if key == RATE else RATE
             if key in (RATE, PEAK) and other in rates:
                 self.values[key], self.automatic[key] = rates[other], f"as {other}"
