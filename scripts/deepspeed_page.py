@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pages import write_or_check
 
-from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys, Maps, Refused
+from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, TRAINER, Ignored, Keys, Maps, Refused
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "deepspeed.md"
 BEGIN, END = "<!-- tables of scripts/deepspeed_page.py -->", "<!-- end of the tables -->"
@@ -36,12 +36,14 @@ def escape(text: str) -> str:
 
 def rows(keys: Keys) -> Iterator[str]:
     """Yield the lines of the three tables."""
-    yield from ("### Mapped", "", "| DeepSpeed | here | absent | note |", "|---|---|---|---|")
+    yield from ("### Mapped", "", "| DeepSpeed | here | absent | auto | note |", "|---|---|---|---|---|")
     for key, entry in keys.items():
         if isinstance(entry, Maps):
             settings = ", ".join(f"`{setting}`" for setting in entry.settings)
             absent = "" if entry.default is None else f"`{entry.default}`"
-            yield f"| `{key}` | {settings} | {absent} | {escape(entry.default_note or entry.note)} |"
+            auto = TRAINER.get(key.split(" ")[0])
+            filled = "" if auto is None else f"`{json.dumps(auto)}`"
+            yield f"| `{key}` | {settings} | {absent} | {filled} | {escape(entry.default_note or entry.note)} |"
     yield from ("", "### Ignored", "", "| DeepSpeed | because |", "|---|---|")
     reasons: dict[str, list[str]] = {}
     for key, entry in keys.items():

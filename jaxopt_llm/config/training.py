@@ -184,8 +184,8 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     warmup_steps: int = setting(100, bounds=NON_NEGATIVE)
-    """Steps over which the learning rate rises linearly from 0 to the peak. A flag of this setting or of warmup_share
-    sets the other to 0."""
+    """Steps over which the learning rate rises to the peak. A flag of this setting or of warmup_share sets the other to
+    0."""
     decay_steps: int = setting(0, bounds=NON_NEGATIVE)
     """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
     a run can be extended. 0 = training.steps at the first start of the run, or the end of the warm-up if that is
@@ -200,6 +200,12 @@ class ScheduleConfig:
     warmup_share: float = setting(0.0, bounds=SHARE)
     """Length of the warm-up as a share of decay_steps (by default the steps of the run), rounded up (Hugging Face:
     warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
+
+    warmup_kind: Literal["linear", "log"] = "linear"
+    """Shape of the warm-up. linear: a straight line. log: by the logarithm of the step, fast at first (DeepSpeed:
+    warmup_type)."""
+    initial_share: float = setting(0.0, bounds=Bounds(minimum=0, maximum=1))
+    """Learning rate at which the warm-up begins, as a share of the peak (DeepSpeed: warmup_min_lr / warmup_max_lr)."""
 
     @property
     def end_step(self) -> int | None:

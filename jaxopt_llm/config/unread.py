@@ -116,6 +116,11 @@ def _rules(config: Config) -> list[Rule]:
         ),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
+        (
+            "schedule.warmup_kind schedule.initial_share",
+            "schedule.warmup_steps=0",
+            not (schedule.warmup_steps or schedule.warmup_share),
+        ),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
         (

@@ -12,6 +12,7 @@ from jax.extend.core.primitives import dot_general_p
 
 from jaxopt_llm.config import Config, MeshConfig, OptimizerConfig, TrainingConfig
 from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
+from jaxopt_llm.config.unread import find_unread as unread_by_mesh
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.jaxpr import list_constants, typeof
@@ -25,7 +26,9 @@ READ = (
     *("training.on_spike", "training.spike_factor", "training.trainable", "training.batch_size", "training.attention"),
     *("optimizer.*", "schedule.*", "precision.*"),
     *("lora.rank", "lora.alpha", "lora.targets", "lora.base", "lora.double_quantisation", "lora.rslora", "lora.dora"),
-    *("mesh.data", "mesh.fsdp", "mesh.tensor", "sharding.zero_stage", "remat.policy", "offload.*", "xla.*"),
+    *("mesh.data", "mesh.fsdp", "mesh.tensor", "remat.policy", "offload.*", "xla.*"),
+    *("sharding.zero_stage", "sharding.optimizer_over_data", "sharding.int8_gathers"),
+    *("sharding.data_gradients", "sharding.fsdp_gradients"),
     *(
         "checkpoint.*",
         "evaluation.every",
@@ -65,6 +68,11 @@ def check_config(config: Config, rows: int) -> None:
     """
     unread = find_unread(config)
     found = wrong_types(config) or config.problems()
+    found += [
+        f"{name}={get_field(config, name)} has no effect, because {reason}; leave it out"
+        for name, reason in unread_by_mesh(config).items()
+        if name.startswith("sharding.") and name not in unread
+    ]
     if unread:
         found.append(f"an engine does not read {', '.join(unread)}, settings of the decoder: leave them out")
     if config.remat.policy not in POLICIES:

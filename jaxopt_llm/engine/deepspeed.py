@@ -1,6 +1,7 @@
 """DeepSpeed configurations: reading a file as a `Config`, by the tables of deepspeed_keys.py."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,23 +54,37 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def read_file(path: Path, devices: int | None = None) -> Imported:
+def read_file(path: Path, devices: int | None = None, rows: int | None = None) -> Imported:
     """Read a DeepSpeed configuration from a JSON file. See read_deepspeed.
 
     Raises:
         InputError: the file is not JSON, or repeats a key.
     """
     settings = json_files.read(path, "give DeepSpeed's configuration without comments and repeated keys")
-    return read_deepspeed(settings, path.name, devices)
+    return read_deepspeed(settings, path.name, devices, rows)
 
 
-def read_deepspeed(settings: Any, source: str, devices: int | None = None) -> Imported:
+def read_dict(settings: Mapping[str, Any], devices: int | None = None, rows: int | None = None) -> Imported:
+    """Read a DeepSpeed configuration from a dict, as a file with the same content. See read_deepspeed.
+
+    Raises:
+        InputError: a value cannot be written in JSON.
+    """
+    try:
+        text = json.dumps(dict(settings))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"config: {error}; give a dict of strings, numbers, lists and dicts") from error
+    return read_deepspeed(json.loads(text), "config", devices, rows)
+
+
+def read_deepspeed(settings: Any, source: str, devices: int | None = None, rows: int | None = None) -> Imported:
     """Read a DeepSpeed configuration.
 
     Args:
         settings: the parsed JSON.
         source: name of the file, for messages.
         devices: number of devices, of which those of no other axis become mesh.fsdp. None: mesh.fsdp stays 1.
+        rows: rows of a batch, which stand for batch sizes that the file leaves open. None: not known.
 
     Raises:
         InputError: a key is unknown or has no equivalent, or values contradict each other. The message names all.
@@ -77,14 +92,16 @@ def read_deepspeed(settings: Any, source: str, devices: int | None = None) -> Im
     if not isinstance(settings, dict):
         raise InputError(f"{source}: not an object of keys and values; give DeepSpeed's configuration")
     settings = _replace_old_forms(settings)
-    reader = Reader(_choose_keys(settings), devices)
+    reader = Reader(_choose_keys(settings), devices, rows)
     reader.walk(settings)
+    reader.fill_automatic()
     reader.read_parallelism()
+    reader.read_codes()
     reader.read_precision()
     reader.read_optimizer()
-    reader.read_scheduler()
     reader.read_wandb()
     reader.map_keys()
+    reader.read_scheduler()  # after the optimizer, whose rate it replaces
     config = fields.replace_fields(Config(), {each.setting: each.ours for each in reader.mapped})
     if problems := reader.problems or config.problems():
         raise InputError(f"{source}: {'; '.join(problems)}")

@@ -20,7 +20,7 @@ class Maps:
         otherwise: what to do with another value than those of `values`.
         default: DeepSpeed's default, which replaces ours if the key is absent. None: ours stays.
         default_note: note on the default.
-        joint: a function of deepspeed.py reads the key together with others.
+        joint: a function of deepspeed_reader.py reads the key together with others.
     """
 
     settings: tuple[str, ...]
@@ -61,8 +61,26 @@ def _all(entry: Entry, prefix: str, names: str) -> Keys:
     return {prefix + name: entry for name in names.split()}
 
 
-def _joint(*settings: str, note: str = "") -> Maps:
-    return Maps(settings, note, joint=True)
+def _joint(*settings: str, note: str = "", default: Any = None) -> Maps:
+    return Maps(settings, note, default=default, default_note=note, joint=True)
+
+
+# What Hugging Face's Trainer puts in the place of "auto" by the defaults of its TrainingArguments (transformers 5.23).
+# Batch sizes, rates and precisions of the file itself come first: the Trainer refuses arguments that differ from them.
+TRAINER: dict[str, Any] = {
+    "gradient_accumulation_steps": 1,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 1.0,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 0,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+}
 
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -74,8 +92,6 @@ ONLY_NVME = Ignored("only for NVMe")
 TRANSFERS = Ignored("transfers use pinned memory, one layer at a time")
 CHECKPOINTS = Ignored("a checkpoint holds float32 masters and is restored on any mesh")
 RECOMPUTES = Ignored("remat.policy and remat.every choose what the decoder recomputes")
-HSDP = "the nearest is mesh.data=N with mesh.fsdp inside a host (HSDP)"
-EXACT_EXCHANGE = "collectives are not quantised; remove it, or set communication_data_type"
 CONSTANT = "the nearest is an optax schedule: pass initialize(optimizer=...) and remove it"
 
 BATCH: Keys = {
@@ -137,11 +153,17 @@ ZERO: Keys = {
     **_all(CHECKPOINTS, "", "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
     "ignore_unused_parameters": Ignored("a parameter that the loss does not read has a gradient of 0"),
     "save_muon_momentum_buffer_in_memory": ONLY_NVME,
-    "zero_hpz_partition_size": Refused(HSDP, harmless=(0, 1)),
-    "mics_shard_size": Refused(HSDP, harmless=(-1,)),
-    "mics_hierarchical_params_gather": Refused(HSDP),
-    **_all(Refused(EXACT_EXCHANGE), "zero_quantized_", "weights nontrainable_weights gradients"),
-    "zeropp_loco_param": Refused(EXACT_EXCHANGE),
+    "zero_hpz_partition_size": _joint(
+        "mesh.fsdp", "mesh.data", "sharding.optimizer_over_data", note="weights are gathered once a step over data"
+    ),
+    "mics_shard_size": _joint("mesh.fsdp", "mesh.data", note="the state is divided within this number of devices"),
+    "mics_hierarchical_params_gather": SCHEDULED,
+    "zero_quantized_weights": _joint("sharding.int8_gathers", note="blocks of at most 128 values"),
+    "zero_quantized_gradients": _joint(
+        "sharding.fsdp_gradients", "sharding.data_gradients", note="DeepSpeed's codes have 4 bits, too"
+    ),
+    "zero_quantized_nontrainable_weights": Refused("lora.base=int8 or nf4 in a Config quantises frozen matrices"),
+    "zeropp_loco_param": Refused("no error of the codes is carried over to the next step; remove it"),
     "zenflow": Refused("the update waits for all gradients; remove it"),
 }
 
@@ -246,30 +268,31 @@ OTHER_OPTIMIZERS = {  # what to pass as initialize(optimizer=...)
     "onebitlamb": "optax.lamb(...), whose gradients are exchanged in precision.reduce_dtype",
 }
 
-LAG = "DeepSpeed's rate is up to two steps behind: its first two steps have rate 0"
+LAG = "DeepSpeed's rate is up to two steps behind: its first two steps have the initial rate"
 REPLACES = "replaces optimizer.params.lr"
 WARMUP: Keys = {
-    "warmup_num_steps": Maps(("schedule.warmup_steps",), LAG, default=1000, default_note=LAG),
-    "warmup_type": Refused(f'the warm-up is linear; set "linear", or: {CONSTANT}', harmless=("linear",)),
+    "warmup_num_steps": _joint("schedule.warmup_steps", note=LAG, default=1000),
+    "warmup_type": _joint("schedule.warmup_kind", default="log"),
     "last_batch_iteration": Ignored("the training state counts the steps"),
 }
-WARMUP_RATE: Keys = {
-    "warmup_min_lr": Refused(f"the warm-up begins at 0; set 0, or: {CONSTANT}", harmless=(0,)),
-    "warmup_max_lr": Maps(("optimizer.learning_rate",), REPLACES),
-}
+LOWER_RATE = "as shares of the peak"
 DECAYING: Keys = {"total_num_steps": _joint("schedule.decay_steps", "training.steps")}
 SCHEDULERS: dict[str, Keys] = {
-    "WarmupLR": {**WARMUP, **WARMUP_RATE},
+    "WarmupLR": {
+        **WARMUP,
+        "warmup_min_lr": _joint("schedule.initial_share", note=LOWER_RATE, default=0),
+        "warmup_max_lr": _joint("optimizer.learning_rate", note=REPLACES),
+    },
     "WarmupDecayLR": {
         **WARMUP,
-        **WARMUP_RATE,
         **DECAYING,
-        "warmup_max_lr": Maps(("optimizer.learning_rate",), REPLACES, default=1e-3, default_note=REPLACES),
+        "warmup_min_lr": _joint("schedule.initial_share", "schedule.final_share", note=LOWER_RATE, default=0),
+        "warmup_max_lr": _joint("optimizer.learning_rate", note=REPLACES, default=1e-3),
     },
     "WarmupCosineLR": {
         **WARMUP,
         **DECAYING,
-        "warmup_min_ratio": Refused(f"the warm-up begins at 0; set 0, or: {CONSTANT}", harmless=(0,)),
+        "warmup_min_ratio": _joint("schedule.initial_share", default=0),
         "cos_min_ratio": Maps(("schedule.final_share",), default=1e-4),
     },
 }

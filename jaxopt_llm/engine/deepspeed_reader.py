@@ -12,10 +12,13 @@ from typing import Any
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.engine.deepspeed_keys import (
     CONSTANT,
+    LAG,
     OPTIMIZER_NAMES,
     OTHER_OPTIMIZERS,
+    REPLACES,
     SCHEDULE_KINDS,
     SCHEDULERS,
+    TRAINER,
     Ignored,
     Keys,
     Maps,
@@ -26,6 +29,8 @@ ABSENT = object()
 AUTO = "auto"  # a value that Hugging Face's Trainer fills in
 HINTS = {name: hint for name, hint, _ in fields.walk_fields(Config)}
 TOTAL, EACH, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+RATE, PEAK, TOTAL_STEPS = "optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.total_num_steps"
+KINDS = ("log", "linear")  # of the warm-up
 AXES = {
     "mesh.tensor": "tensor_parallel.autotp_size",
     "mesh.context": "sequence_parallel_size",
@@ -37,7 +42,7 @@ AXES = {
 class Mapped:
     """A key of DeepSpeed and a setting that it became.
 
-    value: DeepSpeed's; `ABSENT` if the file does not have the key.
+    value: DeepSpeed's; `ABSENT` if the file does not have the key, and `AUTO` if it leaves it to the Trainer.
     """
 
     key: str
@@ -63,15 +68,17 @@ class Reader:
 
     Attributes:
         devices: number of devices, or None.
-        values: the values of the keys that have an equivalent, by dotted name.
-        automatic: the keys whose value is "auto".
+        rows: rows of the batch that will be given, or None. They are what batch sizes are that the file leaves open.
+        values: the values of the keys that have an equivalent, by dotted name; also what "auto" became.
+        automatic: the keys whose value is "auto", and where its value came from.
         problems: errors, in the order of the file.
     """
 
     keys: Keys
     devices: int | None
+    rows: int | None = None
     values: dict[str, Any] = field(default_factory=dict)
-    automatic: set[str] = field(default_factory=set)
+    automatic: dict[str, str] = field(default_factory=dict)
     mapped: list[Mapped] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -100,16 +107,27 @@ class Reader:
             case Ignored(reason):
                 self.ignored[key] = reason
             case Refused(remedy, harmless):
-                if value == AUTO or value in harmless or (isinstance(value, dict) and not value.get("enabled", value)):
+                off = isinstance(value, dict) and value.get("enabled", bool(value)) in (False, AUTO)
+                if off or value == AUTO or value in harmless:
                     self.ignored[key] = "as here"
                 else:
                     self.problems.append(f"{_show(key, value)}: {remedy}")
-            case Maps(settings) if value == AUTO:
-                self.automatic.add(key)
-                for setting in settings:
-                    self.mapped.append(Mapped(key, AUTO, setting, fields.get_field(Config(), setting), "our default"))
+            case Maps() if value == AUTO:
+                self.automatic[key] = "the Trainer's default"
             case _:
                 self.values[key] = value
+
+    def fill_automatic(self) -> None:
+        """Give each "auto" the value that Hugging Face's Trainer puts in its place. Batch sizes follow later."""
+        rates = {key: self.values[key] for key in (RATE, PEAK) if key in self.values}
+        for key in [key for key in self.automatic if key not in (TOTAL, EACH, STEPS)]:
+            other = PEAK if key == RATE else RATE
+            if key in (RATE, PEAK) and other in rates:
+                self.values[key], self.automatic[key] = rates[other], f"as {other}"
+            elif key in TRAINER:
+                self.values[key] = TRAINER[key]
+            else:
+                self.problems.append(f'{key}="auto": Hugging Face\'s Trainer has no default for it; give a value')
 
     def _unknown(self, prefix: str, name: str, section: bool) -> str:
         if section:
@@ -117,6 +135,8 @@ class Reader:
         known = sorted({each.removeprefix(prefix).split(".")[0] for each in self.keys if each.startswith(prefix)})
         near = difflib.get_close_matches(name, known, 1)
         remedy = f"did you mean {prefix}{near[0]}?" if near else "remove it"
+        if not prefix and any(each.startswith(f"{name}.") for each in fields.FIELDS):
+            remedy = f"settings of this package are given as Config({name}=...)"
         return f"{prefix}{name}: unknown key; {remedy}"
 
     def add(self, key: str, value: Any, settings: tuple[str, ...], ours: Any, note: str = "") -> None:
@@ -124,6 +144,8 @@ class Reader:
 
         ours: value of all settings, or a list with one entry for each.
         """
+        value = AUTO if key in self.automatic else value
+        note = ": ".join(filter(None, (self.automatic.get(key, ""), note)))
         several = len(settings) > 1 and isinstance(ours, list | tuple)
         each = list(ours) if several else [ours] * len(settings)
         if len(each) != len(settings):
@@ -138,10 +160,10 @@ class Reader:
     def map_keys(self) -> None:
         """Map the keys that are read alone, and the defaults of those that are absent."""
         for key, entry in self.keys.items():
-            if not isinstance(entry, Maps) or entry.joint or key in self.automatic:
+            if not isinstance(entry, Maps) or entry.joint:
                 continue
             if key not in self.values:
-                if entry.default is not None:
+                if entry.default is not None and key not in self.automatic:
                     self.add(key, ABSENT, entry.settings, entry.default, entry.default_note)
                 continue
             value = ours = self.values[key]
@@ -190,18 +212,80 @@ class Reader:
             )
             return
         replicas = self._read_batch_sizes(replicas)
-        if replicas:
+        within = self._read_group_size(replicas)
+        if replicas and not within:
             note = "data-parallel devices, by the batch sizes" if not (self.devices or given) else ""
             key, value = ("devices", self.devices) if self.devices else ("data_parallel_size", given or ABSENT)
             self.add(key, value, ("mesh.fsdp",), replicas, note)
 
+    def _read_group_size(self, replicas: int | None) -> int | None:
+        """Map the number of devices within which parameters are divided; return None if it is all of them."""
+        off = {"zero_optimization.zero_hpz_partition_size": (0, 1), "zero_optimization.mics_shard_size": (-1,)}
+        for key, values in off.items():
+            if key in self.values and (self.values[key] in values or self._in_lower_stage(key)):
+                self.ignored.setdefault(key, "off")
+                del self.values[key]
+        hpz, mics = off
+        given = [key for key in off if self._whole(key)]
+        if len(given) == 2:
+            self.problems.append(f"{hpz} and {mics}: keep one")
+        if len(given) != 1:
+            return None
+        (key,), size = given, int(self.values[given[0]])
+        if not replicas:
+            self.problems.append(f"{key}={size}: the number of devices is unknown; give it (--devices)")
+        elif replicas % size:
+            self.problems.append(f"{key}={size} does not divide {replicas} data-parallel devices; change it")
+        else:
+            groups = replicas // size
+            self.add(key, size, ("mesh.fsdp", "mesh.data"), (size, groups), self._note(key) if groups > 1 else "")
+            if key == hpz and groups > 1:
+                self.add(key, size, ("sharding.optimizer_over_data",), True, self._note(key))
+        return size
+
+    def read_codes(self) -> None:
+        """Map the quantised collectives of ZeRO++."""
+        mesh = {each.setting: each.ours for each in self.mapped if each.setting.startswith("mesh.")}
+        over_data = any(each.setting == "sharding.optimizer_over_data" for each in self.mapped)
+        replicas, divided = mesh.get("mesh.data", 1), mesh.get("mesh.fsdp", self.devices or "auto")
+        weights, gradients = (f"zero_optimization.zero_quantized_{name}" for name in ("weights", "gradients"))
+        for key in (weights, gradients):
+            value = self.values.get(key)
+            if value is None or self._in_lower_stage(key):
+                continue
+            if type(value) is not bool:
+                self.problems.append(f"{_show(key, value)}: must be true or false")
+            elif not value or (divided, replicas) == (1, 1):
+                self.ignored[key] = "as here" if not value else "one device exchanges nothing"
+            elif key == weights:
+                axes = (*(("data",) if over_data else ()), *(("fsdp",) if divided != 1 else ()))
+                self.add(key, value, ("sharding.int8_gathers",), axes, self._note(key))
+            else:
+                sizes = {"sharding.fsdp_gradients": divided, "sharding.data_gradients": replicas}
+                for setting in (setting for setting, size in sizes.items() if size != 1):
+                    self.add(key, value, (setting,), "int4", self._note(key))
+
+    def _in_lower_stage(self, key: str) -> bool:
+        """Return whether DeepSpeed does not read a key of stage 3, and say so."""
+        if self.values.get("zero_optimization.stage", 0) == 3:
+            return False
+        self.ignored[key] = "DeepSpeed reads it in stage 3 only"
+        return True
+
     def _read_batch_sizes(self, replicas: int | None) -> int | None:
         """Map the batch sizes. Return the number of data-parallel devices, which three sizes together determine."""
         total, each, steps = map(self._whole, (TOTAL, EACH, STEPS))
+        self.automatic |= dict.fromkeys(self.automatic.keys() & {TOTAL, EACH}, "")
+        if STEPS in self.automatic and total and each:
+            self.automatic[STEPS] = ""
         if total and each and steps and not replicas:
             replicas = max(total // (each * steps), 1)
+        is_open = not total and not each
+        if is_open and not self.rows and {TOTAL, EACH} & self.automatic.keys():
+            each, self.automatic[EACH] = TRAINER[EACH], "the Trainer's default"
         if each and not replicas:
-            self.problems.append(f"{EACH}={each}: the number of devices is unknown; give it (--devices)")
+            text = _show(EACH, self.values.get(EACH, AUTO))
+            self.problems.append(f"{text}: the number of devices is unknown; give it (--devices)")
             return None
         if total and not steps:
             steps = total // (each * replicas) if each and replicas else 1
@@ -216,11 +300,14 @@ class Reader:
                 f"data-parallel devices{found}; change one of them"
             )
             return replicas
-        arithmetic = f"{rows // count} × {steps} × {replicas}" if rows and replicas else self._note(TOTAL)
-        for key, value in ((TOTAL, total), (EACH, each)):
-            if value:
-                self.add(key, value, ("training.batch_size",), rows, arithmetic)
-        if total or each or STEPS in self.values:
+        note = f"{rows // count} × {steps} × {replicas}" if rows and replicas else self._note(TOTAL)
+        if is_open and self.rows:
+            rows, note = self.rows, "rows of the example"
+        known = self.values.keys() | self.automatic.keys()
+        for key in [key for key in (TOTAL, EACH) if key in known] or [TOTAL]:
+            if rows:
+                self.add(key, self.values.get(key, ABSENT), ("training.batch_size",), rows, note)
+        if rows or STEPS in known:
             self.add(STEPS, self.values.get(STEPS, ABSENT), ("training.accumulation",), steps)
         return replicas
 
@@ -247,24 +334,30 @@ class Reader:
                 self.add("fp16.initial_scale_power", given, ("precision.initial_loss_scale",), 2.0**power)
             else:
                 self.problems.append(f"fp16.initial_scale_power={power}: must be a whole number from 0 to 127")
+            self.ignored |= {} if bf16 is ABSENT else {"bf16.enabled": "fp16 is enabled"}
         elif bf16 is True:
             self.add("bf16.enabled", True, dtype, "bfloat16")
-        elif not self.automatic & chosen.keys():
-            self.add("bf16.enabled", bf16, dtype, "float32", "neither fp16 nor bf16 is enabled")
+            self.ignored |= {} if fp16 is ABSENT else {"fp16.enabled": "bf16 is enabled"}
+        else:
+            present = [key for key, value in chosen.items() if value is not ABSENT]
+            for key in present or ["bf16.enabled"]:
+                self.add(key, chosen[key], dtype, "float32", "neither fp16 nor bf16 is enabled")
 
     def read_optimizer(self) -> None:
         kind = self.values.get("optimizer.type")
         name = normalise_type("optimizer", kind)
         if kind is None:
             note = "our default; initialize(optimizer=...) replaces it"
-            self.add("optimizer", ABSENT, ("optimizer.name",), Config().optimizer.name, note)
+            for setting in ("name", "learning_rate", "beta2", "weight_decay"):
+                ours = fields.get_field(Config(), f"optimizer.{setting}")
+                self.add("optimizer", ABSENT, (f"optimizer.{setting}",), ours, note)
         elif name not in OPTIMIZER_NAMES:
             remedy = OTHER_OPTIMIZERS.get(name, "an optax transformation")
             self.problems.append(f"optimizer.type={kind}: pass initialize(optimizer={remedy}) and remove it")
         else:
             self.add("optimizer.type", kind, ("optimizer.name",), OPTIMIZER_NAMES[name])
             self._check_decay(name)
-        missing = {"optimizer.params.adam_lr"} - self.values.keys() - self.automatic
+        missing = {"optimizer.params.adam_lr"} - self.values.keys() - self.automatic.keys()
         if name == "muon" and missing:
             self.problems.append(
                 "optimizer.params.adam_lr is absent: the step of Muon here has the size of Adam's, so DeepSpeed's rate "
@@ -290,7 +383,7 @@ class Reader:
                 f"{key}={decay} with {condition}: DeepSpeed adds it to the gradient (L2), and ours is decoupled; set "
                 f"0, or pass initialize(optimizer=optax.chain(optax.add_decayed_weights({decay}), ...)) and remove it"
             )
-        if modes.get("torch_adam") and key not in self.values.keys() | self.automatic:
+        if modes.get("torch_adam") and key not in self.values.keys() | self.automatic.keys():
             self.problems.append(f"{key} is absent: PyTorch's AdamW takes 0.01 for it, DeepSpeed's 0; give it")
         for mode in modes.keys() - {"momentum"}:
             self.ignored[f"optimizer.params.{mode}"] = "weight decay is decoupled, and the update is fused"
@@ -304,16 +397,61 @@ class Reader:
         if kind not in SCHEDULERS:
             self.problems.append(f"scheduler.type={kind}: {CONSTANT}")
             return
-        is_log = "scheduler.params.warmup_type" not in self.ignored
-        note = "the warm-up is linear; DeepSpeed's default is logarithmic" if is_log else ""
-        self.add("scheduler.type", kind, ("schedule.kind",), SCHEDULE_KINDS[kind], note)
-        if kind == "WarmupDecayLR":
-            self.add("scheduler.type", kind, ("schedule.final_share",), 0.0)
-        key = "scheduler.params.total_num_steps"
-        if key in self.values:
-            self.add(key, self.values[key], ("schedule.decay_steps", "training.steps"), self.values[key])
-        elif key in self.keys and key not in self.automatic:
-            self.problems.append(f"{key} is absent; give it")
+        self.add("scheduler.type", kind, ("schedule.kind",), SCHEDULE_KINDS[kind])
+        if TOTAL_STEPS in self.values:
+            steps = self.values[TOTAL_STEPS]
+            self.add(TOTAL_STEPS, steps, ("schedule.decay_steps", "training.steps"), steps)
+        elif TOTAL_STEPS in self.keys and TOTAL_STEPS not in self.automatic:
+            self.problems.append(f"{TOTAL_STEPS} is absent; give it")
+        self._read_lower_rate(self._read_peak(), self._read_warmup())
+
+    def _read_peak(self) -> Any:
+        """Map the rate after the warm-up, and return it."""
+        entry = self.keys.get(PEAK)
+        default = entry.default if isinstance(entry, Maps) else None
+        peak = self.values.get(PEAK, default)
+        if peak is None:
+            return self.values.get(RATE, 1e-3)
+        for each in [each for each in self.mapped if each.setting == "optimizer.learning_rate" and each.ours != peak]:
+            self.mapped.remove(each)
+            self.ignored |= {} if each.value is ABSENT else {each.key: f"{PEAK} replaces it"}
+        self.add(PEAK, self.values.get(PEAK, ABSENT), ("optimizer.learning_rate",), peak, REPLACES)
+        return peak
+
+    def _read_warmup(self) -> bool:
+        """Map length and shape of the warm-up. Return whether there is one."""
+        length, shape = "scheduler.params.warmup_num_steps", "scheduler.params.warmup_type"
+        steps, kind = self.values.get(length, 1000), self.values.get(shape, "log")
+        if type(steps) is not int or steps < 0:
+            self.problems.append(f"{_show(length, steps)}: must be a whole number")
+            return False
+        if kind not in KINDS:
+            self.problems.append(f'{_show(shape, kind)}: set "log" or "linear"')
+        given = self.values.get(length, ABSENT)
+        self.add(length, given, ("schedule.warmup_steps",), steps and max(steps, 2), LAG if steps else "no warm-up")
+        if steps and kind in KINDS:
+            self.add(shape, self.values.get(shape, ABSENT), ("schedule.warmup_kind",), kind)
+        elif shape in self.values:
+            self.ignored[shape] = "no warm-up"
+        return steps > 0
+
+    def _read_lower_rate(self, peak: Any, warms_up: bool) -> None:
+        """Map the rate at which the warm-up begins, and at which WarmupDecayLR ends."""
+        rate, share = "scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"
+        key = share if share in self.keys else rate
+        low = self.values.get(key, 0)
+        settings: tuple[str, ...] = ("schedule.initial_share",) if warms_up else ()
+        if self.values["scheduler.type"] == "WarmupDecayLR":
+            settings += ("schedule.final_share",)
+        given = self.values.get(key, ABSENT)
+        if not settings:
+            self.ignored |= {} if given is ABSENT else {key: "no warm-up"}
+            return
+        limit = 1.0 if key == share else peak
+        if any(type(each) not in (int, float) for each in (low, limit)) or not 0 <= low <= limit:
+            self.problems.append(f"{_show(key, low)}: must be from 0 to {limit}")
+        else:
+            self.add(key, given, settings, low / limit if low else 0.0, f"of {limit}" if low else "")
 
     def read_wandb(self) -> None:
         enabled, project = self.values.get("wandb.enabled"), self.values.get("wandb.project", ABSENT)

@@ -412,8 +412,9 @@ class Engine:
         return any(job.transformation is None for job in self.steps.jobs.values())
 
     def set_schedule(self, schedule: ScheduleConfig) -> None:
-        """Use other numbers in the schedule of the learning rate than those of `config`, and no other kind."""
-        assert schedule.kind == self.config.schedule.kind, "the compiled step computes the kind"
+        """Use other numbers in the schedule of the learning rate than those of `config`, and no other kinds."""
+        kinds = [(each.kind, each.warmup_kind) for each in (schedule, self.config.schedule)]
+        assert kinds[0] == kinds[1], "the compiled step computes the kinds"
         self.steps.jobs = {
             name: replace(job, config=replace(job.config, schedule=schedule)) for name, job in self.steps.jobs.items()
         }

@@ -33,7 +33,7 @@ def initialize(
     model: Any,
     loss: Loss | Mapping[str, Loss],
     example: Any,
-    config: Config | str | Path | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     rules: Mapping[str, str | None] | None = None,
     evaluation_loss: Loss | Mapping[str, Loss] | None = None,
@@ -54,8 +54,8 @@ def initialize(
         example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows, except
             for scalars and `replicated` arrays. If these dimensions differ, the batch is one piece without rows. With
             several losses, a mapping by the names of all of them gives each its own example.
-        config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
-            visible devices divide the state (ZeRO-3).
+        config: settings; or a DeepSpeed configuration, as the path of its JSON file or as a dict, whose mapping is
+            printed. By default all visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`. With several losses, each
             has an optimizer of its own: this one, or the one that a mapping gives.
         rules: names of dimensions, as in `nnx.with_partitioning`, to the mesh axis `tensor`, or None.
@@ -126,7 +126,9 @@ def _make_job(
     """
     if isinstance(given.optimizer, OptimizerConfig):
         config = replace(config, optimizer=given.optimizer)
-    check_config(config, count_rows(given.example, replicated))
+    rows = count_rows(given.example, replicated)
+    check_config(config, rows)
+    config = replace(config, training=replace(config.training, batch_size=rows))
     return Job(
         config=config,
         frontend=frontend,
@@ -142,15 +144,17 @@ def _make_job(
     )
 
 
-def _resolve_config(config: Config | str | Path | None, rows: int, optimizers: Sequence[Any], devices: int) -> Config:
+def _resolve_config(
+    config: Config | Mapping[str, Any] | str | Path | None, rows: int, optimizers: Sequence[Any], devices: int
+) -> Config:
     """Return the settings that `initialize` was given, in whatever form."""
-    if isinstance(config, str | Path):
-        config = _read_deepspeed(Path(config), rows, optimizers, devices)
+    if isinstance(config, str | Path | Mapping):
+        config = _read_deepspeed(config, rows, optimizers, devices)
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise InputError(
-            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor the path of a "
-            "DeepSpeed configuration"
+            f"config: {type(config).__name__} is neither a Config, as in Config(mesh=dict(fsdp=8)), nor a DeepSpeed "
+            "configuration, as a path or a dict"
         )
     return config
 
@@ -166,25 +170,31 @@ def _check_same_job(job: Job, program: EngineProgram, processes: Processes) -> N
     processes.check_same("the model that the function makes", initial, remedy)
 
 
-def _read_deepspeed(path: Path, found: int, optimizers: Sequence[Any], devices: int) -> Config:
-    """Return the settings of a DeepSpeed file. Print on process 0 what became of its keys.
+def _read_deepspeed(
+    given: Mapping[str, Any] | str | Path, found: int, optimizers: Sequence[Any], devices: int
+) -> Config:
+    """Return the settings of a DeepSpeed configuration. Print on process 0 what became of its keys.
 
     Args:
         found: rows of the example.
         devices: number of devices.
     """
-    read = deepspeed.read_file(path, devices)
+    read = (
+        deepspeed.read_dict(given, devices, found)
+        if isinstance(given, Mapping)
+        else deepspeed.read_file(Path(given), devices, found)
+    )
     rows = read.config.training.batch_size
-    if read.has("training.batch_size") and found != rows:
+    if found != rows:
         raise InputError(
-            f"example: it has {found} rows, and the batch sizes of {path.name} make {rows} for all devices and "
+            f"example: it has {found} rows, and the batch sizes of {read.source} make {rows} for all devices and "
             "microbatches together; give a whole batch, or change the file"
         )
     unread = find_unread(read.config)
     if keys := [each.key for each in read.mapped if each.setting in unread]:
         raise InputError(
-            f"{path.name}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or write "
-            "a recipe of the decoder with jaxopt-llm import-config"
+            f"{read.source}: {', '.join(keys)}: only the decoder of this package has an equivalent; remove it, or "
+            "write a recipe of the decoder with jaxopt-llm import-config"
         )
     replaced = {"optimizer": "optimizer.name", "gradient_clipping": "optimizer.clip_norm"}
     if not any(isinstance(each, OptimizerConfig) for each in optimizers):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +28,16 @@ from jaxopt_llm.engine.user_model import (
     nest_variables,
     run_abstractly,
 )
+from jaxopt_llm.execution.weight_uses import LOOKUP, PRODUCT
 from jaxopt_llm.kernels.attention import CHECKPOINT_NAME
 from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.row_sums import find_row_sum
 from jaxopt_llm.training import lora, moments, optimizer
+from jaxopt_llm.training.startup_report import describe_exact_matrices
 from jaxopt_llm.training.state import StateSpecs
 from jaxopt_llm.training.step import Advance, BindOptimizers, StepSettings, update_after_backward
 from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_share, make_step_program
@@ -131,6 +134,8 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     model, trained, frozen = adapt_user_model(plain, config)
     shares = _divide_among_losses(job, model, trained)
     _check_specs(job, plain.specs, shares[job.loss_name], placement)
+    exact = _describe_exact_sums(model, shares[job.loss_name], placement)
+    model = replace(model, oddities=(*model.oddities, *exact))
     parts = ModelParts(
         trained=shares[job.loss_name],
         frozen=tree.merge(frozen, tree.exclude(trained, shares[job.loss_name])),
@@ -246,6 +251,23 @@ def _divide_among_losses(job: Job, model: UserModel, trained: Params) -> dict[st
             "leave it out of training.trainable"
         )
     return shares
+
+
+def _describe_exact_sums(model: UserModel, trained: Params, placement: Placement) -> Iterator[str]:
+    """Yield what moves exactly in spite of the settings of codes."""
+    yield from describe_exact_matrices(trained, placement)
+    by_path = dict(tree.leaves_with_path(trained))
+    coded = {path for path, spec in by_path.items() if find_row_sum(spec, placement)}
+    others = [
+        path
+        for path, uses in zip(model.paths, model.uses, strict=True)
+        if path in coded and any(use.kind not in (PRODUCT, LOOKUP) for use in uses)
+    ]
+    if others:
+        yield (
+            f"the gradients of {len(others)} parameters are summed exactly (first: {others[0]}): only those of matrix "
+            "products and of lookups are sent as codes"
+        )
 
 
 def _make_whole_optimizer(job: Job, model: UserModel) -> WholeOptimizer | None:

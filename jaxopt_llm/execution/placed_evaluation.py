@@ -242,7 +242,10 @@ class _Evaluation:
             (rows,) = bind_equation(eqn, [jnp.transpose(array, table.order), *indices])
             return rows
 
-        rows = apply_linear(look_up, offload.fetch_to_device(table.weight), *map(read_array, indices))
+        dims = eqn.params["dimension_numbers"]
+        by_rows = 0 not in dims.offset_dims and not dims.operand_batching_dims
+        arrays = map(read_array, indices)
+        rows = apply_linear(look_up, offload.fetch_to_device(table.weight), *arrays, by_rows=by_rows)
         return [rows.astype(table.dtype)]
 
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:

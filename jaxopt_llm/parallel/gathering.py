@@ -24,6 +24,7 @@ from jaxopt_llm.core.block_format import Bits
 from jaxopt_llm.parallel import blocks, zero
 from jaxopt_llm.parallel.coded_sums import CodedSum, find_coded_sum
 from jaxopt_llm.parallel.placement import Dims, Placement, Spec
+from jaxopt_llm.parallel.row_sums import RowSum, find_row_sum
 from jaxopt_llm.parallel.stages import is_split_over_stages
 
 GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled programs and profiles
@@ -35,7 +36,8 @@ class WeightShardings:
 
     gather_block: number of values in a block, if the weight is gathered as int8 codes; None for its compute dtype.
     matmul, outlier_threshold: how products with the weight are computed (see PrecisionConfig).
-    coded_sum: how the gradient is summed as codes; None for a sum in the reductions' dtype.
+    coded_sum, row_sum: how the gradient is summed as codes, within a gradient group or over the devices that have rows
+        of the batch; None for a sum in the reductions' dtype.
     keep_gathered: whether the backward reuses the gathered weight (see attach_shardings).
     trainable: whether a gradient is formed.
     grouped: whether a `vmap` over gradient groups is around (see zero.inside_gradient_group).
@@ -47,6 +49,7 @@ class WeightShardings:
     gradient: NamedSharding
     gather_block: int | None
     coded_sum: CodedSum | None
+    row_sum: RowSum | None
     compute_dtype: str
     reduce_dtype: str
     matmul: Matmul
@@ -127,6 +130,7 @@ def attach_shardings(
             gather_block=_find_gather_block(spec, resting, gathered, placement),
             gradient=zero.gradient_sharding(spec, placement),
             coded_sum=find_coded_sum(spec, placement),
+            row_sum=find_row_sum(spec, placement),
             compute_dtype=precision.compute_dtype,
             reduce_dtype=precision.reduce_dtype,
             matmul="compute_dtype" if path in in_compute_dtype else matmul,
@@ -324,9 +328,16 @@ def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
 
     Their last dimension has no whole blocks on each device, or the axis divides none of their dimensions.
     """
-    exchanges = placement.sharding.data_gradients != "exact" and placement.size("data") > 1
-    adds_codes = placement.sharding.fsdp_gradients != "exact" and placement.size("fsdp") > 1
-    adds_codes &= placement.sharding.zero_stage >= 2
+    sharding = placement.sharding
+    exchanges = sharding.data_gradients != "exact" and placement.size("data") > 1
+    adds_codes = sharding.fsdp_gradients != "exact" and placement.size("fsdp") > 1 and sharding.zero_stage >= 2
+
+    def sums_exactly(spec: Spec) -> bool:
+        if placement.reduces_microbatches:
+            row_sum = find_row_sum(spec, placement)
+            return exchanges + adds_codes > (row_sum.coded if row_sum else 0)
+        exact = exchanges and _find_data_exchange(spec, placement) is None
+        return exact or (adds_codes and find_coded_sum(spec, placement) is None)
 
     def find(path: str, spec: Spec) -> str | None:
         if not blocks.moves_as_blocks(spec):
@@ -335,9 +346,7 @@ def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
         moves = (master, resting), (resting, zero.gathered_sharding(spec, placement))
         coded = [each for each in moves if _gathers_codes(*each, placement)]
         exact = any(blocks.find_block_size(spec.shape, *each) is None for each in coded)
-        exact |= exchanges and _find_data_exchange(spec, placement) is None
-        exact |= adds_codes and find_coded_sum(spec, placement) is None
-        return path if exact else None
+        return path if exact or sums_exactly(spec) else None
 
     return jax.tree.leaves(tree.map_with_path(find, specs))
 

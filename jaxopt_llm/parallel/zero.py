@@ -76,9 +76,9 @@ def master_sharding(specs: Any, placement: Placement) -> Any:
 
 
 def gradient_sharding(specs: Any, placement: Placement) -> Any:
-    """Return the sharding of gradients within one gradient group."""
-    stage = 1 if placement.reduces_microbatches else 2
-    return jax.tree.map(lambda spec: placement.parameter(spec, storage_axes(stage, placement)), specs)
+    """Return the sharding of gradients within one gradient group, or of those that are summed over all devices."""
+    overlays = master_overlays(placement) if placement.reduces_microbatches else (storage_axes(2, placement),)
+    return jax.tree.map(lambda spec: placement.parameter(spec, *overlays), specs)
 
 
 def parameter_sharding(specs: Any, placement: Placement) -> Any:

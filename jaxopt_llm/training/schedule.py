@@ -20,6 +20,7 @@ class Shape:
         fall: steps of the fall that ends there.
         final_share: the final rate as a share of the peak.
         fallen_share: 1 - final_share, rounded once.
+    initial_share, risen_share: the rate at which the warm-up begins as a share of the peak, and 1 - initial_share.
     """
 
     peak: jax.Array | np.float32
@@ -28,20 +29,23 @@ class Shape:
     fall: jax.Array | np.float32
     final_share: jax.Array | np.float32
     fallen_share: jax.Array | np.float32
+    initial_share: jax.Array | np.float32
+    risen_share: jax.Array | np.float32
 
 
 def find_shape(peak: float, config: ScheduleConfig, steps: int) -> Shape:
     """Return the numbers of the schedule of a run of so many steps, at which it ends if `decay_steps` is 0."""
     warmup, end = config.count_warmup(steps), config.choose_end(steps)
     fall = config.cooldown_steps if config.kind == "wsd" else end - warmup
-    share = config.final_share
-    return Shape(*map(np.float32, (peak, max(warmup, 1), end, fall, share, 1 - share)))
+    final, initial = config.final_share, config.initial_share
+    return Shape(*map(np.float32, (peak, max(warmup, 1), end, fall, final, 1 - final, initial, 1 - initial)))
 
 
-def make_schedule(kind: str, shape: Shape) -> optax.Schedule:
+def make_schedule(kind: str, shape: Shape, warmup_kind: str = "linear") -> optax.Schedule:
     """Return the learning rate as a function of the number of finished steps.
 
-    After a linear warm-up, `kind`, the setting `schedule.kind`, is one of:
+    In step s of a warm-up of W steps, the rate has risen by s / W, or, if `warmup_kind` is `log`, by
+    log(s + 1) / log(W), at most 1 (DeepSpeed's WarmupLR). After it, `kind`, the setting `schedule.kind`, is one of:
 
     - `cosine`: half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983), then constant.
     - `linear`: a straight line, then constant.
@@ -64,6 +68,9 @@ def make_schedule(kind: str, shape: Shape) -> optax.Schedule:
             if kind == "cosine":
                 fall = (1 - jnp.cos(jnp.pi * fall)) / 2
             share = shape.final_share + shape.fallen_share * fall
-        return shape.peak * jnp.where(step < shape.warmup, step / shape.warmup, share)
+        risen = step / shape.warmup
+        if warmup_kind == "log":
+            risen = jnp.minimum(jnp.log(step + 1) / jnp.log(jnp.maximum(shape.warmup, 2.0)), 1.0)
+        return shape.peak * jnp.where(step < shape.warmup, shape.initial_share + shape.risen_share * risen, share)
 
     return rate

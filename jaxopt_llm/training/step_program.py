@@ -151,7 +151,7 @@ def _make_settings(config: Config, own_optimizer: bool) -> StepSettings:
 
 def _bind_schedule(config: Config, values: Hyperparameters | None) -> optax.Schedule | None:
     """Return the schedule with these numbers; None without numbers."""
-    return values and make_schedule(config.schedule.kind, values.schedule)
+    return values and make_schedule(config.schedule.kind, values.schedule, config.schedule.warmup_kind)
 
 
 def _bind_optimizers(
@@ -161,6 +161,6 @@ def _bind_optimizers(
     if whole is not None:
         return whole
     assert values is not None
-    schedule = make_schedule(config.schedule.kind, values.schedule)
+    schedule = make_schedule(config.schedule.kind, values.schedule, config.schedule.warmup_kind)
     make = functools.partial(make_optimizer, config.optimizer, schedule, numbers=values.optimizer)
     return update.make_optimizers(make, trained)

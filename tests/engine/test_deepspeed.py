@@ -1,5 +1,6 @@
 """DeepSpeed configurations: files as people write them, what becomes of each key, and which are refused."""
 
+import dataclasses
 import json
 import math
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import ROOT, command
 
@@ -15,6 +17,7 @@ from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.deepspeed import read_deepspeed, read_file
 from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys, Maps, Refused
+from jaxopt_llm.engine.deepspeed_keys import TRAINER as TRAINER_DEFAULTS
 from jaxopt_llm.training.schedule import find_shape, make_schedule
 
 ADAM = {"optimizer.beta2": 0.999, "optimizer.weight_decay": 0.0}
@@ -127,6 +130,25 @@ CHECKPOINTED = {
     "checkpoint": {"tag_validation": "Warn", "load_universal": False, "use_node_local_storage": False},
     "elasticity": {"enabled": False},
 }
+ZERO_PLUS_PLUS = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "amp": {"enabled": "auto", "opt_level": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "contiguous_gradients": True,
+        "zero_hpz_partition_size": 4,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    },
+}
+TRAINER = {  # the defaults of Hugging Face's TrainingArguments
+    "optimizer.learning_rate": 5e-5,
+    **ADAM,
+    **CONSTANT,
+    **FLOAT32,
+    "training.batch_size": 64,  # 8 for each of 8 devices
+}
 COMMUNICATION = ["zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients"]
 STAGE_3 = [f"zero_optimization.{name}" for name in ZERO_3 if name not in ("stage", "offload_param")]
 # Settings that differ from `Config()`, and the ignored keys, with eight devices.
@@ -149,8 +171,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "Hugging Face, ZeRO-2": (
         HUGGING_FACE | {"zero_optimization": ZERO_2},
         {
+            **TRAINER,
             "mesh.fsdp": 8,
-            "schedule.kind": "constant",
             "sharding.zero_stage": 2,
             "offload.optimizer": True,
             "logging.every": 2000,
@@ -165,7 +187,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "Hugging Face, ZeRO-3": (
         HUGGING_FACE | {"zero_optimization": ZERO_3},
-        {"mesh.fsdp": 8, "schedule.kind": "constant", "logging.every": 2000},
+        {**TRAINER, "mesh.fsdp": 8, "logging.every": 2000},
         [
             *(f"fp16.{name}" for name in HUGGING_FACE["fp16"] if name != "enabled"),
             "scheduler.params.warmup_min_lr",
@@ -234,10 +256,24 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "sharding.zero_stage": 0,
         },
         [
-            *(f"scheduler.params.{name}" for name in ("last_batch_iteration", "warmup_min_lr", "warmup_type")),
+            *("optimizer.params.lr", "scheduler.params.last_batch_iteration"),
             *("fp16.loss_scale", "fp16.hysteresis", "tensorboard.output_path", "tensorboard.job_name"),
             *("zero_allow_untested_optimizer", "flops_profiler"),
         ],
+    ),
+    "ZeRO++": (
+        ZERO_PLUS_PLUS,
+        {
+            "training.batch_size": 16,
+            "mesh.fsdp": 4,
+            "mesh.data": 2,
+            "sharding.optimizer_over_data": True,
+            "sharding.int8_gathers": ("data", "fsdp"),
+            "sharding.fsdp_gradients": "int4",
+            "sharding.data_gradients": "int4",
+            **CONSTANT,
+        },
+        ["amp", "zero_optimization.contiguous_gradients"],
     ),
     "activation checkpointing": (
         CHECKPOINTED,
@@ -370,9 +406,29 @@ REFUSED = {
         scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1),
         f"scheduler.type=OneCycle: {OPTAX}",
     ),
-    "logarithmic warm-up": (
-        scheduler("WarmupLR", warmup_type="log"),
-        f'scheduler.params.warmup_type="log": the warm-up is linear; set "linear", or: {OPTAX}',
+    "unknown warm-up": (
+        scheduler("WarmupLR", warmup_type="cosine"),
+        'scheduler.params.warmup_type="cosine": set "log" or "linear"',
+    ),
+    "warm-up from above": (
+        scheduler("WarmupLR", warmup_min_lr=0.1, warmup_max_lr=0.01),
+        "scheduler.params.warmup_min_lr=0.1: must be from 0 to 0.01",
+    ),
+    "length of the warm-up": (
+        scheduler("WarmupLR", warmup_num_steps=1.5),
+        "scheduler.params.warmup_num_steps=1.5: must be a whole number",
+    ),
+    "automatic number of steps": (
+        scheduler("WarmupDecayLR", total_num_steps="auto"),
+        'scheduler.params.total_num_steps="auto": Hugging Face\'s Trainer has no default for it; give a value',
+    ),
+    "automatic stage": (
+        {"zero_optimization": {"stage": "auto"}},
+        'zero_optimization.stage="auto": Hugging Face\'s Trainer has no default for it; give a value',
+    ),
+    "settings of this package": (
+        {"mesh": {"fsdp": 8}},
+        "mesh: unknown key; settings of this package are given as Config(mesh=...)",
     ),
     "no end of the decay": (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps is absent; give it"),
     "decay within the warm-up": (
@@ -385,11 +441,15 @@ REFUSED = {
     "one beta": (adam(betas=[0.9]), "optimizer.params.betas=[0.9]: must have 2 entries"),
     "no object": ({"bf16": True}, "bf16: must be an object of keys and values"),
     "stage 4": ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: must be one of 0, 1, 2, 3"),
-    "ZeRO++": (
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}},
-        "zero_optimization.zero_hpz_partition_size=8: the nearest is mesh.data=N with mesh.fsdp inside a host (HSDP); "
-        "zero_optimization.zero_quantized_weights=true: collectives are not quantised; remove it, or set "
-        "communication_data_type",
+    "parts of ZeRO++": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
+        'zero_optimization.zeropp_loco_param={"err_beta": 0.8}: no error of the codes is carried over to the next '
+        "step; remove it; zero_optimization.zero_hpz_partition_size=3 does not divide 8 data-parallel devices; change "
+        "it",
+    ),
+    "two group sizes": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4, "mics_shard_size": 4}},
+        "zero_optimization.zero_hpz_partition_size and zero_optimization.mics_shard_size: keep one",
     ),
     "names of no key": (
         {"mp_size": 2, "pp_size": 2},
@@ -436,14 +496,96 @@ def test_what_has_no_equivalent_is_one_line(name: str) -> None:
     assert str(raised.value) == f"ds.json: {message}"
 
 
-def test_automatic_values_are_our_defaults_and_said_so() -> None:
-    lines = read_deepspeed(HUGGING_FACE, "ds.json", devices=1).lines()
-    (line,) = (line for line in lines if line.startswith("  optimizer.params.betas"))
-    assert re.split(r" {2,}", line.strip()) == [
+def show(settings: dict[str, Any], key: str, rows: int | None = None) -> list[str]:
+    """Return the columns of the account for a key, with eight devices."""
+    lines = read_deepspeed(settings, "ds.json", 8, rows).lines()
+    (line,) = (line for line in lines if line.startswith(f"  {key} "))
+    return re.split(r" {2,}", line.strip())
+
+
+def test_automatic_values_are_those_of_the_trainer_and_said_so() -> None:
+    assert show(HUGGING_FACE, "optimizer.params.betas") == [
         'optimizer.params.betas = "auto"',
-        "optimizer.beta1 = 0.9, optimizer.beta2 = 0.95",
-        "our default",
+        "optimizer.beta1 = 0.9, optimizer.beta2 = 0.999",
+        "the Trainer's default",
     ]
+
+
+@pytest.mark.slow
+def test_the_defaults_of_the_trainer_hf_torch() -> None:
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    found = {each.name: each.default for each in dataclasses.fields(arguments)}
+    assert {
+        "gradient_accumulation_steps": found["gradient_accumulation_steps"],
+        "train_micro_batch_size_per_gpu": found["per_device_train_batch_size"],
+        "gradient_clipping": found["max_grad_norm"],
+        "optimizer.params.lr": found["learning_rate"],
+        "optimizer.params.betas": [found["adam_beta1"], found["adam_beta2"]],
+        "optimizer.params.eps": found["adam_epsilon"],
+        "optimizer.params.weight_decay": found["weight_decay"],
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": found["learning_rate"],
+        "scheduler.params.warmup_num_steps": found["warmup_steps"],
+        "fp16.enabled": found["fp16"],
+        "bf16.enabled": found["bf16"],
+    } == TRAINER_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "as optimizer.params.lr"),
+        (scheduler("WarmupLR", warmup_max_lr=1e-3), "as scheduler.params.warmup_max_lr"),
+    ],
+)
+def test_an_automatic_rate_is_the_one_that_the_file_gives(given: dict[str, Any], expected: str) -> None:
+    """The Trainer has one learning rate for both, and refuses files that give another one."""
+    read = read_deepspeed(HUGGING_FACE | given, "ds.json", 8)
+    assert read.config.optimizer.learning_rate == 1e-3
+    assert expected in "\n".join(read.lines())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "expected", "note"),
+    [
+        (("auto", "auto", "auto"), 64, (64, 1), "rows of the example"),
+        (("auto", "auto", 2), 48, (48, 2), "rows of the example"),
+        (("auto", "auto", "auto"), None, (64, 1), "8 × 1 × 8"),
+        (("auto", 4, "auto"), 32, (32, 1), "4 × 1 × 8"),
+        ((64, 4, "auto"), 64, (64, 2), "4 × 2 × 8"),
+        ((64, "auto", 2), 64, (64, 2), "4 × 2 × 8"),
+        ((None, None, None), 48, (48, 1), "rows of the example"),
+        ((None, None, 2), 48, (48, 2), "rows of the example"),
+    ],
+)
+def test_the_batch_sizes_that_are_shown_are_those_that_run(
+    sizes: tuple[Any, ...], rows: int | None, expected: tuple[int, int], note: str
+) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    settings = dict(zip(names, sizes, strict=True))
+    config = read_deepspeed(settings, "ds.json", 8, rows).config
+    assert (config.training.batch_size, config.training.accumulation) == expected
+    assert show(settings, names[0], rows)[1:] == [f"training.batch_size = {expected[0]}", note]
+    assert show(settings, names[2], rows)[1] == f"training.accumulation = {expected[1]}"
+
+
+def test_the_keys_of_zero_plus_plus_follow_the_mesh() -> None:
+    """DeepSpeed reads them in stage 3 only."""
+    codes = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+    def read(devices: int, **zero: Any) -> dict[str, Any]:
+        config = read_deepspeed({"zero_optimization": {"stage": 3, **codes, **zero}}, "ds.json", devices).config
+        return {name: value for name, value in changes(config).items() if name.startswith(("sharding.", "mesh."))}
+
+    over_fsdp = {"mesh.fsdp": 8, "sharding.int8_gathers": ("fsdp",), "sharding.fsdp_gradients": "int4"}
+    assert read(8) == read(8, zero_hpz_partition_size=1) == read(8, zero_hpz_partition_size=8) == over_fsdp
+    assert read(8, mics_shard_size=4) == over_fsdp | {
+        "mesh.fsdp": 4,
+        "mesh.data": 2,
+        "sharding.data_gradients": "int4",
+    }
+    assert read(1) == {"mesh.fsdp": 1}
+    assert read(8, stage=2, zero_hpz_partition_size=4) == {"mesh.fsdp": 8, "sharding.zero_stage": 2}
 
 
 @pytest.mark.parametrize(
@@ -486,41 +628,44 @@ def test_absent_keys_have_the_defaults_of_deepspeed() -> None:
     assert "gradient_clipping absent" in "\n".join(read.lines())
 
 
-def deepspeed_rate(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
-    """The share of the peak rate in a step, counted from 1, by deepspeed/runtime/lr_schedules.py.
+PEAK, LOW, END, FLOOR = 1e-3, 2e-4, 50, 0.2
 
-    The scheduler is at -1 in the first step, and moves by one after each.
-    """
-    iteration = step - 2
-    if iteration < 0:
-        return 0.0
+
+def deepspeed_rate(kind: str, shape: str, low: float, iteration: int, warmup: int) -> float:
+    """The rate by deepspeed/runtime/lr_schedules.py. Its scheduler is at iteration -1 in the first step."""
     if iteration < warmup:
-        return iteration / warmup
+        risen = math.log(iteration + 1) / math.log(warmup) if shape == "log" else iteration / warmup
+        return low + (PEAK - low) * risen
     if kind == "WarmupLR":
-        return 1.0
-    if kind == "WarmupDecayLR":
-        return max(0.0, (total - iteration) / (total - warmup))
-    progress = min(1.0, (iteration - warmup + 1) / (total - warmup))
-    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+        return PEAK
+    if kind == "WarmupDecayLR":  # from the lower rate, not from 0
+        return low + (PEAK - low) * max(0.0, (END - iteration) / (END - warmup))
+    progress = min(1.0, (iteration - warmup + 1) / (END - warmup))
+    return PEAK * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_rates_are_those_of_deepspeed_one_or_two_steps_earlier(kind: str) -> None:
-    parameters = {"warmup_num_steps": 10, "warmup_type": "linear"}
-    if kind != "WarmupLR":
-        parameters["total_num_steps"] = 50
-    if kind == "WarmupCosineLR":
-        parameters["cos_min_ratio"] = 0.2
-    settings = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}} | scheduler(kind, **parameters)
+@pytest.mark.parametrize("shape", ["log", "linear"])
+@pytest.mark.parametrize("low", [0.0, LOW])
+@pytest.mark.parametrize("warmup", [1, 2, 10])
+def test_rates_are_those_of_deepspeed_one_or_two_steps_earlier(kind: str, shape: str, low: float, warmup: int) -> None:
+    parameters: dict[str, Any] = {"warmup_num_steps": warmup}
+    parameters |= {"warmup_type": "linear"} if shape == "linear" else {}  # log is the default
+    parameters |= {"warmup_min_ratio": low / PEAK} if kind == "WarmupCosineLR" else {"warmup_min_lr": low}
+    parameters |= {"warmup_max_lr": PEAK} if kind == "WarmupDecayLR" else {}
+    parameters |= {"total_num_steps": END} if kind != "WarmupLR" else {}
+    parameters |= {"cos_min_ratio": FLOOR} if kind == "WarmupCosineLR" else {}
+    settings = {"optimizer": {"type": "Adam", "params": {"lr": PEAK}}} | scheduler(kind, **parameters)
     config = read_deepspeed(settings, "ds.json", devices=1).config
-    shape = find_shape(config.optimizer.learning_rate, config.schedule, config.training.steps)
-    rate = make_schedule(config.schedule.kind, shape)
-    for step in range(1, 60):
-        if kind == "WarmupCosineLR" and step == 10:  # DeepSpeed's cosine does not begin at the peak
-            continue
-        lag = 1 if kind == "WarmupCosineLR" and step > 10 else 2
-        expected = 1e-3 * deepspeed_rate(kind, step + lag, 10, 50, 0.2)
-        assert float(rate(step - 1)) == pytest.approx(expected, rel=1e-5, abs=1e-12), step
+    numbers = find_shape(config.optimizer.learning_rate, config.schedule, config.training.steps)
+    rates = np.asarray(make_schedule(config.schedule.kind, numbers, config.schedule.warmup_kind)(np.arange(60)))
+    length = max(warmup, 2)
+    for step in range(1, 61):
+        if kind == "WarmupCosineLR" and step == length:
+            continue  # DeepSpeed's cosine does not begin at the peak
+        lag = 1 if kind == "WarmupCosineLR" and step > length else 0
+        expected = deepspeed_rate(kind, shape, low, step - lag, length)
+        assert rates[step - 1] == pytest.approx(expected, rel=1e-5, abs=1e-12), step
 
 
 # The top-level keys of DeepSpeed's configuration page and of deepspeed/runtime/config.py.

@@ -88,6 +88,57 @@ def test_an_argument_replaces_the_optimizer_of_the_file(
     assert train(engine) == train(start(engine.config, optimizer=optimizer))
 
 
+def test_a_dict_is_taken_as_a_file_is(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = json.loads(json.dumps(SETTINGS))
+    engine = start(given)
+    from_dict = capfd.readouterr().err
+    assert given == SETTINGS, "the caller's dict is not changed"
+    assert (engine.config, train(engine)) == (start(file).config, train(start(file)))
+    assert from_dict == capfd.readouterr().err.split("ds_config.json:")[1].join(["config:", ""])
+    with pytest.raises(InputError, match="^config: gradient_acumulation_steps: unknown key; did you mean"):
+        start(SETTINGS | {"gradient_acumulation_steps": 2})
+    with pytest.raises(InputError, match="^config: Object of type .* is not JSON serializable; give a dict of strings"):
+        start(SETTINGS | {"gradient_clipping": optax.adam})
+
+
+@pytest.mark.parametrize("sizes", [{}, {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}])
+def test_the_batch_size_that_is_printed_is_the_one_that_runs(
+    sizes: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = start({name: value for name, value in SETTINGS.items() if name != "train_batch_size"} | sizes)
+    assert "training.batch_size = 16 " in capfd.readouterr().err
+    assert engine.config.training.batch_size == 16
+    assert start(Config(mesh={"fsdp": 8})).config.training.batch_size == 16  # type: ignore[arg-type]
+
+
+def test_the_rates_of_a_file_without_a_type_are_logarithmic() -> None:
+    """The formula of DeepSpeed's WarmupLR: the rate of iteration i of N is log(i + 1) / log(N)."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.02, "warmup_max_lr": 0.1, "warmup_num_steps": 5}}
+    engine = start(SETTINGS | {"scheduler": scheduler})
+    found = [float(engine.step(make_batch())["learning_rate"]) for _ in range(7)]
+    expected = [0.02 + 0.08 * min(np.log(iteration + 1) / np.log(5), 1) for iteration in range(1, 8)]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_automatic_values_train_as_the_trainer_would() -> None:
+    """AdamW with rate 5e-5, betas 0.9 and 0.999, no decay, no warm-up, a clip of 1, in float32."""
+    parameters = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    engine = start(
+        {
+            "bf16": {"enabled": "auto"},
+            "train_batch_size": "auto",
+            "gradient_clipping": "auto",
+            "optimizer": {"type": "AdamW", "params": parameters},
+            "scheduler": {"type": "WarmupLR", "params": warmup},
+            "zero_optimization": {"stage": 3},
+        }
+    )
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(5e-5, weight_decay=0.0))
+    config = Config(mesh={"fsdp": 8}, precision={"compute_dtype": "float32"})  # type: ignore[arg-type]
+    assert train(engine) == pytest.approx(train(start(config, optimizer=plain)), rel=1e-6)
+
+
 def test_a_micro_batch_in_place_of_a_batch(tmp_path: Path) -> None:
     with pytest.raises(InputError) as raised:
         start(write(tmp_path, SETTINGS | {"train_batch_size": 32}))

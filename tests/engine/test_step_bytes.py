@@ -163,6 +163,74 @@ def test_stages_1_and_2_gather_the_compute_copy_once(stage: int) -> None:
     assert step.moved("reduce-scatter", "f32") == pytest.approx(4 * (LAYERS * BLOCK + TABLES), rel=COMBINED)
 
 
+CODED = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}  # bytes of a value: its code, and its share of a block's scale
+HOSTS = (("data", 2), ("fsdp", 4))
+
+
+def list_moved(step: Step, least: int) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Bytes of the arrays of at least this size on which collectives work, by kind and mesh axes."""
+    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    for each in step.collectives:
+        if each.array_bytes >= least:
+            key = each.kind, each.axes
+            found[key] = found.get(key, 0) + each.array_bytes * each.times
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sharding", "expected"),
+    [
+        (
+            (("fsdp", 8),),
+            {"int8_gathers": ("fsdp",), "fsdp_gradients": "int8"},
+            # Two gathers of each matrix, one of the embedding; each gradient once.
+            {("all-gather", ("fsdp",)): ("int8", 2, 1), ("all-to-all", ("fsdp",)): ("int8", 1, 1)},
+        ),
+        *slow(
+            (
+                HOSTS,
+                {
+                    "int8_gathers": ("data", "fsdp"),
+                    "fsdp_gradients": "int4",
+                    "data_gradients": "int4",
+                    "optimizer_over_data": True,
+                },
+                {
+                    ("all-gather", ("fsdp",)): ("int8", 2, 1),
+                    ("all-gather", ("data",)): ("int8", 1 / 4, 1 / 4),  # of the part of a device
+                    ("all-to-all", ("fsdp",)): ("int4", 1, 1),
+                    ("all-to-all", ("data",)): ("int4", 1 / 4, 1 / 4),
+                },
+            ),
+            (
+                HOSTS,
+                {"data_gradients": "int8"},
+                {
+                    ("all-gather", ("fsdp",)): (2.0, 2, 1),
+                    ("reduce-scatter", ("fsdp",)): (4.0, 1, 1),
+                    ("all-to-all", ("data",)): ("int8", 1 / 4, 1 / 4),
+                    ("all-gather", ("data",)): ("int8", 1 / 4, 1 / 4),
+                },
+            ),
+        ),
+    ],
+)
+def test_weights_and_gradients_move_as_codes(
+    mesh: tuple[tuple[str, int], ...],
+    sharding: dict[str, Any],
+    expected: dict[tuple[str, tuple[str, ...]], tuple[Any, float, float]],
+) -> None:
+    """All matrices do, and the tables outside of the loop; biases and norm scales move exactly."""
+    step = compiled(3, mesh=mesh, sharding=(("zero_stage", 3), *sharding.items()))
+    values = {
+        key: (CODED.get(form, form) * (matrices * (LAYERS * BLOCK + TABLES // 2) + embedding * TABLES // 2))
+        for key, (form, matrices, embedding) in expected.items()
+    }
+    assert list_moved(step, 2**14).keys() == values.keys()
+    found = list_moved(step, 2**12)  # with the scales of a matrix
+    assert {key: found[key] for key in values} == pytest.approx(values, rel=0.01)
+
+
 def test_adapters_form_no_gradient_of_their_base() -> None:
     step = compiled(3, lora=(("rank", RANK),))
     assert step.moved("reduce-scatter", "f32") == 4 * ADAPTERS

@@ -298,11 +298,18 @@ def _keep_gathered(gathered: Operand, shardings: WeightShardings) -> Operand | N
 def _form_and_reduce_gradient(
     left: str, result: str, right: str, x: jax.Array, dy: jax.Array, shardings: WeightShardings
 ) -> jax.Array:
-    coded = shardings.coded_sum
+    coded, form = shardings.coded_sum, functools.partial(form_gradient, left, result, right, shardings=shardings)
+    if rows := shardings.row_sum:
+        # The rows of the batch, or rows and sequence as one dimension.
+        axis = next(
+            (axis for axis, size in zip(left, x.shape, strict=True) if axis not in right and rows.splits(size)), ""
+        )
+        if axis:
+            parts = jax.vmap(form)(rows.split(x, left.index(axis)), rows.split(dy, result.index(axis)))
+            return rows.add(parts).astype(shardings.reduce_dtype)
     if coded is None:
-        return reduce_gradient(form_gradient(left, result, right, x, dy, shardings), shardings)
+        return reduce_gradient(form(x, dy), shardings)
     assert left[:2] == "BS", f"{left}: the tokens of a coded sum are rows and sequence"
-    form = functools.partial(form_gradient, left, result, right, shardings=shardings)
     parts = jax.vmap(form)(coded.split_tokens(x), coded.split_tokens(dy))
     return reduce_parts(parts, coded.axes, shardings)
 
