@@ -126,7 +126,7 @@ class UserModel:
         closed, structure = trace_loss(self.frontend, self.loss, self.attention, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
-        results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.saved)
+        results = evaluate(drop_results(closed, keep), arguments, self.saved)
         _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
         return parts, nest_variables(self.frontend, changed)
 

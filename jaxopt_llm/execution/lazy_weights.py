@@ -10,6 +10,7 @@ from flax import struct
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import add_p, broadcast_in_dim_p, mul_p, sub_p
 
+from jaxopt_llm.core.jaxpr import bind_equation
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
 from jaxopt_llm.model.linear.weights import Weight, gather_for_use, shardings_of
@@ -93,9 +94,3 @@ def gather_in(weight: Weight, dtype: Any) -> Weight:
         return replace(placed, shardings=replace(placed.shardings, compute_dtype=str(dtype)))
 
     return jax.tree.map(gather_in, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
-
-
-def bind_equation(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Apply an equation to arrays."""
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
