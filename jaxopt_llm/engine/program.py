@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,7 +19,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import make_selector
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
-from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
+from jaxopt_llm.engine.user_model import Rules, UserModel, list_variable_specs, make_user_model, nest_variables
 from jaxopt_llm.kernels.attention import CHECKPOINT_NAME
 from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
@@ -91,7 +90,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
         make_advance=functools.partial(_make_advance, model, placement),
         batch=batch,
         recomputes_layers=model.recomputes,
-        variables=_make_variable_specs(job.frontend),
+        variables=nest_variables(job.frontend, list_variable_specs(job.frontend)),
     )
     whole = None if job.transformation is None else _make_whole_optimizer(job.transformation, model)
     made = make_step_program(config, placement, parts, whole)
@@ -166,12 +165,6 @@ def _make_whole_optimizer(transformation: optax.GradientTransformation, model: U
         return model.nest([by_path.get(info.path) for info in model.frontend.parameters])
 
     return WholeOptimizer(transformation, to_tree, from_tree)
-
-
-def _make_variable_specs(frontend: Frontend) -> Params:
-    infos = frontend.variables
-    specs = [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in infos]
-    return nest_variables(frontend, specs)
 
 
 def adapt_user_model(model: UserModel, config: Config) -> tuple[UserModel, Params, Params]:

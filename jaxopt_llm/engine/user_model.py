@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxopt_llm.core import tree
@@ -22,6 +23,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, is_adapter, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
 from jaxopt_llm.parallel.placement import Placement
 
@@ -128,7 +130,9 @@ class UserModel:
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
         results = evaluate(drop_results(closed, keep), arguments, self.saved)
         _, parts, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
-        return parts, nest_variables(self.frontend, changed)
+        after = nest_variables(self.frontend, changed)
+        resting = zero.variable_sharding(nest_variables(self.frontend, list_variable_specs(self.frontend)), placement)
+        return parts, jax.tree.map(jax.lax.with_sharding_constraint, after, resting)
 
     def nest(self, leaves: Sequence[Any]) -> Params:
         """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
@@ -158,6 +162,11 @@ def list_variables(frontend: Frontend, variables: Params) -> list[Any]:
 
 def nest_variables(frontend: Frontend, leaves: Sequence[Any]) -> Params:
     return nest([info.path for info in frontend.variables], leaves)
+
+
+def list_variable_specs(frontend: Frontend) -> list[ParamSpec]:
+    infos = frontend.variables
+    return [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in infos]
 
 
 def trace_loss(
