@@ -50,16 +50,23 @@ class Lazy:
     block: str = struct.field(pytree_node=False, default="")
 
 
-def read_array(value: Value) -> jax.Array:
-    """Return an array as it is, and a weight gathered, in the dtype in which the program sees it."""
+def read_array(value: Value, whole: bool = False) -> jax.Array:
+    """Return an array as it is, and a weight gathered, in the dtype in which the program sees it.
+
+    whole: form its gradient whole, before the storage axes divide it.
+    """
     if not isinstance(value, Lazy):
         return value
-    gather = gather_for_use
+    gather = _gather_whole if whole else gather_for_use
     for _ in range(value.leading):
         gather = jax.vmap(gather)
     array = gather(offload.fetch_to_device(value.weight))
     order = (*range(value.leading), *(value.leading + dim for dim in value.order))
     return move_array(jnp.transpose(array, order), value.moves).astype(value.dtype)
+
+
+def _gather_whole(weight: Weight) -> jax.Array:
+    return jax.lax.with_sharding_constraint(gather_for_use(weight), shardings_of(weight).gathered)
 
 
 def read_repeated(value: Value, own: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:

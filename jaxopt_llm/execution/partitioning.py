@@ -8,8 +8,7 @@ these ones XLA has a wrong rule or none, on the CPU and on GPUs alike:
 - A convolution whose window is divided by one mesh axis, while another one holds copies of the images, is wrong as
   well. No window, and no spatial dimension, is divided.
 - `scatter_mul` can be wrong if an axis divides what it multiplies. Each device computes all of it.
-- A negative padding, which is the gradient of a padding, can be wrong or abort the compiler. What it cuts off is from
-  dimensions that are not divided.
+- A padding that is negative at an edge and positive inside aborts the compiler. It becomes two.
 - `ragged_dot` is not divided if its rows come from a sort: each device would multiply all rows. Each device multiplies
   its own part of the rows instead, by the matrices of their groups.
 
@@ -175,12 +174,12 @@ def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
 # --- paddings and scatters
 
 
-def _pad_whole(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) -> list[jax.Array]:
-    cut = [dim for dim, (low, high, _) in enumerate(eqn.params["padding_config"]) if low < 0 or high < 0]
-    if not cut:
+def _pad_then_cut(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) -> list[jax.Array]:
+    config = eqn.params["padding_config"]
+    if not any(inner and min(low, high) < 0 for low, high, inner in config):
         return bind_equation(eqn, inputs)
-    (result,) = bind_equation(eqn, [_keep_whole(inputs[0], cut, placement), inputs[1]])
-    return [_keep_whole(result, cut, placement)]
+    wide = jax.lax.pad(*inputs, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
+    return [jax.lax.pad(wide, inputs[1], [(min(low, 0), min(high, 0), 0) for low, high, _ in config])]
 
 
 def _scatter_whole(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) -> list[jax.Array]:
@@ -222,5 +221,5 @@ RULES: dict[str, Rule] = {  # by the name of the primitive
     "conv_general_dilated": _convolve,
     "ragged_dot_general": _multiply_ragged,
     "scatter-mul": _scatter_whole,
-    "pad": _pad_whole,
+    "pad": _pad_then_cut,
 }

@@ -54,6 +54,7 @@ def count_flops(mesh: dict[str, int]) -> int:
     return engine.plan("h200").flops
 
 
+@pytest.mark.slow
 def test_the_flops_of_experts_fall_with_the_number_of_devices() -> None:
     one = count_flops({"fsdp": 1})
     assert [count_flops(mesh) for mesh in (FSDP, TENSOR)] == pytest.approx([one / 8] * 2, rel=0.02)

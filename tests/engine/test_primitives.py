@@ -18,6 +18,7 @@ from flax import linen as nn
 from jax import lax
 from jax.experimental.ode import odeint
 from jax.scipy import linalg, special
+from marks import slow
 
 import jaxopt_llm
 from jaxopt_llm.config import Config
@@ -88,6 +89,8 @@ family(
     "products",
     (D, D, D),
     batched=lambda w, x: jnp.einsum("nb,bij,nj->nbi", x, w, x),
+    batched_in_highest_precision=lambda w, x: jnp.einsum("nb,bij,nj->nbi", x, w, x, precision="highest"),
+    batched_after_a_function=lambda w, x: jnp.einsum("nb,bij,nj->nbi", x, jnp.tanh(w), x),
     batched_last=lambda w, x: jnp.einsum("nb,ijb->nib", x, w),
     bilinear=lambda w, x: jnp.einsum("ni,ijk,nj->nk", x, w, x),
     of_each_row=lambda w, x: jnp.einsum("nij,nj->ni", w[ids(x)], x),
@@ -510,8 +513,16 @@ MESHES: dict[str, tuple[dict[str, int], int]] = {  # a mesh, and the dimension t
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = ("products", "convolutions", "grouped convolutions", "windows", "order", "shapes")
+CASES = [(name, mesh) for name in FAMILIES for mesh in MESHES]
+IS_QUICK = [mesh == "tensor" and name in QUICK for name, mesh in CASES]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [case if quick else slow(case)[0] for case, quick in zip(CASES, IS_QUICK, strict=True)],
+    ids=[f"{name}-{mesh}" for name, mesh in CASES],
+)
 def test_gradients_are_those_of_one_device(name: str, mesh: str) -> None:
     operations, (axes, dim) = FAMILIES[name], MESHES[mesh]
 

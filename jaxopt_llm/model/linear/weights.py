@@ -300,7 +300,11 @@ def _form_and_reduce_gradient(
 ) -> jax.Array:
     coded = shardings.coded_sum
     if coded is None:
-        return reduce_gradient(form_gradient(left, result, right, x, dy, shardings), shardings)
+        gradient = form_gradient(left, result, right, x, dy, shardings)
+        if {*left} & {*right} & {*result}:
+            # XLA computes a wrong product if a storage axis also divides a dimension that is a batch of matrices.
+            gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
+        return reduce_gradient(gradient, shardings)
     assert left[:2] == "BS", f"{left}: the tokens of a coded sum are rows and sequence"
     form = functools.partial(form_gradient, left, result, right, shardings=shardings)
     parts = jax.vmap(form)(coded.split_tokens(x), coded.split_tokens(dy))
