@@ -50,14 +50,11 @@ class Lazy:
     block: str = struct.field(pytree_node=False, default="")
 
 
-def read_array(value: Value, whole: bool = False) -> jax.Array:
-    """Return an array as it is, and a weight gathered, in the dtype in which the program sees it.
-
-    whole: form its gradient whole, before the storage axes divide it.
-    """
+def read_array(value: Value) -> jax.Array:
+    """Return an array as it is, and a weight gathered, in the dtype in which the program sees it."""
     if not isinstance(value, Lazy):
         return value
-    gather = _gather_whole if whole else gather_for_use
+    gather = _gather
     for _ in range(value.leading):
         gather = jax.vmap(gather)
     array = gather(offload.fetch_to_device(value.weight))
@@ -65,8 +62,15 @@ def read_array(value: Value, whole: bool = False) -> jax.Array:
     return move_array(jnp.transpose(array, order), value.moves).astype(value.dtype)
 
 
-def _gather_whole(weight: Weight) -> jax.Array:
-    return jax.lax.with_sharding_constraint(gather_for_use(weight), shardings_of(weight).gathered)
+def _gather(weight: Weight) -> jax.Array:
+    """Return the gathered weight. Its gradient is formed whole, before the storage axes divide it.
+
+    Otherwise they would divide what the user's code computed from the weight, and XLA's partitioner has faults there: a
+    product of batches of matrices whose batch two axes divide is wrong, and a slice of a padding as well.
+    """
+    array = gather_for_use(weight)
+    assert not isinstance(weight, LoraWeight), "an adapter is only multiplied"
+    return jax.lax.with_sharding_constraint(array, shardings_of(weight).gathered)
 
 
 def read_repeated(value: Value, own: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:

@@ -1,7 +1,7 @@
 """Equations that XLA's partitioner divides wrongly, or not at all, in a form that it divides well.
 
-A user's loss and its gradient are one jaxpr after differentiation, and each of its equations is partitioned by XLA. For
-these ones XLA has a wrong rule or none, on the CPU and on GPUs alike:
+A user's loss and its gradient are one jaxpr after differentiation. XLA's partitioner, which is the same for CPUs and
+GPUs, divides each of its equations. For these ones it has a wrong rule or none:
 
 - A convolution with batch groups is the gradient of the kernel of a grouped convolution. If a mesh axis holds copies of
   the images, XLA adds up the copies, too. Each device convolves its own part instead.
@@ -109,8 +109,6 @@ def _convolve_batch_groups(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement
     batch = tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
     summed = batch if inputs[0].shape[features] % placement.size(*batch) == 0 else ()
     divided = _divide(groups, tuple(axis for axis in (*batch, "tensor") if axis not in summed), placement)
-    if not summed and not divided:
-        return bind_equation(eqn, inputs)
     local = _on_device(eqn, batch_group_count=groups // placement.size(*divided))
 
     def convolve(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -178,8 +176,9 @@ def _pad_then_cut(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placeme
     config = eqn.params["padding_config"]
     if not any(inner and min(low, high) < 0 for low, high, inner in config):
         return bind_equation(eqn, inputs)
-    wide = jax.lax.pad(*inputs, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
-    return [jax.lax.pad(wide, inputs[1], [(min(low, 0), min(high, 0), 0) for low, high, _ in config])]
+    x, fill = inputs
+    wide = jax.lax.pad(x, fill, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
+    return [jax.lax.pad(wide, fill, [(min(low, 0), min(high, 0), 0) for low, high, _ in config])]
 
 
 def _scatter_whole(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) -> list[jax.Array]:

@@ -243,12 +243,11 @@ class _Evaluation:
     def _use(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Apply an equation to the gathered arrays."""
         repeats = eqn.primitive in ELEMENTWISE
-        whole = _forms_whole_gradient(eqn)
         shape = typeof(eqn.outvars[0]).shape
 
         def function(*inputs: Value) -> list[jax.Array]:
             if not repeats:
-                return bind_equation(eqn, [read_array(value, whole) for value in inputs])
+                return bind_equation(eqn, [read_array(value) for value in inputs])
             shapes = [typeof(atom).shape for atom in eqn.invars]
             return bind_equation(eqn, [read_repeated(*pair, shape) for pair in zip(inputs, shapes, strict=True)])
 
@@ -271,13 +270,6 @@ def _can_move(eqn: JaxprEqn, value: Value) -> bool:
     if len(eqn.invars) > 1 or value.leading or not isinstance(value.weight, PlacedWeight):
         return False
     return eqn.primitive is not jax.lax.transpose_p or bool(value.moves)
-
-
-def _forms_whole_gradient(eqn: JaxprEqn) -> bool:
-    """Return whether XLA computes a wrong gradient of this equation if a storage axis divides it."""
-    if eqn.primitive is dot_general_p:
-        return any(eqn.params["dimension_numbers"][1])  # a batch of matrices
-    return eqn.primitive is jax.lax.pad_p and any(inner for _, _, inner in eqn.params["padding_config"])
 
 
 def _is_stack(value: Value) -> bool:
