@@ -5,8 +5,6 @@ GPUs, divides each of its equations. For these ones it has a wrong rule or none:
 
 - A convolution with batch groups is the gradient of the kernel of a grouped convolution. If a mesh axis holds copies of
   the images, XLA adds up the copies, too. Each device convolves its own part instead.
-- A convolution whose window is divided by one mesh axis, while another one holds copies of the images, is wrong as
-  well. No window, and no spatial dimension, is divided.
 - `scatter_mul` can be wrong if an axis divides what it multiplies. Each device computes all of it.
 - A padding that is negative at an edge and positive inside aborts the compiler. It becomes two.
 - `ragged_dot` is not divided if its rows come from a sort: each device would multiply all rows. Each device multiplies
@@ -22,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.core.jaxpr import bind_equation, run_jaxpr, trace_like, typeof
@@ -91,18 +89,10 @@ def _contains_rule(eqn: JaxprEqn) -> bool:
 
 
 def _convolve(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) -> list[jax.Array]:
-    numbers = eqn.params["dimension_numbers"]
-    specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    if eqn.params["batch_group_count"] > 1:
-        return _convolve_batch_groups(eqn, inputs, placement)
-    left, right = (_keep_whole(x, spec[2:], placement) for x, spec in zip(inputs, specs, strict=False))
-    (result,) = bind_equation(eqn, [left, right])
-    return [_keep_whole(result, specs[2][2:], placement)]
-
-
-def _convolve_batch_groups(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) -> list[jax.Array]:
     """Convolve on each device: a part of the sum over features, which are the rows of a gradient, and of the groups."""
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"]
+    if groups == 1:
+        return bind_equation(eqn, inputs)
     (rows, features), (filters, terms), (_, channels) = (
         spec[:2] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     )
@@ -187,14 +177,6 @@ def _scatter_whole(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placem
 
 
 # --- shardings
-
-
-def _keep_whole(x: jax.Array, dims: Sequence[int], placement: Placement) -> jax.Array:
-    """Constrain these dimensions to be on each device as a whole."""
-    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    for dim in dims:
-        spec[dim] = None
-    return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, PartitionSpec(*spec)))
 
 
 def _divide(size: int, axes: Sequence[str], placement: Placement) -> tuple[str, ...]:
