@@ -65,8 +65,8 @@ def read_array(value: Value) -> jax.Array:
 def _gather(weight: Weight) -> jax.Array:
     """Return the gathered weight. Its gradient is formed whole, before the storage axes divide it.
 
-    Otherwise they would divide what the user's code computes from the weight, and XLA's partitioner has faults there: of
-    products of batches of matrices, of slices of paddings, and of transposed convolutions whose window they divide.
+    Otherwise they would divide what the user's code computes from the weight, and XLA's partitioner has faults there:
+    of products of batches of matrices, of slices of paddings, and of transposed convolutions whose window they divide.
     """
     array = gather_for_use(weight)
     assert not isinstance(weight, LoraWeight), "an adapter is only multiplied"
