@@ -1,8 +1,9 @@
 """Jaxprs: the programs that JAX traces."""
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,25 +13,47 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import jit_p
 
 
+def run_jaxpr(
+    jaxpr: Jaxpr,
+    constants: Sequence[Any],
+    arguments: Sequence[Any],
+    apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Evaluate a jaxpr: `apply` returns the results of each equation, of its inputs."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+    for eqn in jaxpr.eqns:
+        stack = str(eqn.source_info.name_stack)
+        with jax.named_scope(stack) if stack else contextlib.nullcontext(), eqn.ctx.manager:
+            results = apply(eqn, [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars])
+        values |= zip(eqn.outvars, results, strict=True)
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+
+
+def bind_equation(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Apply an equation to arrays."""
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
 def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a jaxpr that computes the same without calls of jitted functions."""
 
-    def run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
-        for eqn in jaxpr.eqns:
-            inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
-            if eqn.primitive is jit_p:
-                inner = eqn.params["jaxpr"]
-                results = run(inner.jaxpr, inner.consts, inputs)
-            else:
-                with eqn.ctx.manager:
-                    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-                results = results if eqn.primitive.multiple_results else [results]
-            values |= zip(eqn.outvars, results, strict=True)
-        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+    def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if eqn.primitive is jit_p:
+            return run_jaxpr(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, inputs, apply)
+        return bind_equation(eqn, inputs)
 
-    arguments = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *arguments: run(closed.jaxpr, closed.consts, arguments))(*arguments)
+    return trace_like(closed.jaxpr, lambda *arguments: run_jaxpr(closed.jaxpr, closed.consts, arguments, apply))
+
+
+def trace_like(jaxpr: Jaxpr, function: Callable[..., Any]) -> ClosedJaxpr:
+    """Trace a function of arguments like those of a jaxpr."""
+    return jax.make_jaxpr(function)(*(_abstract(var) for var in jaxpr.invars))
+
+
+def _abstract(var: Any) -> jax.ShapeDtypeStruct:
+    aval = typeof(var)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def list_constants(closed: ClosedJaxpr) -> list[Any]:

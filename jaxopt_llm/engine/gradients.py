@@ -5,6 +5,7 @@ draw of a dropout mask) is the same on every mesh. XLA divides the computation b
 summed over the devices in each microbatch.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxopt_llm.engine.frontends import LossParts
 from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.user_model import UserModel
 from jaxopt_llm.execution.gradients import add_gradients, constrain_gradients
+from jaxopt_llm.execution.partitioning import correct_partitioning
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
@@ -32,6 +34,7 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
         params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
         trained = tree.restrict(model.specs, state.trainable)
 
+        @functools.partial(correct_partitioning, placement=placement)
         def one_microbatch(variables: Params, microbatch: Any) -> tuple[Params, LossParts, Params]:
             def objective(perturbations: Params) -> tuple[jax.Array, tuple[LossParts, Params]]:
                 parts, after = model.evaluate(params, perturbations, variables, microbatch, placement)
@@ -70,6 +73,7 @@ def compute_loss(model: UserModel, state: TrainState, batch: Microbatches, place
     params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
     nothing = jax.tree.map(lambda spec: None, model.specs)
 
+    @functools.partial(correct_partitioning, placement=placement)
     def one_microbatch(microbatch: Any) -> LossParts:
         return model.evaluate(params, nothing, state.variables, microbatch, placement)[0]
 

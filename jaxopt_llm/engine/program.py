@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -24,6 +23,7 @@ from jaxopt_llm.engine.user_model import (
     LossTrace,
     Rules,
     UserModel,
+    list_variable_specs,
     make_user_model,
     nest_variables,
     run_abstractly,
@@ -142,7 +142,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
         make_advance=functools.partial(_make_advance, model, placement),
         batch=batch,
         recomputes_layers=model.recomputes,
-        variables=_make_variable_specs(job.frontend),
+        variables=nest_variables(job.frontend, list_variable_specs(job.frontend)),
         loss=job.loss_name,
         others={
             each.loss_name: make_share(each.config, shares[each.loss_name], _make_whole_optimizer(each, model))
@@ -283,12 +283,6 @@ def _make_whole_optimizer(job: Job, model: UserModel) -> WholeOptimizer | None:
         return model.nest([by_path.get(info.path) for info in model.frontend.parameters])
 
     return WholeOptimizer(job.transformation, to_tree, from_tree)
-
-
-def _make_variable_specs(frontend: Frontend) -> Params:
-    infos = frontend.variables
-    specs = [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in infos]
-    return nest_variables(frontend, specs)
 
 
 def adapt_user_model(model: UserModel, config: Config) -> tuple[UserModel, Params, Params]:

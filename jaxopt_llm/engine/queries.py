@@ -1,5 +1,6 @@
 """Queries of an engine, which change nothing: the gradients of its loss, and any function of its model."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.engine.gradients import differentiate_user_model
 from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.program import EngineProgram, Job
+from jaxopt_llm.execution.partitioning import correct_partitioning
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
@@ -63,6 +65,7 @@ def jit_prediction(
     nothing = jax.tree.map(lambda spec: None, model.specs)
     placement = program.placement.for_evaluation()
 
+    @functools.partial(correct_partitioning, placement=placement)
     def predict(state: TrainState, batch: Any) -> Any:
         params = tree.merge(state.trainable, state.frozen)
         return model.run(function, params, nothing, state.variables, batch, placement)[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxopt_llm.core import tree
@@ -24,6 +25,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, adapter_paths, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
 from jaxopt_llm.parallel.placement import Placement
 
@@ -143,9 +145,11 @@ class UserModel:
         closed, structure = trace_function(self.frontend, function, self.attention, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
-        results = evaluate(drop_results(closed, keep), arguments, placement.mesh, self.saved)
+        results = evaluate(drop_results(closed, keep), arguments, self.saved)
         _, output, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
-        return output, nest_variables(self.frontend, changed)
+        after = nest_variables(self.frontend, changed)
+        resting = zero.variable_sharding(nest_variables(self.frontend, list_variable_specs(self.frontend)), placement)
+        return output, jax.tree.map(jax.lax.with_sharding_constraint, after, resting)
 
     def nest(self, leaves: Sequence[Any]) -> Params:
         """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
@@ -180,6 +184,11 @@ def nest_variables(frontend: Frontend, leaves: Sequence[Any]) -> Params:
 def as_parts(loss: Loss) -> Callable[[Any, Any], LossParts]:
     """Return a loss whose results are LossParts."""
     return lambda model, batch: normalise_loss(loss(model, batch))
+
+
+def list_variable_specs(frontend: Frontend) -> list[ParamSpec]:
+    infos = frontend.variables
+    return [ParamSpec(info.shape, (None,) * len(info.shape), dtype=np.dtype(info.dtype)) for info in infos]
 
 
 def trace_function(

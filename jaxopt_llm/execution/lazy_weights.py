@@ -10,6 +10,7 @@ from flax import struct
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import add_p, broadcast_in_dim_p, mul_p, sub_p
 
+from jaxopt_llm.core.jaxpr import bind_equation
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
 from jaxopt_llm.model.linear.weights import Weight, gather_for_use, shardings_of
@@ -53,12 +54,23 @@ def read_array(value: Value) -> jax.Array:
     """Return an array as it is, and a weight gathered, in the dtype in which the program sees it."""
     if not isinstance(value, Lazy):
         return value
-    gather = gather_for_use
+    gather = _gather
     for _ in range(value.leading):
         gather = jax.vmap(gather)
     array = gather(offload.fetch_to_device(value.weight))
     order = (*range(value.leading), *(value.leading + dim for dim in value.order))
     return move_array(jnp.transpose(array, order), value.moves).astype(value.dtype)
+
+
+def _gather(weight: Weight) -> jax.Array:
+    """Return the gathered weight. Its gradient is formed whole, before the storage axes divide it.
+
+    Otherwise they would divide what the user's code computes from the weight, and XLA's partitioner has faults there:
+    of products of batches of matrices, of slices of paddings, and of transposed convolutions whose window they divide.
+    """
+    array = gather_for_use(weight)
+    assert not isinstance(weight, LoraWeight), "an adapter is only multiplied"
+    return jax.lax.with_sharding_constraint(array, shardings_of(weight).gathered)
 
 
 def read_repeated(value: Value, own: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
@@ -93,9 +105,3 @@ def gather_in(weight: Weight, dtype: Any) -> Weight:
         return replace(placed, shardings=replace(placed.shardings, compute_dtype=str(dtype)))
 
     return jax.tree.map(gather_in, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
-
-
-def bind_equation(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Apply an equation to arrays."""
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]

@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.core.jaxpr import split_scan, typeof
+from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
 from jaxopt_llm.execution.blocks import Block, find_blocks
 from jaxopt_llm.execution.lazy_weights import (
     ELEMENTWISE,
@@ -39,7 +38,6 @@ from jaxopt_llm.execution.lazy_weights import (
     Lazy,
     Move,
     Value,
-    bind_equation,
     compute_dtype,
     gather_in,
     read_array,
@@ -56,16 +54,14 @@ from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
 
-def evaluate(
-    closed: ClosedJaxpr, arguments: Sequence[Value], mesh: Mesh | AbstractMesh, saved: Sequence[str] | None = None
-) -> list[jax.Array]:
+def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value], saved: Sequence[str] | None = None) -> list[jax.Array]:
     """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays.
 
     Args:
         saved: rematerialise the iterations of loops over layers and the blocks, except for the results with these
             checkpoint names; None rematerialises what the user's code does.
     """
-    evaluation = _Evaluation(mesh, in_remat=False, saved=None if saved is None else tuple(saved))
+    evaluation = _Evaluation(in_remat=False, saved=None if saved is None else tuple(saved))
     return [read_array(value) for value in evaluation.run(closed.jaxpr, closed.consts, arguments)]
 
 
@@ -77,7 +73,6 @@ class _Evaluation:
     saved: see `evaluate`.
     """
 
-    mesh: Mesh | AbstractMesh
     in_remat: bool
     saved: tuple[str, ...] | None
 
@@ -133,7 +128,7 @@ class _Evaluation:
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         if not any(isinstance(value, Lazy) for value in inputs):
-            return self._bind(eqn, inputs)
+            return bind_equation(eqn, inputs)
         if eqn.primitive in MOVES and _can_move(eqn, inputs[0]):
             return [replace(inputs[0], moves=(*inputs[0].moves, Move(eqn)))]
         special = {
@@ -255,24 +250,12 @@ class _Evaluation:
 
         def function(*inputs: Value) -> list[jax.Array]:
             if not repeats:
-                return self._bind(eqn, [read_array(value) for value in inputs])
+                return bind_equation(eqn, [read_array(value) for value in inputs])
             shapes = [typeof(atom).shape for atom in eqn.invars]
-            return self._bind(eqn, [read_repeated(*pair, shape) for pair in zip(inputs, shapes, strict=True)])
+            return bind_equation(eqn, [read_repeated(*pair, shape) for pair in zip(inputs, shapes, strict=True)])
 
         # The backward gathers again: to keep the gathered weights of all layers would undo ZeRO-3.
         return function(*inputs) if self.in_remat else jax.checkpoint(function)(*inputs)
-
-    def _bind(self, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-        if eqn.primitive is jax.lax.conv_general_dilated_p:
-            # XLA computes a wrong gradient of the kernel of a transposed convolution if one mesh axis divides its
-            # window and another one holds copies of the images.
-            image, kernel = inputs
-            dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * kernel.ndim
-            for dim in eqn.params["dimension_numbers"].rhs_spec[2:]:
-                dims[dim] = None
-            kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(self.mesh, PartitionSpec(*dims)))
-            return bind_equation(eqn, [image, kernel])
-        return bind_equation(eqn, inputs)
 
 
 def _save_nothing_gathered(policy: Any, primitive: Any, *operands: Any, **parameters: Any) -> Any:

@@ -10,10 +10,12 @@ A function `..._sharding` takes a ParamSpec and returns a NamedSharding, or take
 pytree of NamedShardings.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.core import tree
@@ -22,6 +24,9 @@ from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement, Spec
 
 LOCAL_GROUPS = "local_groups"  # axis name of the `vmap` over groups that train by themselves
+WHOLE_BYTES = (
+    2**16
+)  # variables up to this size are on every device: to gather them costs more time than memory is saved
 GROUP_AXIS = "gradient_groups"  # axis name of the `vmap` over gradient groups, for collectives over all groups
 
 
@@ -104,6 +109,19 @@ def resting_parameter_sharding(specs: Any, placement: Placement) -> Any:
 
     def sharding(spec: Spec) -> NamedSharding:
         return _in_memory(parameter_sharding(spec, placement), placement.offload.parameters and spec.leading > 0)
+
+    return jax.tree.map(sharding, specs)
+
+
+def variable_sharding(specs: Any, placement: Placement) -> Any:
+    """Return the sharding of variables that are not parameters, such as queues, codebooks and averages of parameters.
+
+    In stage 3 they rest divided like parameters. Small ones, such as keys, counts and running means, are whole.
+    """
+
+    def sharding(spec: Spec) -> NamedSharding:
+        small = math.prod(spec.shape) * np.dtype(spec.dtype).itemsize <= WHOLE_BYTES
+        return placement.replicated if small else parameter_sharding(spec, placement)
 
     return jax.tree.map(sharding, specs)
 

@@ -145,7 +145,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         frozen=zero.resting_parameter_sharding(specs.frozen, placement),
         guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
         loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
-        variables=jax.tree.map(lambda spec: placement.replicated, specs.variables),
+        variables=zero.variable_sharding(specs.variables, placement),
         average=zero.optimizer_state_sharding(specs.average, placement),
         groups=zero.master_sharding(specs.groups, placement),
     )

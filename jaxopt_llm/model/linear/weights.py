@@ -308,7 +308,11 @@ def _form_and_reduce_gradient(
             parts = jax.vmap(form)(rows.split(x, left.index(axis)), rows.split(dy, result.index(axis)))
             return rows.add(parts).astype(shardings.reduce_dtype)
     if coded is None:
-        return reduce_gradient(form(x, dy), shardings)
+        gradient = form(x, dy)
+        if {*left} & {*right} & {*result}:
+            # XLA computes a wrong product if a storage axis also divides a dimension that is a batch of matrices.
+            gradient = jax.lax.with_sharding_constraint(gradient, shardings.gathered)
+        return reduce_gradient(gradient, shardings)
     assert left[:2] == "BS", f"{left}: the tokens of a coded sum are rows and sequence"
     parts = jax.vmap(form)(coded.split_tokens(x), coded.split_tokens(dy))
     return reduce_parts(parts, coded.axes, shardings)
