@@ -19,7 +19,7 @@ from jaxopt_llm.core.jaxpr import hash_jaxpr
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.engine.batches import count_rows
+from jaxopt_llm.engine.batches import count_rows, read_arrays
 from jaxopt_llm.engine.checks import EngineWarning, check_config, check_optimizer, find_hidden_settings, find_unread
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Loss, make_frontend
@@ -43,7 +43,8 @@ def initialize(
     Args:
         model: function without arguments that makes an NNX module or a pytree of arrays; or a Linen module.
         loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics; scalars.
-        example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
+        example: a batch: any pytree (dicts, dataclasses of flax.struct, NamedTuples, None) of arrays, tensors of torch
+            or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows.
         config: settings, or the path of a DeepSpeed configuration in JSON, whose mapping is printed; by default all
             visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`.
@@ -58,6 +59,7 @@ def initialize(
         InputError: something does not fit together.
     """
     given = config if isinstance(config, Config) else None
+    example = read_arrays(example)
     config = _resolve_config(config, example, optimizer)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.fsdp == AUTO:
