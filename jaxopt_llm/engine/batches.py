@@ -15,7 +15,6 @@ import numpy as np
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 
-
 _LEAF = jax.tree.structure(0)
 
 
@@ -88,7 +87,9 @@ def _pair_leaves(batch: Any, example: Any, name: str, parent: str = "") -> list[
         given, found = _open_node(batch)
         if found != structure:
             where = parent or "it"
-            raise InputError(f"{name}: {where} is {_describe_node(batch)}, and the example has {_describe_node(example)}")
+            raise InputError(
+                f"{name}: {where} is {_describe_node(batch)}, and the example has {_describe_node(example)}"
+            )
         parts = [part for _, part in given]
     return [
         pair

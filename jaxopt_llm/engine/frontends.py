@@ -5,8 +5,7 @@ A front-end traces the user's code and knows no placement. What it names:
 parameters: the arrays that the loss is differentiated with respect to: `nnx.Param`s, Linen's collection "params", or
     every leaf of a plain pytree.
 variables: all other arrays of the model, which the loss may change: running means of BatchNorm, keys and counts of
-    random numbers, caches, and arrays that are attributes without a variable. Typed keys are stored as their uint32
-    data.
+    random numbers, caches, and arrays that are attributes without a variable. How they are stored: see stored_forms.py.
 """
 
 import inspect
@@ -20,7 +19,7 @@ from flax import linen, nnx, struct
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.typed_keys import TypedKeys
+from jaxopt_llm.engine.stored_forms import StoredForms
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
 # Metrics of every step, which a loss cannot return.
@@ -183,7 +182,7 @@ def normalise_loss(output: Any) -> LossParts:
 
 def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] | None = None) -> list[ArrayInfo]:
     names = [None] * len(paths) if axes is None else axes
-    data = jax.eval_shape(TypedKeys.of(leaves).unwrap, list(leaves))
+    data = jax.eval_shape(StoredForms.of(leaves).store, list(leaves))
     return [
         ArrayInfo(path, tuple(leaf.shape), leaf.dtype, each)
         for path, leaf, each in zip(paths, data, names, strict=True)
@@ -226,7 +225,7 @@ class NnxFrontend:
         self._parameter_types = parameter_variables
         self._variable_types = variable_variables
         values = [_get_value(each) for each in variable_variables]
-        self._keys = TypedKeys.of(values)
+        self._forms = StoredForms.of(values)
         self.parameters = _describe(
             _join_keys(self._parameter_keys),
             [each.get_value() for each in parameter_variables],
@@ -262,7 +261,7 @@ class NnxFrontend:
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> nnx.Module:
         pairs = [
             *zip(self._parameter_keys, self._parameter_types, parameters, strict=True),
-            *zip(self._variable_keys, self._variable_types, self._keys.wrap(variables), strict=True),
+            *zip(self._variable_keys, self._variable_types, self._forms.read(variables), strict=True),
         ]
         with nnx.use_eager_sharding(False):
             state = nnx.from_flat_state(
@@ -283,7 +282,7 @@ class NnxFrontend:
             self.dropped |= {*_join_keys([*(found.keys() - {*keys})])}
         parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
         variable_values = [_get_value(known[1][keys]) for keys in self._variable_keys]
-        return parameter_values, self._keys.unwrap(variable_values)
+        return parameter_values, self._forms.store(variable_values)
 
 
 def _get_value(leaf: Any) -> Any:
@@ -343,6 +342,7 @@ class LinenFrontend:
         abstract = jax.eval_shape(self._initialize)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
+        self._forms = StoredForms.of(jax.tree.leaves(abstract))
         names = _box_names(parameters)
         self.parameters = _describe(_unboxed_paths(parameters), jax.tree.leaves(parameters), names)
         count = ArrayInfo(RNG, (), jnp.dtype(jnp.uint32))
@@ -354,7 +354,8 @@ class LinenFrontend:
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         variables = self._initialize()
-        return jax.tree.leaves(variables.pop("params", {})), [*jax.tree.leaves(variables), jnp.uint32(0)]
+        parameters = jax.tree.leaves(variables.pop("params", {}))
+        return parameters, [*self._forms.store(jax.tree.leaves(variables)), jnp.uint32(0)]
 
     def for_evaluation(self) -> "LinenFrontend":
         return self
@@ -368,11 +369,11 @@ class LinenFrontend:
         mutable = [name for name in collections if name != "params"]
         output, changed = self._module.apply(collections, batch, method=loss, mutable=mutable, rngs={"params": key})
         known = {name: dict(changed).get(name, collections[name]) for name in mutable}
-        leaves = jax.tree.leaves(known) if known else list(others)
+        leaves = self._forms.store(jax.tree.leaves(known)) if known else list(others)
         return output, list(parameters), [*leaves, count + jnp.uint32(1)]
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> dict[str, Any]:
-        others = jax.tree.unflatten(self._variable_tree, variables[:-1])
+        others = jax.tree.unflatten(self._variable_tree, self._forms.read(variables[:-1]))
         return {"params": jax.tree.unflatten(self._parameter_tree, parameters), **others}
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:

@@ -18,6 +18,7 @@ from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import make_selector
+from jaxopt_llm.engine.checks import check_update
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.user_model import Rules, UserModel, make_user_model, nest_variables
@@ -95,6 +96,8 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     )
     whole = None if job.transformation is None else _make_whole_optimizer(job.transformation, model)
     made = make_step_program(config, placement, parts, whole)
+    if whole is not None:
+        check_update(whole, made.state)
     measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
     evaluated = functools.partial(compute_loss, measured, placement=placement.for_evaluation())
     evaluation = jax.jit(
