@@ -60,7 +60,7 @@ def train_plainly(optimizer: Any, spikes: bool) -> tuple[list[float], dict[str, 
         PLATEAU,
         contrib.momo(0.1),
         contrib.momo_adam(0.05),
-        optax.polyak_sgd(max_learning_rate=0.5),
+        optax.polyak_sgd(max_learning_rate=3.0),
         optax.lbfgs(0.01, memory_size=2, linesearch=None),
     ],
     ids=["plateau", "momo", "momo_adam", "polyak", "lbfgs"],
@@ -84,8 +84,8 @@ def test_it_gets_the_loss(optimizer: Any, setting: str) -> None:
 def test_the_loss_is_not_scaled() -> None:
     """With a loss scale the transformation gets the loss itself, and with gradients in float16 the same steps."""
     config = Config(precision={"compute_dtype": "float16", "loss_scaling": "dynamic"})  # type: ignore[arg-type]
-    losses, _ = train_plainly(optax.polyak_sgd(max_learning_rate=0.5), spikes=False)
-    optimizer = optax.polyak_sgd(max_learning_rate=0.5)
+    losses, _ = train_plainly(optax.polyak_sgd(max_learning_rate=3.0), spikes=False)
+    optimizer = optax.polyak_sgd(max_learning_rate=3.0)
     engine = jaxopt_llm.initialize(make_parameters, loss, make_batch(0, False), config, optimizer)
     metrics = [engine.step(make_batch(step, False)) for step in range(STEPS)]
     np.testing.assert_allclose([each["loss"] for each in metrics], losses, rtol=1e-2)
