@@ -24,7 +24,7 @@ WIDE = {
 
 @dataclass(frozen=True)
 class StoredForms:
-    """How a state stores each of some arrays: random keys as their uint32 data, and numbers of 2 or 4 bits in 8.
+    """Forms in which a state stores some arrays: random keys as uint32 data, and numbers of 2 or 4 bits in 8 bits.
 
     forms: the implementation of a random key, a type of `WIDE`, or None for an array that is stored as it is.
     """
