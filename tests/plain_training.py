@@ -59,8 +59,8 @@ def list_arrays(model: Any) -> dict[str, np.ndarray]:
     """Return the arrays of an NNX module, of Linen's variables or of a pytree, by path; keys as their data."""
     if isinstance(model, nnx.Module):
         pairs = [
-            ("/".join(map(str, keys)), variable.get_value())
-            for keys, variable in nnx.to_flat_state(nnx.split(model)[1])
+            ("/".join(map(str, keys)), leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf)
+            for keys, leaf in nnx.to_flat_state(nnx.split(model)[1])
         ]
     else:
         pairs = tree.leaves_with_path(linen.meta.unbox(model))

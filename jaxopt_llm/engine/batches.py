@@ -9,46 +9,97 @@ from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.microbatches import count_rows, find_rows, has_rows, list_first_dimensions
 
+_LEAF = jax.tree.structure(0)
+
+
+def read_arrays(example: Any) -> Any:
+    """Return a pytree with NumPy arrays in place of the arrays of other packages, such as tensors of torch."""
+    return jax.tree.map(lambda leaf: _read_array(leaf) if _is_foreign(leaf) else leaf, example)
+
+
+def _is_foreign(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and not isinstance(getattr(leaf, "dtype", None), np.dtype)
+
+
+def _read_array(leaf: Any) -> np.ndarray:
+    """Return an array, a tensor of another package, a number or a list of numbers as a NumPy array."""
+    if _is_foreign(leaf) and "bfloat16" in str(leaf.dtype):
+        leaf = jnp.from_dlpack(leaf)  # torch itself makes no NumPy array of it
+    return np.asarray(leaf)
+
 
 def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
-    """Return the arrays of a batch in the structure of the example, as NumPy arrays of its dtypes.
+    """Return the arrays of a batch in the pytree of the example, as NumPy arrays of its dtypes.
 
-    A mapping may have further keys, which are left out. Lists of numbers become arrays. Dimensions may have other sizes
-    than in the example.
+    A mapping may be of another type than the example's, and may have further keys, which are left out. A list may be a
+    tuple. Lists of numbers become arrays. Dimensions may have other sizes than in the example.
 
     Raises:
-        InputError: an array is missing, or has another number of dimensions or another kind of dtype.
+        InputError: an array is missing, or has another number of dimensions or another kind of dtype; or a part of the
+            pytree differs.
     """
+    fitted = [_fit_array(*each, name) for each in _pair_leaves(batch, example, name)]
+    return jax.tree.unflatten(jax.tree.structure(example), fitted)
 
-    def fit(path: str, leaf: Any, target: Any) -> np.ndarray:
-        array, wanted = np.asarray(leaf), np.dtype(target.dtype)
-        if array.ndim != len(target.shape) or not np.can_cast(array.dtype, wanted, "same_kind"):
+
+def _fit_array(path: str, leaf: Any, target: Any, name: str) -> np.ndarray:
+    array, wanted = _read_array(leaf), np.dtype(target.dtype)
+    if array.ndim != len(target.shape) or not np.can_cast(array.dtype, wanted, "same_kind"):
+        found = "None" if leaf is None else describe_array(array)
+        raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {describe_array(target)}")
+    return array.astype(wanted, copy=False)
+
+
+def _pair_leaves(batch: Any, example: Any, name: str, parent: str = "") -> list[tuple[str, Any, Any]]:
+    """Return the path of each leaf of the example, what a batch has there, and the leaf.
+
+    Raises:
+        InputError: a part of the example is missing in the batch, or is of another kind there.
+    """
+    nodes, structure = _open_node(example)
+    if structure == _LEAF:
+        return [(parent, batch, example)]
+    prefix = f"{parent}/" if parent else ""
+    if isinstance(example, Mapping):
+        keys = [key.key for (key,), _ in nodes]
+        if missing := [key for key in keys if not isinstance(batch, Mapping) or key not in batch]:
+            raise InputError(f"{name}: {prefix}{missing[0]} is missing, which the example has")
+        parts = [batch[key] for key in keys]
+    elif isinstance(example, list | tuple) and isinstance(batch, list | tuple):
+        if len(example) != len(batch):
+            where = parent or "it"
+            raise InputError(f"{name}: {where} has {len(batch)} parts, and the example has {len(example)}")
+        parts = list(batch)
+    else:
+        given, found = _open_node(batch)
+        if found != structure:
+            where = parent or "it"
             raise InputError(
-                f"{name}: {path or 'the array'} is {describe_array(array)}, and the example has "
-                f"{describe_array(target)}"
+                f"{name}: {where} is {_describe_node(batch)}, and the example has {_describe_node(example)}"
             )
-        return array.astype(wanted, copy=False)
+        parts = [part for _, part in given]
+    return [
+        pair
+        for (key, node), part in zip(nodes, parts, strict=True)
+        for pair in _pair_leaves(part, node, name, prefix + tree.path_string(key))
+    ]
 
-    def select(example: Any, given: Any, path: str) -> Any:
-        if isinstance(example, Mapping):
-            missing = [key for key in example if not isinstance(given, Mapping) or key not in given]
-            if missing:
-                raise InputError(f"{name}: {path}{missing[0]} is missing, which the example has")
-            return {key: select(value, given[key], f"{path}{key}/") for key, value in example.items()}
-        if isinstance(example, list | tuple):
-            if len(example) != len(given):
-                raise InputError(f"{name}: {path or 'it'} has {len(given)} parts, and the example has {len(example)}")
-            parts = [select(*pair, f"{path}{index}/") for index, pair in enumerate(zip(example, given, strict=True))]
-            return type(example)(parts) if not hasattr(example, "_fields") else type(example)(*parts)
-        return fit(path.rstrip("/"), given, example)
 
-    return select(example, batch, "")
+def _open_node(node: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """Return the children of a node of a pytree with their keys, and its structure with the children as leaves."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+
+
+def _describe_node(node: Any) -> str:
+    """Return the type of a node, with its static fields if it has any."""
+    return str(_open_node(node)[1]).removeprefix("PyTreeDef(").removesuffix(")") if node is not None else "None"
 
 
 @dataclass(frozen=True)
@@ -184,10 +235,10 @@ def read_example(data: Any, rows: int) -> Any:
         if not len(data):
             raise InputError("data: the dataset is empty")
         first = data[0]
-        kept = {key: np.asarray(value) for key, value in first.items()} if isinstance(first, Mapping) else first
+        kept = {key: _read_array(value) for key, value in first.items()} if isinstance(first, Mapping) else first
         if isinstance(first, Mapping):
             kept = {key: value for key, value in kept.items() if value.dtype.kind in "biuf"}
-        arrays = jax.tree.map(np.asarray, kept)
+        arrays = jax.tree.map(_read_array, kept)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), arrays)
     if callable(data):
         return data(0, np.arange(rows)) if takes_rows(data) else data(0)

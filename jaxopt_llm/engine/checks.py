@@ -19,6 +19,8 @@ from jaxopt_llm.core.jaxpr import list_constants, typeof
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, depends_on, list_equations
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.training.update import WholeOptimizer
 
 # The settings that an engine reads, as globs. All others are of the decoder, its data and its commands.
 READ = (
@@ -107,6 +109,25 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer: {getattr(optimizer, '__name__', type(optimizer).__name__)} is no optax transformation; give "
             "one, such as optax.adamw(1e-3), or an OptimizerConfig"
         )
+
+
+def check_update(optimizer: WholeOptimizer, state: TrainState) -> None:
+    """Raise InputError if an optax transformation cannot compute its update from what an engine passes to it.
+
+    Args:
+        state: as ShapeDtypeStructs.
+    """
+    masters, moments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), [state.masters, state.moments]
+    )
+    try:
+        jax.eval_shape(optimizer.compute, masters, masters, moments, jax.ShapeDtypeStruct((), jnp.float32))
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"optimizer: its update fails ({reason}); an engine passes the gradients, the state, the parameters, value "
+            "(the mean loss) and grad; give a transformation that needs no more, such as optax.lbfgs(linesearch=None)"
+        ) from error
 
 
 def find_hidden_settings(config: Config) -> list[str]:

@@ -67,6 +67,8 @@ class Engine:
         self._gradients: dict[str, Any] = {}  # by loss
         self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
         self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
+        self._lent: list[jax.Array] = []  # arrays of the state that `model` returned
+        self._running: Metrics | None = None  # of the last step that `step` started
         captured_arrays.register_engine(self, lambda engine: jax.tree.leaves(engine._state))
 
     @property
@@ -119,6 +121,9 @@ class Engine:
         """Return the state and the metrics after a step. placed: a batch from `place`. The state is donated."""
         compiled = self.steps.find(loss, placed).compiled
         new: tuple[TrainState, Metrics] = compiled(state, placed, self._placed_hyperparameters.get(loss or ""))
+        for leaf in self._lent:
+            leaf.delete()  # without this, a compiled function that gets a donated array aborts the process in jax 0.10
+        self._lent = []
         return new
 
     @property
@@ -174,6 +179,12 @@ class Engine:
             InputError: the batch does not fit, or the loss fails with its shapes.
         """
         self._state, metrics = self.run_step(self.state, self.place(batch, loss), loss)
+        # Simulated devices share the threads of one machine. Many steps in flight starve those that wait in a
+        # collective, and XLA aborts the process after 40 s. The loop of `fit` also reads one step late.
+        if self._running is not None and self.program.placement.mesh.devices.flat[0].platform == "cpu":
+            with self.processes.main.wait():
+                jax.block_until_ready(self._running)
+        self._running = metrics
         return {name: read_value(metric) for name, metric in metrics.items()}
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True, loss: str | None = None) -> dict[str, float]:
@@ -342,9 +353,10 @@ class Engine:
     def model(self, ema: bool = True) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.
 
-        Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, which
-        the next step replaces. In a job of several processes all of them call it, and the arrays are divided over the
-        devices of all.
+        Adapters are merged into their bases, and codes are dequantised. The other arrays are those of the state, so
+        that they take no memory, and the next step deletes them: JAX then raises `RuntimeError: Array has been deleted`
+        where they are used. `jax.tree.map(jnp.copy, engine.model())` keeps them. In a job of several processes all of
+        them call it, and the arrays are divided over the devices of all.
 
         An NNX module is in the mode in which it was made; `model.eval()` turns dropout off, as `evaluate` does.
 
@@ -358,6 +370,8 @@ class Engine:
         merged = jax.tree.map(_merge_weight, model.specs, tree.merge(masters, state.frozen), is_leaf=leaves.is_wrapped)
         arrays = model.flatten(merged), [variables[info.path] for info in self._frontend.variables]
         captured_arrays.register_returned(jax.tree.leaves(arrays))
+        own = {id(leaf) for leaf in jax.tree.leaves(state)}
+        self._lent += [array for array in jax.tree.leaves(arrays) if id(array) in own]
         return self._frontend.rebuild(*arrays)
 
     def save(self, directory: str | Path) -> None:
@@ -396,7 +410,7 @@ class Engine:
 
     def load(self, checkpoints: Checkpoints, step: int) -> TrainState:
         """Return the state of a checkpoint. The engine's own state is freed first."""
-        self._state, program = None, self.program
+        self._state, self._lent, program = None, [], self.program
         self._lost = f"the restore of step {step} failed, and the engine has no state now: restore again"
         state = load_state(checkpoints, step, program.specs, program.placement)
         self._lost = ""

@@ -5,7 +5,7 @@ A front-end traces the user's code and knows no placement. What it names:
 parameters: the arrays that the loss is differentiated with respect to: `nnx.Param`s, Linen's collection "params", or
     every leaf of a plain pytree.
 variables: all other arrays of the model, which the loss may change: running means of BatchNorm, keys and counts of
-    random numbers, caches. Typed keys are stored as their uint32 data.
+    random numbers, caches, and arrays that are attributes without a variable. How they are stored: see stored_forms.py.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from flax import linen, nnx, struct
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import Max, Mean, Sum, join_metrics, replace_zero
-from jaxopt_llm.engine.typed_keys import TypedKeys
+from jaxopt_llm.engine.stored_forms import StoredForms
 from jaxopt_llm.observe.meter import OF_RECORD
 from jaxopt_llm.training.step import is_of_step
 
@@ -120,9 +120,39 @@ def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
             f"model: the class {model.__name__} needs arguments; give a function that makes the model, such as "
             f"lambda: {model.__name__}(rngs=nnx.Rngs(0))"
         )
+    made = _trace(model)
+    return NnxFrontend(model, made) if isinstance(made, _Traced) else FunctionFrontend(model, made)
+
+
+@struct.dataclass
+class _Traced:
+    """An NNX module apart: its structure, and its arrays as ShapeDtypeStructs."""
+
+    graph: Any
+    parameters: Any
+    variables: Any
+
+
+def _trace(factory: Callable[[], Any]) -> Any:
+    """Return what a function makes with ShapeDtypeStructs for arrays; an NNX module as `_Traced`."""
+
+    def make() -> Any:
+        made = _construct(factory)
+        return _Traced(*nnx.split(made, nnx.Param, ...)) if isinstance(made, nnx.Module) else made
+
+    return jax.eval_shape(make)
+
+
+def _construct(factory: Callable[[], Any]) -> Any:
+    """Return what a function makes. Arrays that are attributes of an NNX module belong to its state."""
     with nnx.use_eager_sharding(False):
-        made = nnx.eval_shape(model)
-    return NnxFrontend(model, made) if isinstance(made, nnx.Module) else FunctionFrontend(model, made)
+        made = factory()
+    for _, node in nnx.iter_graph(made) if isinstance(made, nnx.Module) else ():
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):  # while it is traced, Flax takes such an array for static
+                    setattr(node, name, nnx.data(value))
+    return made
 
 
 def _needs_arguments(kind: type) -> bool:
@@ -189,7 +219,7 @@ def _to_scalar(name: str, value: Any) -> jax.Array:
 
 def _describe(paths: Sequence[str], leaves: Sequence[Any], axes: Sequence[Any] | None = None) -> list[ArrayInfo]:
     names = [None] * len(paths) if axes is None else axes
-    data = jax.eval_shape(TypedKeys.of(leaves).unwrap, list(leaves))
+    data = jax.eval_shape(StoredForms.of(leaves).store, list(leaves))
     return [
         ArrayInfo(path, tuple(leaf.shape), leaf.dtype, each)
         for path, leaf, each in zip(paths, data, names, strict=True)
@@ -222,28 +252,26 @@ def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
 class NnxFrontend:
     """A model of Flax NNX."""
 
-    def __init__(self, factory: Callable[[], nnx.Module], abstract: nnx.Module) -> None:
-        self._factory = factory
+    def __init__(self, factory: Callable[[], nnx.Module], traced: _Traced) -> None:
+        self._factory, self._graph = factory, traced.graph
         self.dropped: set[str] = set()
         self.changed: set[str] = set()
-        split: Any = nnx.split(abstract, nnx.Param, ...)
-        self._graph, parameters, variables = split
-        self._parameter_keys, parameter_variables = _flatten_state(parameters)
-        self._variable_keys, variable_variables = _flatten_state(variables)
+        self._parameter_keys, parameter_variables = _flatten_state(traced.parameters)
+        self._variable_keys, variable_variables = _flatten_state(traced.variables)
         _check_values([*self._parameter_keys, *self._variable_keys], [*parameter_variables, *variable_variables])
         self._parameter_types = parameter_variables
         self._variable_types = variable_variables
-        self._keys = TypedKeys.of([each.get_value() for each in variable_variables])
+        values = [_get_value(each) for each in variable_variables]
+        self._forms = StoredForms.of(values)
         self.parameters = _describe(
             _join_keys(self._parameter_keys),
             [each.get_value() for each in parameter_variables],
             [each.get_metadata().get("out_sharding") for each in parameter_variables],
         )
-        self.variables = _describe(_join_keys(self._variable_keys), [each.get_value() for each in variable_variables])
+        self.variables = _describe(_join_keys(self._variable_keys), values)
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        with nnx.use_eager_sharding(False):
-            return self._read(self._factory())
+        return self._read(_construct(self._factory))
 
     def for_evaluation(self) -> "NnxFrontend":
         """Return the front-end of the model after `model.eval()`: no dropout, and BatchNorm by its running means."""
@@ -253,8 +281,7 @@ class NnxFrontend:
             model.eval()
             return model
 
-        with nnx.use_eager_sharding(False):
-            return NnxFrontend(make, nnx.eval_shape(make))
+        return NnxFrontend(make, _trace(make))
 
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
@@ -263,16 +290,20 @@ class NnxFrontend:
         before = _list_attributes(model)
         with nnx.use_eager_sharding(False):
             output = loss(model, batch)
-        self.changed |= {path for path, value in _list_attributes(model).items() if before.get(path) != value}
+        known = {*_join_keys(self._variable_keys)}
+        after = _list_attributes(model)
+        self.changed |= {path for path, value in after.items() if before.get(path) != value and path not in known}
         return output, *self._read(model)
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> nnx.Module:
         pairs = [
             *zip(self._parameter_keys, self._parameter_types, parameters, strict=True),
-            *zip(self._variable_keys, self._variable_types, self._keys.wrap(variables), strict=True),
+            *zip(self._variable_keys, self._variable_types, self._forms.read(variables), strict=True),
         ]
         with nnx.use_eager_sharding(False):
-            state = nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs)
+            state = nnx.from_flat_state(
+                (keys, kind.replace(value) if isinstance(kind, nnx.Variable) else value) for keys, kind, value in pairs
+            )
             return nnx.merge(self._graph, state)
 
     def rebuild_parameters(self, parameters: Sequence[Any]) -> nnx.State:
@@ -292,24 +323,24 @@ class NnxFrontend:
                 raise InputError(f"loss: it removes {_join_keys([*lost])[0]} from the model; leave all arrays in place")
             self.dropped |= {*_join_keys([*(found.keys() - {*keys})])}
         parameter_values = [known[0][keys].get_value() for keys in self._parameter_keys]
-        variable_values = [known[1][keys].get_value() for keys in self._variable_keys]
-        return parameter_values, self._keys.unwrap(variable_values)
+        variable_values = [_get_value(known[1][keys]) for keys in self._variable_keys]
+        return parameter_values, self._forms.store(variable_values)
+
+
+def _get_value(leaf: Any) -> Any:
+    """Return the array of a leaf of a state: that of a variable, or an attribute that is an array itself."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _flatten_state(state: nnx.State) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return the keys of each variable of a state, and the variables."""
+    """Return the keys of each variable of a state, and the variables; attributes that are arrays are among them."""
     pairs = list(nnx.to_flat_state(state))
     return [keys for keys, _ in pairs], [variable for _, variable in pairs]
 
 
 def _check_values(keys: Sequence[tuple[Any, ...]], variables: Sequence[Any]) -> None:
     for each, variable in zip(keys, variables, strict=True):
-        if not isinstance(variable, nnx.Variable):
-            raise InputError(
-                f"model: {_join_keys([each])[0]} is an array without a variable; keep it in an nnx.Variable, or in an "
-                "nnx.Param if it is trained"
-            )
-        value = variable.get_value()
+        value = _get_value(variable)
         if not hasattr(value, "dtype"):
             raise InputError(
                 f"model: {_join_keys([each])[0]} holds {type(value).__name__}, and a variable holds one array; give "
@@ -353,6 +384,7 @@ class LinenFrontend:
         abstract = jax.eval_shape(self._initialize)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
+        self._forms = StoredForms.of(jax.tree.leaves(abstract))
         names = _box_names(parameters)
         self.parameters = _describe(_unboxed_paths(parameters), jax.tree.leaves(parameters), names)
         count = ArrayInfo(RNG, (), jnp.dtype(jnp.uint32))
@@ -364,7 +396,8 @@ class LinenFrontend:
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         variables = self._initialize()
-        return jax.tree.leaves(variables.pop("params", {})), [*jax.tree.leaves(variables), jnp.uint32(0)]
+        parameters = jax.tree.leaves(variables.pop("params", {}))
+        return parameters, [*self._forms.store(jax.tree.leaves(variables)), jnp.uint32(0)]
 
     def for_evaluation(self) -> "LinenFrontend":
         return self
@@ -378,11 +411,11 @@ class LinenFrontend:
         mutable = [name for name in collections if name != "params"]
         output, changed = self._module.apply(collections, batch, method=loss, mutable=mutable, rngs={"params": key})
         known = {name: dict(changed).get(name, collections[name]) for name in mutable}
-        leaves = jax.tree.leaves(known) if known else list(others)
+        leaves = self._forms.store(jax.tree.leaves(known)) if known else list(others)
         return output, list(parameters), [*leaves, count + jnp.uint32(1)]
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> dict[str, Any]:
-        others = jax.tree.unflatten(self._variable_tree, variables[:-1])
+        others = jax.tree.unflatten(self._variable_tree, self._forms.read(variables[:-1]))
         return {"params": self.rebuild_parameters(parameters), **others}
 
     def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:

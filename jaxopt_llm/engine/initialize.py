@@ -18,6 +18,7 @@ from jaxopt_llm.core.jaxpr import hash_jaxpr
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine import deepspeed
+from jaxopt_llm.engine.batches import read_arrays
 from jaxopt_llm.engine.checks import EngineWarning, check_config, check_devices, find_hidden_settings, find_unread
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
@@ -51,9 +52,10 @@ def initialize(
         loss: (model, batch) -> mean loss, (sum, count), or one of them and a dict of metrics. A metric is a scalar,
             which is averaged as the loss is, a pair (sum, count), `jaxopt_llm.Sum(x)` or `jaxopt_llm.Max(x)`. Several
             losses are a mapping by name; `engine.step(batch, loss=name)` then trains the parameters of one.
-        example: a batch as arrays or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows, except
-            for scalars and `replicated` arrays. If these dimensions differ, the batch is one piece without rows. With
-            several losses, a mapping by the names of all of them gives each its own example.
+        example: a batch: any pytree (dicts, dataclasses of flax.struct, NamedTuples, None) of arrays, tensors of torch
+            or `jax.ShapeDtypeStruct`s. The first dimension of each array are the rows, except for scalars and
+            `replicated` arrays. If these dimensions differ, the batch is one piece without rows. With several losses, a
+            mapping by the names of all of them gives each its own example.
         config: settings; or a DeepSpeed configuration, as the path of its JSON file or as a dict, whose mapping is
             printed. By default all visible devices divide the state (ZeRO-3).
         optimizer: optax transformation, or an OptimizerConfig; by default `config.optimizer`. With several losses, each
@@ -78,6 +80,7 @@ def initialize(
         InputError: something does not fit together.
     """
     given = config if isinstance(config, Config) else None
+    example = read_arrays(example)
     losses, replicated = read_losses(loss, evaluation_loss, example, optimizer, trains), tuple(replicated)
     for each in losses:
         check_arrays(each.example, replicated)

@@ -16,6 +16,7 @@ from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.attention import AttentionSelector, make_selector
+from jaxopt_llm.engine.checks import check_update
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
 from jaxopt_llm.engine.microbatches import Microbatches, check_division, has_rows, split_batch
@@ -37,6 +38,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.row_sums import find_row_sum
 from jaxopt_llm.training import lora, moments, optimizer
+from jaxopt_llm.training.shares import take_share
 from jaxopt_llm.training.startup_report import describe_exact_matrices
 from jaxopt_llm.training.state import StateSpecs
 from jaxopt_llm.training.step import Advance, BindOptimizers, StepSettings, update_after_backward
@@ -149,7 +151,11 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
             for each in job.others
         },
     )
-    made = make_step_program(config, placement, parts, _make_whole_optimizer(job, model))
+    whole = _make_whole_optimizer(job, model)
+    made = make_step_program(config, placement, parts, whole)
+    if whole is not None:
+        own = take_share(made.state, job.loss_name, shares[job.loss_name]) if job.others else made.state
+        check_update(whole, own)
     measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
     evaluated = functools.partial(compute_loss, measured, placement=placement.for_evaluation())
     evaluation = jax.jit(

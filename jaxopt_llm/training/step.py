@@ -231,7 +231,7 @@ def update_after_backward(
         limits = settings.skip_outliers, settings.spike_factor
         good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
-        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard))
+        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard), found.loss)
         updated = update.apply_gradients(
             *(bind(hyperparameters), specs.masters, state.updatable, found.gradients, scalars, placement),
             elementwise=settings.elementwise,

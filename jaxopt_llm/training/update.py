@@ -60,11 +60,13 @@ class Scalars(NamedTuple):
         inside it would use the norm of one period.
     good: bool; if False, masters, moments and average stay bitwise unchanged.
     weight: weight of the new parameters in the average, 1 - decay.
+    loss: mean loss of the batch, which a WholeOptimizer passes on.
     """
 
     factor: jax.Array | float = 1.0
     good: jax.Array | bool = True
     weight: jax.Array | float = 0.0
+    loss: jax.Array | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,26 @@ class WholeOptimizer:
     def initialize(self, masters: Params) -> Params:
         return {WHOLE: self.transformation.init(self.to_tree(masters))}
 
+    def compute(
+        self, masters: Params, gradients: Params, moments: Params, loss: jax.Array | float
+    ) -> tuple[Params, Params]:
+        """Return the masters and the moments after a step.
+
+        A transformation that takes extra arguments gets `value`, the mean loss of the batch, and `grad`, the gradients.
+        """
+        parameters, given = self.to_tree(masters), self.to_tree(gradients)
+        update = optax.with_extra_args_support(self.transformation).update
+        updates, after = update(given, moments[WHOLE], parameters, value=loss, grad=given)
+        return self.from_tree(optax.apply_updates(parameters, updates)), {WHOLE: after}
+
     def update(
         self, state: Updatable, gradients: Params, scalars: Scalars, specs: Params, placement: Placement
     ) -> Updatable:
         """Return the state after a step; see `update_period`."""
 
         def settle(state: Updatable, gradients: Params) -> Updatable:
-            parameters = self.to_tree(state.masters)
-            scaled = self.to_tree(jax.tree.map(lambda x: x * scalars.factor, gradients))
-            updates, new_moments = self.transformation.update(scaled, state.moments[WHOLE], parameters)
-            new = self.from_tree(optax.apply_updates(parameters, updates)), {WHOLE: new_moments}
-            return _settle(state, *new, scalars)
+            scaled = jax.tree.map(lambda x: x * scalars.factor, gradients)
+            return _settle(state, *self.compute(state.masters, scaled, state.moments, scalars.loss), scalars)
 
         with jax.named_scope(UPDATE):
             without_copy = state._replace(compute=None)

@@ -314,16 +314,6 @@ def test_what_a_loss_keeps_outside_of_variables_is_named(kept: str) -> None:
     assert all(f"the loss changes the attributes {kept} of the model" in each for each in found)
 
 
-def test_an_array_without_a_variable_is_refused() -> None:
-    def make_model() -> nnx.Module:
-        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-        model.cache = nnx.data(jnp.zeros(4))
-        return model
-
-    with pytest.raises(InputError, match=r"cache is an array without a variable; keep it in an nnx\.Variable"):
-        jaxopt_llm.initialize(make_model, lambda model, batch: model(batch).mean(), np.ones((8, 4), np.float32))
-
-
 def test_a_scalar_has_the_gradient_of_all_rows_in_float32() -> None:
     """Scalars are repeated without an equation that says so."""
 
