@@ -98,7 +98,9 @@ def _plain_linen(case: Case) -> tuple[Plain, Callable[[Any, Any], Any]]:
 
     def make() -> tuple[Any, Any]:
         example = jax.tree.map(jnp.zeros_like, case.batches(1)[0])
-        variables = linen.meta.unbox(case.model.init(jax.random.key(0), example, method=case.loss))
+        # Jitted, since operation by operation it takes minutes for some models.
+        init = jax.jit(lambda: case.model.init(jax.random.key(0), example, method=case.loss))
+        variables = linen.meta.unbox(init())
         params = variables.pop("params")
         return params, (variables, 0)
 
