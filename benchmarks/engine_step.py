@@ -9,8 +9,9 @@ alternate; a figure is the median over the runs of the median of a run's steps, 
 - compiled: the engine's compiled step alone, for a batch that is already on the device
 - engine: `engine.step`
 
-"added" is the difference from plain. That of the compiled step is what the engine's program computes besides: the norm
-of the gradients and the check that they are finite. The rest is the engine's work on the host.
+Columns: milliseconds of a step, the difference from plain, and the same two for the processor time of the calling
+thread, which other load on the machine changes less. What compiled adds is what the engine's program computes besides:
+the norm of the gradients and the check that they are finite. The rest is the engine's work on the host.
 """
 
 import argparse
@@ -82,21 +83,24 @@ def make_ways() -> dict[str, Callable[[], Any]]:
     return {"plain": step_plainly, "compiled": step_compiled, "engine": lambda: engines[1].step(batch)}
 
 
-def time_steps(step: Callable[[], Any], steps: int) -> float:
-    """Return the median seconds of a step."""
-    taken = []
+def time_steps(step: Callable[[], Any], steps: int) -> tuple[float, float]:
+    """Return the median seconds of a step, and those of the calling thread's processor time."""
+    taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(steps):
-        started = time.perf_counter()
+        started = time.perf_counter(), time.thread_time()
         jax.block_until_ready(step())
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        for each, clock, begin in zip(taken, (time.perf_counter, time.thread_time), started, strict=True):
+            each.append(clock() - begin)
+    wall, thread = map(statistics.median, taken)
+    return wall, thread
 
 
-def make_table(medians: dict[str, float]) -> list[str]:
-    lines = [f"{'':8} {'ms a step':>9} {'added':>7}"]
-    return lines + [
-        f"{name:8} {1e3 * each:9.3f} {1e3 * (each - medians['plain']):7.3f}" for name, each in medians.items()
-    ]
+def make_table(medians: dict[str, tuple[float, float]]) -> list[str]:
+    lines = [f"{'':8} {'ms a step':>9} {'added':>7} {'ms thread':>9} {'added':>7}"]
+    for name, figures in medians.items():
+        pairs = zip(figures, medians["plain"], strict=True)
+        lines.append(f"{name:8} " + " ".join(f"{1e3 * own:9.3f} {1e3 * (own - base):7.3f}" for own, base in pairs))
+    return lines
 
 
 def main() -> None:
@@ -108,11 +112,14 @@ def main() -> None:
     ways = make_ways()
     for step in ways.values():
         time_steps(step, WARMUP)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(options.runs):
         for name, step in ways.items():
             seconds[name].append(time_steps(step, options.steps))
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    medians = {}
+    for name, each in seconds.items():
+        wall, thread = (statistics.median(column) for column in zip(*each, strict=True))
+        medians[name] = wall, thread
     device = jax.devices()[0].device_kind
     lines = [f"MLP of {ROWS} rows on one device ({device}), jax {jax.__version__}, median of {options.runs} runs"]
     lines += make_table(medians)

@@ -579,17 +579,17 @@ class Mixer(nn.Module):
 
 
 CASES = {
-    "diffusion": Case(Denoiser(), diffuse, images(4), CLIPPED),
-    "speech": Case(Listener(), transcribe, speech, CLIPPED),
     "graph": Case(lambda: GraphNet(nnx.Rngs(0)), predict_properties, molecules, CLIPPED, RULES),
+    "dqn": Case(lambda: Dqn(nnx.Rngs(0)), predict_values, memories, CLIPPED, RULES),
+    "diffusion": Case(Denoiser(), diffuse, images(4), CLIPPED),
     "state_space": Case(lambda: StateSpaces(nnx.Rngs(0)), classify_signals, signals, LAMB),
     "byol": Case(Byol(), match_views, images(4), MASKED, RULES),
     "iwae": Case(Iwae(), bound, images(4), MOMENTUM),
-    "ppo": Case(Actor(), improve_policy, episodes, CLIPPED),
-    "dqn": Case(lambda: Dqn(nnx.Rngs(0)), predict_values, memories, CLIPPED, RULES),
-    "seq2seq": Case(Calculator(), calculate, sums, CLIPPED),
-    "pixelcnn": Case(PixelCnn(), predict_pixels, images(4), MASKED),
-    "vqvae": Case(lambda: VqVae(nnx.Rngs(0, codes=1)), compress, images(4), MOMENTUM),
     "flow": Case(lambda: Flow(nnx.Rngs(0)), fit_density, lambda random: {"x": normal(random, CHANNELS)}, LAMB, RULES),
+    "speech": Case(Listener(), transcribe, speech, CLIPPED),
     "mixer": Case(Mixer(), classify, images(4), MASKED, RULES),
+    "ppo": Case(Actor(), improve_policy, episodes, CLIPPED),
+    "seq2seq": Case(Calculator(), calculate, sums, CLIPPED),
+    "vqvae": Case(lambda: VqVae(nnx.Rngs(0, codes=1)), compress, images(4), MOMENTUM),
+    "pixelcnn": Case(PixelCnn(), predict_pixels, images(4), MASKED),
 }

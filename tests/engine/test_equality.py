@@ -74,7 +74,15 @@ def make_engine(setting: Setting, **sections: Any) -> Engine:
     )
 
 
-@pytest.mark.parametrize("setting", choose_settings(), ids=str)
+def mark_settings() -> list[Any]:
+    """Return the settings. The second one of a published model is slow: these take longest to compile."""
+    return [
+        pytest.param(each, marks=pytest.mark.slow) if index % 2 and each.name in zoo_published.CASES else each
+        for index, each in enumerate(choose_settings())
+    ]
+
+
+@pytest.mark.parametrize("setting", mark_settings(), ids=str)
 def test_training_is_that_of_optax(setting: Setting) -> None:
     assert_equal_to_optax(setting)
 
