@@ -29,7 +29,7 @@ import optax
 from flax import nnx
 
 import jaxopt_llm
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, MeshConfig
 
 ROWS, INPUTS, WIDTH = 8, 16, 64
 OPTIMIZER = optax.adamw(1e-3)
@@ -71,7 +71,7 @@ def make_ways() -> dict[str, Callable[[], Any]]:
         return loss
 
     engines = [
-        jaxopt_llm.initialize(lambda: Mlp(nnx.Rngs(0)), compute_loss, batch, Config(mesh={"fsdp": 1}), OPTIMIZER)
+        jaxopt_llm.initialize(lambda: Mlp(nnx.Rngs(0)), compute_loss, batch, Config(mesh=MeshConfig(fsdp=1)), OPTIMIZER)
         for _ in range(2)
     ]
     placed, compiled_state = engines[0].place(batch), [engines[0].state]

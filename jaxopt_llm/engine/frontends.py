@@ -366,7 +366,7 @@ def _record_sown() -> Iterator[set[str]]:
         found.update([collection] if wrote else [])
         return wrote
 
-    linen.Module.sow = record  # type: ignore[method-assign]
+    linen.Module.sow = record  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
