@@ -98,8 +98,10 @@ def _plain_linen(case: Case) -> tuple[Plain, Callable[[Any, Any], Any]]:
     """The draws of a call are those of the stream "params", with a key for each microbatch since the start."""
 
     def make() -> tuple[Any, Any]:
-        example = jax.tree.map(jnp.zeros_like, case.batches(1)[0])
-        variables = linen.meta.unbox(case.model.init(jax.random.key(0), example, method=case.loss))
+        example = case.batches(1)[0]
+        # Jitted, since operation by operation it takes minutes for some models.
+        init = jax.jit(lambda: case.model.init(jax.random.key(0), example, method=case.loss))
+        variables = linen.meta.unbox(init())
         params = variables.pop("params")
         return params, (variables, 0)
 

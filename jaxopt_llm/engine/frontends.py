@@ -8,14 +8,17 @@ variables: all other arrays of the model, which the loss may change: running mea
     random numbers, caches, and arrays that are attributes without a variable. How they are stored: see stored_forms.py.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx, struct
+from jax.extend.core import Jaxpr
+from jax.interpreters import partial_eval
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -378,10 +381,13 @@ class LinenFrontend:
     """A model of Flax Linen. The loss calls it as a bound module: `loss(model, batch)` calls `model(batch["x"])`."""
 
     def __init__(self, module: linen.Module, loss: Loss, example: Any, seed: int) -> None:
-        self._module, self._loss, self._example, self._seed = module, loss, example, seed
+        self._module, self._loss, self._seed = module, loss, seed
         self.dropped: set[str] = set()
         self.changed: set[str] = set()
-        abstract = jax.eval_shape(self._initialize)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
+        with _record_sown() as self._sown:
+            traced, abstract = jax.make_jaxpr(self._initialize, return_shape=True)(shapes)
+        self._example = _keep_used(example, traced.jaxpr)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
         self._forms = StoredForms.of(jax.tree.leaves(abstract))
@@ -390,12 +396,13 @@ class LinenFrontend:
         count = ArrayInfo(RNG, (), jnp.dtype(jnp.uint32))
         self.variables = [*_describe(_unboxed_paths(abstract), jax.tree.leaves(abstract)), count]
 
-    def _initialize(self) -> dict[str, Any]:
-        example = jax.tree.map(lambda x: jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), self._example)
-        return dict(self._module.init(jax.random.key(self._seed), example, method=self._loss))
+    def _initialize(self, example: Any) -> dict[str, Any]:
+        """Return the collections of variables, without those that only `sow` writes: they last for one call."""
+        made = self._module.init(jax.random.key(self._seed), example, method=self._loss)
+        return {name: each for name, each in made.items() if name not in self._sown}
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        variables = self._initialize()
+        variables = self._initialize(jax.tree.map(_to_array, self._example))
         parameters = jax.tree.leaves(variables.pop("params", {}))
         return parameters, [*self._forms.store(jax.tree.leaves(variables)), jnp.uint32(0)]
 
@@ -408,9 +415,10 @@ class LinenFrontend:
         *others, count = variables
         collections = self.rebuild(parameters, variables)
         key = jax.random.fold_in(jax.random.key(self._seed), count)
-        mutable = [name for name in collections if name != "params"]
+        kept = [name for name in collections if name != "params"]
+        mutable = [*kept, *self._sown]
         output, changed = self._module.apply(collections, batch, method=loss, mutable=mutable, rngs={"params": key})
-        known = {name: dict(changed).get(name, collections[name]) for name in mutable}
+        known = {name: dict(changed).get(name, collections[name]) for name in kept}
         leaves = self._forms.store(jax.tree.leaves(known)) if known else list(others)
         return output, list(parameters), [*leaves, count + jnp.uint32(1)]
 
@@ -423,6 +431,51 @@ class LinenFrontend:
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
         return nest([info.path for info in self.parameters], parameters)
+
+
+@contextlib.contextmanager
+def _record_sown() -> Iterator[set[str]]:
+    """Collect the names of the collections to which `sow` writes. Linen has no hook for it."""
+    found: set[str] = set()
+    sow = linen.Module.sow
+
+    def record(module: linen.Module, collection: str, *args: Any, **options: Any) -> Any:
+        wrote = sow(module, collection, *args, **options)
+        found.update([collection] if wrote else [])
+        return wrote
+
+    linen.Module.sow = record  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        linen.Module.sow = sow  # type: ignore[method-assign]
+
+
+def _keep_used(example: Any, initialization: Jaxpr) -> Any:
+    """Return the shapes of the example, with the arrays on which the initial values depend.
+
+    Args:
+        initialization: of the arrays of the example.
+
+    Raises:
+        InputError: the initial values depend on an array of which only the shape is given.
+    """
+    _, used = partial_eval.dce_jaxpr(initialization, [True] * len(initialization.outvars))
+    kept = []
+    for (path, leaf), is_used in zip(tree.leaves_with_path(example), used, strict=True):
+        if is_used and isinstance(leaf, jax.ShapeDtypeStruct):
+            raise InputError(
+                f"example: the initial values of the model depend on {path or 'it'}, of which only the shape is given; "
+                "give an example with arrays"
+            )
+        kept.append(leaf if is_used else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.tree.unflatten(jax.tree.structure(example), kept)
+
+
+def _to_array(leaf: Any) -> jax.Array:
+    """Return an array of the example, zeros if only its shape is known."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jnp.zeros(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
 
 
 def _is_box(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import zoo_attention
 import zoo_functions
 import zoo_images
+import zoo_published
 import zoo_sequences
 from plain_training import Trained, list_arrays, train_plainly
 
@@ -18,7 +19,8 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.engine.engine import Engine
 
-CASES = zoo_images.CASES | zoo_sequences.CASES | zoo_functions.CASES | zoo_attention.CASES
+ZOOS = (zoo_images, zoo_sequences, zoo_functions, zoo_attention, zoo_published)
+CASES = {name: case for zoo in ZOOS for name, case in zoo.CASES.items()}
 FSDP, BOTH, TENSOR = {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}
 # A ZeRO stage, a mesh and a number of microbatches. Each model takes the next two of them, and one of the others.
 SETTINGS = [
@@ -73,7 +75,15 @@ def make_engine(setting: Setting, **sections: Any) -> Engine:
     )
 
 
-@pytest.mark.parametrize("setting", choose_settings(), ids=str)
+def mark_settings() -> list[Any]:
+    """Return the settings. The second one of a published model is slow: these take longest to compile."""
+    return [
+        pytest.param(each, marks=pytest.mark.slow) if index % 2 and each.name in zoo_published.CASES else each
+        for index, each in enumerate(choose_settings())
+    ]
+
+
+@pytest.mark.parametrize("setting", mark_settings(), ids=str)
 def test_training_is_that_of_optax(setting: Setting) -> None:
     assert_equal_to_optax(setting)
 
