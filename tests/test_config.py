@@ -66,10 +66,12 @@ class Reads(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = [*zip(target.elts, node.value.elts, strict=True)]
+            value = node.value
+            # A starred name makes the lengths differ.
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+                pairs = [*zip(target.elts, value.elts, strict=True)]
             else:
-                pairs = [(target, node.value)]
+                pairs = [(target, value)]
             for name, value in pairs:
                 if isinstance(name, ast.Name):
                     self.scopes[-1][name.id] = self.type_of(value)

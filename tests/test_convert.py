@@ -15,8 +15,6 @@ import texts
 import toy
 from commands import ROOT, checkpoint, command, metrics, some_text, train
 from test_evaluate import evaluated
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint import pretrained
@@ -69,9 +67,6 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     """With the folder's own tokenizer, which comes along."""
     source, run, back = (tmp_path / name for name in ("source", "run", "back"))
     shutil.copytree(folder, source)
-    words = Tokenizer(WordLevel({"def": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 258)}, unk_token="</s>"))
-    words.add_special_tokens(["</s>"])
-    words.save(str(source / "tokenizer.json"))
     assert "are the checkpoint of step 0" in done("convert", "import", "--from", source, "--to", run)
     assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
     assert "choose one of 0, or best" in refused("convert", "export", "--checkpoint", run, "--to", back, "--step", 3)

@@ -122,13 +122,15 @@ def test_rows_depend_on_weights_and_seed_and_a_stall_ends_the_run(corpus: Path, 
     assert [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()] == expected
 
 
-def test_another_tokenizer_under_the_same_name_is_rejected(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_its_tokenizer_and_refuses_another_in_its_place(corpus: Path, tmp_path: Path) -> None:
     settings = [*data(corpus, "a.jsonl"), "--data.tokenizer", tmp_path / "tokenizer.json", "--training.steps", 1]
     content = (corpus / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(content)
     done = train(tmp_path / "run", *settings)
     assert (done.returncode, done.stderr) == (0, "")
-    train_tokenizer(tmp_path / "tokenizer.json", ["other texts"])
+    (tmp_path / "tokenizer.json").unlink()
+    assert command("evaluate", "--checkpoint", tmp_path / "run").returncode == 0
+    train_tokenizer(tmp_path / "run/tokenizer/tokenizer.json", ["other texts"])
     for module in ("evaluate", "generate"):
         refused = command(
             module, "--checkpoint", tmp_path / "run", *(["--prompt", "x"] if module == "generate" else [])

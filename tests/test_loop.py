@@ -87,7 +87,7 @@ def test_metrics_are_read_a_step_late(tmp_path: Path, monkeypatch: pytest.Monkey
             def memory_analysis(self) -> Any:
                 return compiled.memory_analysis()
 
-            placed = program.step.placed
+            hyperparameters, placed = program.step.hyperparameters, program.step.placed
 
             def __call__(self, *arguments: Any) -> tuple[Any, Any]:
                 step = sum(event.startswith("run") for event in events) + 1

@@ -71,10 +71,10 @@ def read_dict(settings: Mapping[str, Any], devices: int | None = None, rows: int
         InputError: a value cannot be written in JSON.
     """
     try:
-        text = json.dumps(dict(settings))
+        copied = json_files.parse_settings(json.dumps(dict(settings)))
     except (TypeError, ValueError) as error:
         raise InputError(f"config: {error}; give a dict of strings, numbers, lists and dicts") from error
-    return read_deepspeed(json.loads(text), "config", devices, rows)
+    return read_deepspeed(copied, "config", devices, rows)
 
 
 def read_deepspeed(settings: Any, source: str, devices: int | None = None, rows: int | None = None) -> Imported:

@@ -134,7 +134,7 @@ def test_gradients_are_those_of_plain_jax(kind: str, stage: int, accumulation: i
         found = engine.gradients(batch)
         assert jax.tree.structure(found) == jax.tree.structure(wanted)
         assert_close(found, wanted)
-    assert engine._compute_gradients._cache_size() == 1
+    assert engine._gradients[""]._cache_size() == 1
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
 
 
@@ -281,8 +281,8 @@ def test_a_learning_rate_that_cannot_be_set_is_refused() -> None:
         (None, 0.1, "config.schedule.kind=cosine computes it"),
         (adam(0.1), 0.1, "the optimizer keeps it to itself; .*inject_hyperparams"),
         (inject(adam)(decay), 0.1, "a schedule of the optimizer computes it"),
-        (groups, 0.1, "the optimizer has several; give a dict of numbers by label: 'body', 'head'"),
-        (groups, {"tail": 0.1}, "the optimizer has no rate 'tail'; it has 'body', 'head'"),
+        (groups, 0.1, "there are several; give a dict of numbers by label: 'body', 'head'"),
+        (groups, {"tail": 0.1}, "there is no rate 'tail'; the labels are 'body', 'head'"),
     ):
         engine = start(optimizer, mesh={"fsdp": 1}, devices=jax.devices()[:1])
         with pytest.raises(InputError, match=f"learning_rate: {message}"):

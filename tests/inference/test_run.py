@@ -110,7 +110,7 @@ def test_a_folder_is_evaluated_too(
     ]
     tokenizer = load_tokenizer(DataConfig(tokenizer=str(path)))
     (ids,) = tokenizer.encode([(tmp_path / "text.txt").read_bytes()])
-    row = np.array([tokenizer.bos, *ids, tokenizer.eos], np.int32)
+    row = np.array([each for each in (tokenizer.bos, *ids, tokenizer.eos) if each is not None], np.int32)
     losses = []
     for begin in range(0, row.size - 1, 8):  # two rows share a token: the last target and the first token
         part = row[begin : begin + 9]
