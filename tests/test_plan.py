@@ -447,7 +447,7 @@ def test_the_search_command(
     file = tmp_path / "found.py"
     assert search("--explain", "--write", file) == 0
     output, written = capsys.readouterr().out, cli.load_recipe(str(file))
-    assert "fit by arithmetic, 1 compiled, in " in output and "\nmesh\n  > fsdp 2* (" in output
+    assert "fit by arithmetic, 1 compiled, in " in output and "\nmesh\n  > data 2* (" in output
     validate(written)
     assert written.mesh.devices == 2 and written.training.batch_size == 4
     flags = output.split("fastest that fits: ")[1].splitlines()[0].split()
