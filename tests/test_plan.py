@@ -445,14 +445,15 @@ def test_the_search_command(
 ) -> None:
     monkeypatch.setattr(ranking, "MAX_COMPILED", 1)
     file = tmp_path / "found.py"
-    assert search("--explain", "--write", file) == 0
+    assert search("--mesh.fsdp", 1, "--explain", "--write", file) == 0
     output, written = capsys.readouterr().out, cli.load_recipe(str(file))
-    assert "fit by arithmetic, 1 compiled, in " in output and "\nmesh\n  > data 2* (" in output
+    assert "fit by arithmetic, 1 compiled, in " in output and "\nmesh\n  > " in output
     validate(written)
     assert written.mesh.devices == 2 and written.training.batch_size == 4
     flags = output.split("fastest that fits: ")[1].splitlines()[0].split()
     # The flags leave out a policy that is what the recipe's `auto` means.
-    recipe = replace_fields(cli.load_recipe(str(TINY)), {"remat.policy": written.remat.policy})
+    given = {"mesh.fsdp": 1, "remat.policy": written.remat.policy}
+    recipe = replace_fields(cli.load_recipe(str(TINY)), given)
     assert pretrained.resolve_pretrained(cli.override_config(recipe, flags, "plan")) == written
     with pytest.raises(InputError, match=r"--write .*found.py: exists and is not overwritten; give a new file"):
         search("--write", file)
