@@ -1,16 +1,13 @@
-"""Arrays that a loss closes over although they change: those of another engine, and values of NNX variables.
+"""Arrays that a loss closes over although they change: those of another engine.
 
-JAX reads such an array once, when the loss is traced. The compiled step then keeps this value, whatever happens to the
-engine or to the variable.
+JAX reads such an array once, when the loss is traced. The compiled step then keeps this value, whatever the engine does.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from jaxopt_llm.core.errors import InputError
@@ -32,14 +29,12 @@ def register_returned(arrays: Iterable[jax.Array]) -> None:
 
 
 def check_captured(closed: ClosedJaxpr) -> None:
-    """Raise InputError if a loss closes over arrays of an engine, or over the value of an NNX variable.
+    """Raise InputError if a loss closes over arrays of an engine.
 
     Args:
         closed: the jaxpr of the loss.
     """
     arrays = [each for each in list_constants(closed) if isinstance(each, jax.Array)]
-    if not arrays:
-        return
     of_engines = {id(array) for engine, list_arrays in _engines.items() for array in list_arrays(engine)}
     if found := [each for each in arrays if id(each) in of_engines or _returned.get(id(each)) is each]:
         raise InputError(
@@ -47,23 +42,8 @@ def check_captured(closed: ClosedJaxpr) -> None:
             "once, when it is traced; put both models into one engine, pass the arrays in the batch, or copy them with "
             "jax.device_get if they are constants"
         )
-    held = [(each, kind) for each in arrays if (kind := _find_variable(each))]
-    if held:
-        raise InputError(
-            f"loss: it closes over the value of a {held[0][1]} ({_describe([each for each, _ in held])}), which it "
-            "would read only once, when it is traced; use the model that the loss receives, make a frozen model a part "
-            "of it (training.trainable), or copy the arrays with jax.device_get if they are constants"
-        )
 
 
 def _describe(arrays: list[jax.Array]) -> str:
     more = f" and {len(arrays) - 3} more" if len(arrays) > 3 else ""
     return ", ".join(f"{each.dtype}{list(each.shape)}" for each in arrays[:3]) + more
-
-
-def _find_variable(array: jax.Array) -> str | None:
-    """Return the name of the type of an NNX variable that holds an array, or None."""
-    holders = gc.get_referrers(array)
-    # Python keeps the attributes of an object in a dict once somebody has asked for it.
-    holders += [owner for each in holders if isinstance(each, dict) for owner in gc.get_referrers(each)]
-    return next((type(each).__name__ for each in holders if isinstance(each, nnx.Variable)), None)

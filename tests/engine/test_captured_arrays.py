@@ -62,16 +62,6 @@ def engine_itself() -> Teacher:
     return lambda x: engine.model()(x)
 
 
-def module() -> Teacher:
-    teacher = make_linear()
-    return lambda x: jax.jit(teacher)(x)
-
-
-def scalar() -> Teacher:
-    scale = nnx.Param(jnp.float32(2.0))
-    return lambda x: scale[...]
-
-
 @pytest.mark.parametrize(
     ("make_teacher", "message"),
     [
@@ -79,8 +69,6 @@ def scalar() -> Teacher:
         (tree_of_an_engine, r"arrays of another engine's model \(float32\[8, 4\]\)"),
         (state_of_an_engine, r"arrays of another engine's model \(float32\[8, 4\]\)"),
         (engine_itself, "arrays of another engine's model"),
-        (module, r"the value of a Param \(float32\[8, 4\], float32\[4\]\)"),
-        (scalar, r"the value of a Param \(float32\[\]\)"),
     ],
 )
 def test_a_loss_that_closes_over_arrays_that_change_is_refused(make_teacher: Any, message: str) -> None:
@@ -90,10 +78,9 @@ def test_a_loss_that_closes_over_arrays_that_change_is_refused(make_teacher: Any
 
 
 def test_constants_are_not_refused() -> None:
-    """The way that the message shows for a frozen model, and a table."""
-    graph, arrays = nnx.split(make_linear())
-    arrays, table = jax.device_get(arrays), jnp.arange(4.0)
-    loss = distill(lambda x: nnx.merge(graph, arrays)(x) + table)
+    """A frozen teacher that no engine trains, and a table."""
+    teacher, table = make_linear(), jnp.arange(4.0)
+    loss = distill(lambda x: teacher(x) + table)
     expected = loss(make_linear(), {"x": jnp.asarray(BATCH["x"])})
     np.testing.assert_allclose(make_engine(loss).step(BATCH)["loss"], expected, rtol=1e-5)
 
