@@ -1,6 +1,7 @@
 """Arrays that a loss closes over although they change: those of another engine.
 
-JAX reads such an array once, when the loss is traced. The compiled step then keeps this value, whatever the engine does.
+JAX reads such an array once, when the loss is traced. The compiled step then keeps this value, whatever that engine
+does.
 """
 
 import weakref

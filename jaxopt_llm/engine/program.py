@@ -85,7 +85,7 @@ class Job:
 
     @property
     def have_rows(self) -> list[bool]:
-        """Whether the first dimension of each array of a batch counts rows."""
+        """For each array of a batch, whether its first dimension counts rows."""
         return [has_rows(path, leaf, self.replicated) for path, leaf in tree.leaves_with_path(self.example)]
 
     def check_division(self, placement: Placement) -> None:
