@@ -45,7 +45,7 @@ class Sum(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max(Metric):
-    """Metric of which the largest value counts, such as the largest logit: `{"logit": jaxopt_llm.Max(logits.max())}`.
+    """Metric that keeps the largest value, such as the largest logit: `{"logit": jaxopt_llm.Max(logits.max())}`.
 
     Args:
         value: scalar of the rows that the loss got. It becomes float32.

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxopt_llm.compiler.kernel_choice import choose_attention
-from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, AttentionRequest, Implementation, exclude_sizes
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.copied_heads import CopiedHeads
@@ -70,7 +69,7 @@ class AttentionSelector:
         if isinstance(self.placement.mesh, AbstractMesh) and not is_gpu:
             return AttentionChoice(FALLBACK)  # nothing is refused: the program may be planned for GPUs
         requested = self.requested if request.requested == AUTO else request.requested
-        axes = [axis for axis in BATCH_AXES if self.placement.size(axis) > 1]
+        axes = self.placement.batch_axes
         if requested != FALLBACK and is_gpu and request.rows % self.placement.size(*axes):
             sizes = " × ".join(f"mesh.{axis}={self.placement.size(axis)}" for axis in axes)
             reason = f"{sizes} does not divide its {request.rows} rows, and a kernel needs whole rows on each device"

@@ -14,22 +14,26 @@ import numpy as np
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.microbatches import count_rows, find_rows, has_rows, list_first_dimensions
+from jaxopt_llm.engine.microbatches import count_rows, find_rows, has_rows, list_first_dimensions, list_have_rows
 
 _LEAF = jax.tree.structure(0)
 
 
 def read_arrays(example: Any) -> Any:
     """Return a pytree with NumPy arrays in place of the arrays of other packages, such as tensors of torch."""
-    return jax.tree.map(lambda leaf: _read_array(leaf) if _is_foreign(leaf) else leaf, example)
+    return jax.tree.map(lambda leaf: read_array(leaf) if _is_foreign(leaf) else leaf, example)
 
 
 def _is_foreign(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and not isinstance(getattr(leaf, "dtype", None), np.dtype)
 
 
-def _read_array(leaf: Any) -> np.ndarray:
+def read_array(leaf: Any) -> np.ndarray:
     """Return an array, a tensor of another package, a number or a list of numbers as a NumPy array."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise InputError(
+            "batch: a typed random key is no array of numbers; pass jax.random.key_data(key), and wrap it in the loss"
+        )
     if _is_foreign(leaf) and "bfloat16" in str(leaf.dtype):
         leaf = jnp.from_dlpack(leaf)  # torch itself makes no NumPy array of it
     return np.asarray(leaf)
@@ -50,7 +54,7 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
 
 
 def _fit_array(path: str, leaf: Any, target: Any, name: str) -> np.ndarray:
-    array, wanted = _read_array(leaf), np.dtype(target.dtype)
+    array, wanted = read_array(leaf), np.dtype(target.dtype)
     if array.ndim != len(target.shape) or not np.can_cast(array.dtype, wanted, "same_kind"):
         found = "None" if leaf is None else describe_array(array)
         raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {describe_array(target)}")
@@ -127,7 +131,7 @@ class BatchRows:
 
     @functools.cached_property
     def _have_rows(self) -> list[bool]:
-        return [has_rows(path, leaf, self.replicated) for path, leaf in tree.leaves_with_path(self.example)]
+        return list_have_rows(self.example, self.replicated)
 
     def take(self, batch: Any, name: str = "batch") -> Any:
         """Return this process's rows of a batch as NumPy arrays of the example's dtypes.
@@ -235,10 +239,10 @@ def read_example(data: Any, rows: int) -> Any:
         if not len(data):
             raise InputError("data: the dataset is empty")
         first = data[0]
-        kept = {key: _read_array(value) for key, value in first.items()} if isinstance(first, Mapping) else first
+        kept = {key: read_array(value) for key, value in first.items()} if isinstance(first, Mapping) else first
         if isinstance(first, Mapping):
             kept = {key: value for key, value in kept.items() if value.dtype.kind in "biuf"}
-        arrays = jax.tree.map(_read_array, kept)
+        arrays = jax.tree.map(read_array, kept)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), arrays)
     if callable(data):
         return data(0, np.arange(rows)) if takes_rows(data) else data(0)

@@ -39,7 +39,7 @@ def check_captured(closed: ClosedJaxpr) -> None:
     of_engines = {id(array) for engine, list_arrays in _engines.items() for array in list_arrays(engine)}
     if found := [each for each in arrays if id(each) in of_engines or _returned.get(id(each)) is each]:
         raise InputError(
-            f"loss: it closes over arrays of another engine's model ({_describe(found)}), which it would read only "
+            f"a function closes over arrays of an engine's model ({_describe(found)}), which it would read only "
             "once, when it is traced; put both models into one engine, pass the arrays in the batch, or copy them with "
             "jax.device_get if they are constants"
         )

@@ -63,7 +63,7 @@ class Engine:
         self.config, self.processes, self._weights = job.config, processes, weights
         self.steps, self._frontend = Steps(job, processes, devices), job.frontend
         self._state: TrainState | None = None
-        self._identity: Identity | None = None  # that of its run, once there is one
+        self._identity: Identity | None = None  # of the run, if it belongs to one
         self._gradients: dict[str, Any] = {}  # by loss
         self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
         self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
@@ -133,10 +133,13 @@ class Engine:
 
     @property
     def metric_names(self) -> list[str]:
-        """Names of the metrics that the losses return."""
-        programs = [self.steps.find_first(name).program for name in self.steps.jobs]
-        found = [jax.eval_shape(each.evaluation, each.state, each.batch).metrics for each in programs]
-        return sorted({name for metrics in found for name in metrics})
+        """Names of the metrics of the losses in the records of `fit`, each with the name of its loss if it has one."""
+        found = []
+        for name in self.steps.jobs:
+            program = self.steps.find_first(name).program
+            metrics = jax.eval_shape(program.evaluation, program.state, program.batch).metrics
+            found += [f"{name}_{each}" for each in ("loss", *metrics)] if name else [*metrics]
+        return sorted(found)
 
     @property
     def state(self) -> TrainState:
@@ -164,7 +167,8 @@ class Engine:
         The first batch whose shapes differ from those of the batches before compiles another step, which is kept. A
         line on standard error says so.
 
-        In a job of several processes each gives a whole batch, or its own rows of it (`rows.local`).
+        In a job of several processes each gives a whole batch, or its own rows of it: `rows.local`, and with several
+        losses `rows.by_loss[name].local`.
 
         The metrics are `loss`, `grad_norm`, `skipped` (number of skipped steps so far), `skipped_in_a_row`, `overflow`,
         with a loss scale `loss_scale`, and those of the loss. `learning_rate` is among them with `config.schedule`, and
@@ -222,7 +226,7 @@ class Engine:
         """Return a batch as the step takes it: on the devices, arrays with rows as [M, B, ...].
 
         Args:
-            batch: a whole batch, or in a job of several processes the rows of this one: `rows.local`.
+            batch: a whole batch, or in a job of several processes the rows of this one; see `step`.
             loss: name of the loss, if the engine has several.
 
         Raises:
@@ -235,7 +239,8 @@ class Engine:
 
         They are an `nnx.State`, the tree of Linen's params, or the pytree, and are not clipped. None, and in an
         `nnx.State` no entry, stands for a parameter that is not trained. A parameter with an adapter has a dict of the
-        gradients of `lora_a` and `lora_b`. The devices divide them as they divide the parameters.
+        gradients of `lora_a`, `lora_b` and, with `lora.dora`, `magnitude`. The devices divide them as they divide the
+        parameters.
 
         Args:
             batch: as for `step`, with its microbatches.
@@ -273,12 +278,12 @@ class Engine:
     def learning_rate(self) -> float | dict[str, float]:
         """Learning rate of the next step; of several, the rate of each by its label.
 
-        A label is that of a part of the optimizer; with several losses, the name of the loss, and the label of a part
-        behind a slash. With `config.schedule` the rate is a function of the step. Of an optax transformation it is what
-        `optax.inject_hyperparams` keeps in the state, as in
-        `optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)`; if a schedule computes it there, it is the rate of
-        the last step. That of `inject_hyperparams` can be set, as in `engine.learning_rate = 1e-4`, or to a dict of
-        numbers by label. A checkpoint holds it.
+        The label is the key of a part of the optimizer. With several losses it begins with the name of the loss and a
+        slash. With `config.schedule`, the rate is computed from the step and cannot be set. With an optax
+        transformation, the rate is the one that `optax.inject_hyperparams` keeps in the state, as in
+        `optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)`. It can be set to a number, as in
+        `engine.learning_rate = 1e-4`, or to a dict of numbers by label, and a checkpoint holds it. If a schedule
+        computes it there, the value is the rate of the last step.
 
         Raises:
             InputError: no optimizer keeps its rate there; or, if it is set, a schedule computes it.
@@ -295,6 +300,7 @@ class Engine:
         rates = dict(rate) if isinstance(rate, Mapping) else dict.fromkeys(known, rate)
         if unknown := [label for label in rates if label not in known]:
             raise InputError(f"learning_rate: there is no rate {unknown[0]!r}; the labels are {labels}")
+        moments = self.state.moments
         for name, job in self.steps.jobs.items():
             own = {part: rates[label] for label, (loss, part, _) in known.items() if loss == name and label in rates}
             if own and job.transformation is None:
@@ -303,10 +309,10 @@ class Engine:
                     "it, give initialize an optimizer such as optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
                 )
             if own:
-                moments = self.state.moments
                 of_loss = moments[name] if name else moments
                 new = {**of_loss, WHOLE: injected_rates.set_rates(of_loss[WHOLE], own)}
-                self._state = replace(self.state, moments={**moments, name: new} if name else new)
+                moments = {**moments, name: new} if name else new
+        self._state = replace(self.state, moments=moments)
 
     def _read_rates(self) -> dict[str, tuple[str, str, Any]]:
         """Return the loss, the part of its optimizer and the rate, by label."""
@@ -314,7 +320,8 @@ class Engine:
         for name, job in self.steps.jobs.items():
             moments, guard = (each[name] if name else each for each in (self.state.moments, self.state.guard))
             if job.transformation is None:
-                schedule = make_schedule(job.config.schedule.kind, self.hyperparameters[name].schedule)
+                settings = job.config.schedule
+                schedule = make_schedule(settings.kind, self.hyperparameters[name].schedule, settings.warmup_kind)
                 rates = {"": schedule(guard["updates"])}
             else:
                 rates = injected_rates.read_rates(moments[WHOLE])

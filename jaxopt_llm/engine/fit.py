@@ -23,7 +23,6 @@ from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import Batches, make_batches
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.engine.microbatches import count_rows
 from jaxopt_llm.engine.oom import make_explainer
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
@@ -35,7 +34,7 @@ from jaxopt_llm.training.run_steps import train_workload
 from jaxopt_llm.training.setup import read_decay_steps
 from jaxopt_llm.training.started import has_checkpoint
 from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import Metrics
+from jaxopt_llm.training.step import Metrics, is_of_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ class EngineWorkload:
 
     @property
     def units_per_step(self) -> int:
-        return count_rows(self.engine.example)
+        return self.config.training.batch_size
 
     @property
     def utilisation(self) -> dict[str, float]:
@@ -92,7 +91,10 @@ class EngineWorkload:
             self.processes.main.enter("step")
         with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
             state, metrics = self.engine.run_step(state, placed, loss)
-        return state, metrics if loss is None else metrics | {f"{loss}_loss": metrics["loss"]}
+        if loss is None:
+            return state, metrics
+        own = {name if is_of_step(name) else f"{loss}_{name}": each for name, each in metrics.items()}
+        return state, own | {f"{loss}_loss": metrics["loss"]}
 
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")
@@ -147,7 +149,8 @@ def fit(
             map-style dataset of torch, a list), of batches, or of rows, which are shuffled anew in each epoch; or an
             iterable of batches, such as a Grain IterDataset or torch's DataLoader. An iterable is read again from its
             beginning by a run that continues, so it must give the same batches. In a job of several processes, each
-            gives whole batches or its own rows of them, `engine.rows.local`; of a function (step, rows) and of a
+            gives whole batches or its own rows of them, `engine.rows.local`, with several losses
+            `engine.rows.by_loss[name].local`; of a function (step, rows) and of a
             dataset of rows each process reads its own only. With several losses, each batch is (name of the loss,
             batch), which decides the loss of the step.
         steps: by default `config.training.steps`.
@@ -201,7 +204,7 @@ def train_engine(
         with locked, Preemption() as preemption:
             processes.check_shared(directory, name)
             _check_directory(directory, config)
-            shown = [*engine.metric_names, *(f"{name}_loss" for name in engine.losses)]
+            shown = engine.metric_names
             with open_records(config, processes, watchdog, engine.program.state, shown) as records:
                 explainer = make_explainer(engine, records.checkpoints)
                 _run(EngineWorkload(engine, config, batches, measured, explainer), records, preemption)
@@ -209,12 +212,17 @@ def train_engine(
 
 
 def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config:
-    """Return the configuration of a run with its steps, its rows and the end of its schedule."""
-    training = replace(config.training, batch_size=count_rows(engine.example))
-    config = replace(config, training=training if steps is None else replace(training, steps=steps))
+    """Return the configuration of a run with its steps and the end of its schedule."""
+    if steps is not None:
+        config = replace(config, training=replace(config.training, steps=steps))
     if not engine.has_schedule:
         return config
     _check_schedule(config.schedule)  # before its end is chosen
+    if engine.losses and config.schedule.kind != "constant" and not config.schedule.decay_steps:
+        raise InputError(
+            f"schedule.decay_steps: each of several losses counts its own steps, so that schedule.kind="
+            f"{config.schedule.kind} would not end with the run; set it to the number of steps of one loss"
+        )
     # As in `train`, the schedule ends with the steps of the first call, also if a later one trains longer.
     stored = None if config.schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     end = stored or config.schedule.choose_end(config.training.steps)

@@ -82,8 +82,7 @@ def initialize(
     given = config if isinstance(config, Config) else None
     example = read_arrays(example)
     losses, replicated = read_losses(loss, evaluation_loss, example, optimizer, trains), tuple(replicated)
-    for each in losses:
-        check_arrays(each.example, replicated)
+    check_arrays([each.example for each in losses], replicated)
     rows, optimizers = count_rows(losses[0].example, replicated), [each.optimizer for each in losses]
     visible = len(devices or visible_devices())
     config = _resolve_config(config, rows, optimizers, visible)

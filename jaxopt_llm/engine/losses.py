@@ -66,6 +66,8 @@ def read_losses(
             return default
         if not isinstance(value, Mapping):
             return value
+        if not isinstance(loss, Mapping):
+            raise InputError(f"{argument}: there is one loss, which has no name; give one {argument} and no mapping")
         if found := {*value} ^ {*names}:
             raise InputError(
                 f"{argument}: the losses are {', '.join(names)}, and it names {', '.join(map(str, value))}; "

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.parallel.placement import Placement
@@ -51,7 +50,7 @@ class Microbatches:
         Those whose dimension the devices do not divide rest as copies: only within a program can the last device have
         fewer rows.
         """
-        axes = _batch_axes(placement)
+        axes = placement.batch_axes
 
         def constrain(part: Any, *dims: Any) -> Any:
             sharding = NamedSharding(placement.mesh, PartitionSpec(*dims))
@@ -99,20 +98,28 @@ def with_rows(example: Any, rows: int, replicated: Sequence[str] = ()) -> Any:
     return tree.map_with_path(resize, example)
 
 
-def check_arrays(example: Any, replicated: Sequence[str]) -> None:
-    """Raise InputError if an example has something else than arrays, or a pattern matches none of them."""
-    leaves = tree.leaves_with_path(example)
-    for path, leaf in leaves or [("", None)]:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise InputError(f"example: {path or 'it'} is no array; give arrays or jax.ShapeDtypeStructs")
+def list_have_rows(example: Any, replicated: Sequence[str]) -> list[bool]:
+    """Return for each array of an example whether its first dimension may be rows."""
+    return [has_rows(path, leaf, replicated) for path, leaf in tree.leaves_with_path(example)]
+
+
+def check_arrays(examples: Sequence[Any], replicated: Sequence[str]) -> None:
+    """Raise InputError if an example has something else than arrays, or a pattern matches none of any example."""
+    paths: dict[str, None] = {}
+    for example in examples:
+        leaves = tree.leaves_with_path(example)
+        paths |= dict.fromkeys(path for path, _ in leaves)
+        for path, leaf in leaves or [("", None)]:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                raise InputError(f"example: {path or 'it'} is no array; give arrays or jax.ShapeDtypeStructs")
     for pattern in replicated:
-        if not any(tree.first_match(path, (pattern,)) for path, _ in leaves):
-            raise InputError(f"replicated: {pattern} matches no array of the example ({', '.join(dict(leaves))})")
+        if not any(tree.first_match(path, (pattern,)) for path in paths):
+            raise InputError(f"replicated: {pattern} matches no array of the example ({', '.join(paths)})")
 
 
 def check_division(example: Any, replicated: Sequence[str], microbatches: int, placement: Placement) -> None:
     """Raise InputError if an example cannot be divided over microbatches, or its rows not evenly over the devices."""
-    axes, size = _batch_axes(placement), find_rows(example, replicated)
+    axes, size = placement.batch_axes, find_rows(example, replicated)
     parts = {"training.accumulation": microbatches} | {f"mesh.{axis}": placement.size(axis) for axis in axes}
     over = " × ".join(f"{name}={value}" for name, value in parts.items() if value > 1)
     step = math.prod(parts.values())
@@ -156,7 +163,7 @@ def split_batch(
             f"batch: {size} rows are not divisible by training.accumulation={microbatches}; leave a smaller last batch "
             "out, or fill it up with rows that the loss counts as 0"
         )
-    axes, parts = _batch_axes(placement), placement.size(*_batch_axes(placement))
+    axes, parts = placement.batch_axes, placement.size(*placement.batch_axes)
 
     def place(leaf: Any, shape: tuple[int, ...], dim: int | None) -> jax.ShapeDtypeStruct:
         divides = dim is not None and shape[dim] % parts == 0
@@ -174,10 +181,6 @@ def split_batch(
         pieces=jax.tree.map(lambda leaf: place(leaf, tuple(leaf.shape), 0), divided) if in_one_piece else nothing,
         whole=jax.tree.map(lambda leaf: place(leaf, tuple(jnp.shape(leaf)), None), whole),
     )
-
-
-def _batch_axes(placement: Placement) -> tuple[str, ...]:
-    return tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
 
 
 class BatchPlaces:

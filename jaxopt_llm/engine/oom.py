@@ -9,7 +9,6 @@ import jax
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.engine.microbatches import count_rows
 from jaxopt_llm.parallel.offload import count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.memory import KnownShapes
@@ -46,7 +45,7 @@ def _list_savings(engine: Engine, resumes: bool) -> Iterator[str]:
         yield "  remat.policy=full: the backward computes each layer again, and keeps only its input"
     accumulation = config.training.accumulation
     parts = 2 * accumulation * config.mesh.batch_shards
-    if count_rows(engine.example) % parts == 0:
+    if config.training.batch_size % parts == 0:
         yield f"  training.accumulation={2 * accumulation}: half of the activations; the batch stays the same"
     offloaded = replace(placement, offload=replace(config.offload, optimizer=True))
     if jax.default_backend() != "cpu" and (saved := _count_saved(engine, offloaded)):

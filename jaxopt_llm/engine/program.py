@@ -19,7 +19,7 @@ from jaxopt_llm.engine.attention import AttentionSelector, make_selector
 from jaxopt_llm.engine.checks import check_update
 from jaxopt_llm.engine.frontends import Frontend, Loss
 from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
-from jaxopt_llm.engine.microbatches import Microbatches, check_division, has_rows, split_batch
+from jaxopt_llm.engine.microbatches import Microbatches, check_division, list_have_rows, split_batch
 from jaxopt_llm.engine.user_model import (
     LossTrace,
     Rules,
@@ -86,7 +86,7 @@ class Job:
     @property
     def have_rows(self) -> list[bool]:
         """For each array of a batch, whether its first dimension counts rows."""
-        return [has_rows(path, leaf, self.replicated) for path, leaf in tree.leaves_with_path(self.example)]
+        return list_have_rows(self.example, self.replicated)
 
     def check_division(self, placement: Placement) -> None:
         """Raise InputError if the example cannot be divided; see microbatches.check_division."""
@@ -154,7 +154,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     whole = _make_whole_optimizer(job, model)
     made = make_step_program(config, placement, parts, whole)
     if whole is not None:
-        own = take_share(made.state, job.loss_name, shares[job.loss_name]) if job.others else made.state
+        own = take_share(made.state, job.loss_name, shares[job.loss_name]) if job.loss_name else made.state
         check_update(whole, own)
     measured = replace(model, frontend=job.frontend.for_evaluation(), loss=job.evaluation_loss)
     evaluated = functools.partial(compute_loss, measured, placement=placement.for_evaluation())
@@ -236,8 +236,8 @@ def _divide_among_losses(job: Job, model: UserModel, trained: Params) -> dict[st
     Raises:
         InputError: a loss trains nothing, or a parameter is trained by no loss.
     """
-    if not job.others:
-        return {job.loss_name: trained}
+    if not job.loss_name:
+        return {"": trained}
     paths = [path for path, _ in tree.leaves_with_path(trained)]
     shares, left = {}, {*paths}
     for each in job.losses:
@@ -248,6 +248,11 @@ def _divide_among_losses(job: Job, model: UserModel, trained: Params) -> dict[st
                 f"trains: {', '.join(each.trains)} of the loss {each.loss_name} matches no trained parameter; give "
                 f"patterns of paths, as in trains={{'{each.loss_name}': 'encoder/*'}} (examples: "
                 f"{', '.join(sorted(paths)[:3])})"
+            )
+        if job.config.training.ema_decay and (both := selected - left):
+            raise InputError(
+                f"training.ema_decay: two losses train {min(both)}, and its average would have two numbers of steps; "
+                "give each parameter to one loss, or set training.ema_decay=0"
             )
         shares[each.loss_name] = share
         left -= selected
@@ -316,8 +321,8 @@ def adapt_user_model(model: UserModel, config: Config) -> tuple[UserModel, Param
     others = [path for path in _matches(model.paths, targets) if path not in products]
     if settings.rank and others:
         raise InputError(
-            f"lora.targets: {others[0]} is read by something else than matrix products, and an adapter is only "
-            "multiplied; leave it out"
+            f"lora.targets: {others[0]} is read by something else than matrix products over the same dimensions, "
+            "and an adapter is only multiplied by one of its sides; leave it out"
         )
     settings = replace(settings, targets=targets)
     if found := lora.problems(model.specs, settings, trainable, is_product):

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.core import tree
+from jaxopt_llm.engine.batches import read_array
 from jaxopt_llm.engine.gradients import differentiate_user_model
 from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.program import EngineProgram, Job
@@ -82,10 +81,10 @@ def place_rows(batch: Any, placement: Placement) -> Any:
 
     The devices divide the rows of an array, its first dimension, if their number allows it. Otherwise each holds all.
     """
-    axes = tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
+    axes = placement.batch_axes
 
     def place(leaf: Any) -> jax.Array:
-        array = np.asarray(leaf)
+        array = read_array(leaf)
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
         divides = axes and array.ndim and array.shape[0] % placement.size(*axes) == 0
         sharding = NamedSharding(placement.mesh, PartitionSpec(axes) if divides else PartitionSpec())

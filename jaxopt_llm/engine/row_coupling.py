@@ -361,5 +361,5 @@ _RULES: dict[str, Any] = {
     "unstack": _unstack,
     **dict.fromkeys((f"reduce_{name}" for name in _REDUCTIONS), _drop_dims),
     **dict.fromkeys(("reduce", "argmax", "argmin", "squeeze"), _drop_dims),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
 }

@@ -59,7 +59,7 @@ class ShapedStep:
 
     @property
     def program(self) -> EngineProgram:
-        """Program on the visible devices."""
+        """Program on the mesh."""
         return self._choice[0]
 
     @functools.cached_property
@@ -95,7 +95,7 @@ class Steps:
         return make_mesh(next(iter(self.jobs.values())).config.mesh, self._devices)
 
     def find_job(self, loss: str | None) -> Job:
-        """Return the job of a loss, which may be None if there is only one.
+        """Return the job of a loss, which is None if there is one without a name.
 
         Raises:
             InputError: there is no such loss, or there are several.
@@ -103,7 +103,7 @@ class Steps:
         if (name := loss or "") not in self.jobs:
             if "" in self.jobs:
                 raise InputError(f"loss={loss}: the engine has one loss, which has no name; leave the argument out")
-            found = f"loss={loss} is unknown" if loss else "loss: the engine has several"
+            found = f"loss={loss} is unknown" if loss else "loss: those of the engine have names"
             raise InputError(f"{found}; give one of {', '.join(self.jobs)}")
         return self.jobs[name]
 

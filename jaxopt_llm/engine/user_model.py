@@ -66,11 +66,16 @@ class UserModel:
 
     @property
     def products(self) -> set[str]:
-        """Paths of the parameters that only matrix products read, so that they can have adapters and be quantised."""
+        """Paths of the parameters that only matrix products over the same dimensions read.
+
+        They can have adapters and be quantised.
+        """
         return {
             path
             for path, found, section in zip(self.paths, self.uses, self.sections, strict=True)
-            if found and all(use.kind == PRODUCT and use.leading == (section != "non_layer") for use in found)
+            if found
+            and all(use.kind == PRODUCT and use.leading == (section != "non_layer") for use in found)
+            and len({use.contracting for use in found}) == 1
         }
 
     @property
@@ -331,7 +336,9 @@ def _count_leading(uses: Sequence[Use]) -> int:
 
 def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
     leading = _count_leading(uses)
-    products = [use.contracting for kind in (PRODUCT, CONVOLUTION, LOOKUP) for use in uses if use.kind == kind]
+    # The smallest of each kind, so that the order of several losses does not matter.
+    kinds = [sorted(use.contracting for use in uses if use.kind == kind) for kind in (PRODUCT, CONVOLUTION, LOOKUP)]
+    products = [*itertools.chain(*kinds)]
     axes = [rules.get(name) if name else None for name in info.axes or ()]
     axes[:leading] = ["layers"] * leading
     return ParamSpec(

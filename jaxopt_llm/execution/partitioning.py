@@ -5,7 +5,7 @@ GPUs, divides each of its equations. For these ones it has a wrong rule or none:
 
 - A convolution with batch groups is the gradient of the kernel of a grouped convolution. If a mesh axis holds copies of
   the images, XLA adds up the copies, too. Each device convolves its own part instead.
-- `scatter_mul` can be wrong if an axis divides what it multiplies. Each device computes all of it.
+- `scatter-mul` can be wrong if an axis divides what it multiplies. Each device computes all of it.
 - A padding that is negative at an edge and positive inside aborts the compiler. It becomes two.
 - `ragged_dot` is not divided if its rows come from a sort: each device would multiply all rows. Each device multiplies
   its own part of the rows instead, by the matrices of their groups.
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.core.jaxpr import bind_equation, run_jaxpr, trace_like, typeof
 from jaxopt_llm.parallel.placement import Placement
 
@@ -96,7 +95,7 @@ def _convolve(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placement) 
     (rows, features), (filters, terms), (_, channels) = (
         spec[:2] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     )
-    batch = tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
+    batch = placement.batch_axes
     summed = batch if inputs[0].shape[features] % placement.size(*batch) == 0 else ()
     divided = _divide(groups, tuple(axis for axis in (*batch, "tensor") if axis not in summed), placement)
     local = _on_device(eqn, batch_group_count=groups // placement.size(*divided))
@@ -122,7 +121,7 @@ def _multiply_ragged(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Plac
     (summed, batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     left, right, sizes = inputs
-    axes = tuple(axis for axis in BATCH_AXES if placement.size(axis) > 1)
+    axes = placement.batch_axes
     if any(batch) or sizes.ndim != 1 or not axes:
         return bind_equation(eqn, inputs)
     sums_rows = ragged in summed[0]

@@ -67,7 +67,8 @@ class MetricsWindow:
             found = [each[name] for each in steps if name in each]  # the steps of several losses have different ones
             parts = [each if isinstance(each, Metric) else Mean(each, 1.0) for each in found]
             before = self._joined.get(name)
-            if type(before) is type(parts[0]):  # a resumed run may have another loss
+            # A resumed run may have another loss.
+            if type(before) is type(parts[0]) and np.shape(before.value) == np.shape(parts[0].value):
                 parts.insert(0, before)
             self._joined[name] = jax.tree.map(lambda *values: np.stack(values, dtype=np.float64), *parts).join()
         return self._joined
@@ -89,8 +90,9 @@ class MetricsWindow:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "MetricsWindow":
         window = cls()
-        for name, (kind, *values) in ((name, each.values()) for name, each in record.get("metrics", {}).items()):
-            window._joined[name] = KINDS[kind](*map(np.asarray, values))
+        for name, each in record.get("metrics", {}).items():
+            fields = {field: np.asarray(value) for field, value in each.items() if field != "kind"}
+            window._joined[name] = KINDS[each["kind"]](**fields)
         return window
 
 

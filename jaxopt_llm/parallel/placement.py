@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.config import AXES, OffloadConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config import AXES, BATCH_AXES, OffloadConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.precision import Exactness
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.parallel.axes import (
@@ -74,6 +74,11 @@ class Placement:
     def size(self, *axes: str) -> int:
         """Return the number of devices along these mesh axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes of more than one device that the batch is split over."""
+        return tuple(axis for axis in BATCH_AXES if self.size(axis) > 1)
 
     @property
     def in_gradient_group(self) -> bool:

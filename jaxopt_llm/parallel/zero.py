@@ -24,9 +24,8 @@ from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement, Spec
 
 LOCAL_GROUPS = "local_groups"  # axis name of the `vmap` over groups that train by themselves
-WHOLE_BYTES = (
-    2**16
-)  # variables up to this size are on every device: to gather them costs more time than memory is saved
+# Variables up to this size are on every device: to gather them costs more time than memory is saved.
+WHOLE_BYTES = 2**16
 GROUP_AXIS = "gradient_groups"  # axis name of the `vmap` over gradient groups, for collectives over all groups
 
 

@@ -43,7 +43,7 @@ class FinishedStep:
         return {name: metric for name, metric in self.metrics.items() if not is_of_step(name)}
 
     def read_scalars(self) -> dict[str, Any]:
-        """Return the metrics of the step, without those of which a record has a count or nothing."""
+        """Return the metrics of the step, except those that a record does not hold as they are."""
         return {
             name: to_json_number(read_value(metric))
             for name, metric in self.metrics.items()

@@ -41,7 +41,7 @@ def find_shape(peak: float, config: ScheduleConfig, steps: int) -> Shape:
     return Shape(*map(np.float32, (peak, max(warmup, 1), end, fall, final, 1 - final, initial, 1 - initial)))
 
 
-def make_schedule(kind: str, shape: Shape, warmup_kind: str = "linear") -> optax.Schedule:
+def make_schedule(kind: str, shape: Shape, warmup_kind: str) -> optax.Schedule:
     """Return the learning rate as a function of the number of finished steps.
 
     In step s of a warm-up of W steps, the rate has risen by s / W, or, if `warmup_kind` is `log`, by

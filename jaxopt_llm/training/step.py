@@ -108,7 +108,7 @@ BindSchedule = Callable[[Hyperparameters | None], optax.Schedule | None]
 
 def is_of_step(name: str) -> bool:
     """Return whether a metric is one of every step, or one of several such as `learning_rate/head`."""
-    return name.partition("/")[0] in OF_STEP
+    return name in OF_STEP or name.startswith("learning_rate/")
 
 
 def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:

@@ -112,7 +112,7 @@ def make_step_program(
     )
     bind_schedule = functools.partial(_bind_schedule, config)
     step, outer_step = make_step_function(advance, bind_schedule, inside_group(placement)), None
-    if parts.others:
+    if parts.loss:
         step = ShareStep(step, parts.loss, parts.trained).step
         shares = {parts.loss: Share(parts.trained, bind(hyperparameters)), **parts.others}
         optimizers = {name: shares[name] for name in sorted(shares)}

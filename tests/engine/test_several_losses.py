@@ -143,7 +143,7 @@ def test_one_loss_changes_nothing_of_the_other() -> None:
     assert all("generator" not in path for path in changed if not path.startswith("variables"))
     assert any(path.startswith("masters/non_layer/critic") for path in changed)
     assert any(path.startswith("moments/critic") for path in changed)
-    with pytest.raises(InputError, match="loss: the engine has several; give one of critic, generator"):
+    with pytest.raises(InputError, match="loss: those of the engine have names; give one of critic, generator"):
         engine.step(make_batch(0))
     with pytest.raises(InputError, match="loss=actor is unknown; give one of critic, generator"):
         engine.step(make_batch(0), loss="actor")
@@ -274,3 +274,82 @@ def test_sixteen_bits_and_an_average(dtype: str) -> None:
     after = read_state(engine)
     moved = {path for path in after if path.startswith("average") and not np.array_equal(after[path], before[path])}
     assert moved and all("generator" in path for path in moved)
+
+
+def make_pair() -> dict[str, jax.Array]:
+    return {"shared": jnp.eye(8) + 0.1, "own": jnp.ones(8)}
+
+
+def multiply(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch @ params["shared"]) ** 2)
+
+
+def multiply_transposed(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch @ params["shared"].T - params["own"]) ** 2), {"size": jaxopt_llm.Max(batch.max())}
+
+
+PAIR = {"first": multiply, "second": multiply_transposed}
+ROWS = np.random.RandomState(0).randn(8, 8).astype(np.float32)
+RATE = OptimizerConfig(name="sgd", learning_rate=0.1)
+
+
+def make_pair_engine(losses: Any, trains: Any, optimizer: Any = RATE, **sections: Any) -> jaxopt_llm.Engine:
+    config = Config(**({"mesh": FSDP, "precision": {"compute_dtype": "float32"}} | sections))  # type: ignore[arg-type]
+    return jaxopt_llm.initialize(make_pair, losses, ROWS, config, optimizer, trains=trains)
+
+
+@pytest.mark.parametrize("names", [("first", "second"), ("second", "first")])
+def test_a_weight_that_losses_multiply_on_either_side_has_no_adapter(names: tuple[str, ...]) -> None:
+    sections = {"lora": {"rank": 2, "targets": ("shared",)}, "training": {"trainable": ("own",)}}
+    with pytest.raises(InputError, match="non_layer/shared is read by something else than matrix products over the"):
+        make_pair_engine({name: PAIR[name] for name in names}, {"first": "shared*", "second": "own"}, **sections)
+
+
+def test_one_loss_with_a_name_trains_its_parameters_and_tells_its_rate() -> None:
+    schedule = {"kind": "constant", "warmup_steps": 9, "warmup_kind": "log"}
+    engine = make_pair_engine({"second": multiply_transposed}, {"second": "*"}, schedule=schedule)
+    rate = engine.learning_rate
+    assert rate == pytest.approx(float(engine.step(ROWS, loss="second")["learning_rate"])) and rate > 0
+    with pytest.raises(InputError, match="trains: no loss trains non_layer/shared"):
+        make_pair_engine({"second": multiply_transposed}, {"second": "own"})
+
+
+def test_a_record_names_the_metrics_by_loss(tmp_path: Path) -> None:
+    """Those of one name are no mixture."""
+    losses = {"first": lambda params, batch: (multiply(params, batch), {"size": jnp.mean(batch)})}
+    losses |= {"second": multiply_transposed}
+    engine = make_pair_engine(losses, {"first": "*", "second": "*"}, optax.sgd(0.1), logging={"every": 4})
+    jaxopt_llm.fit(engine, lambda step: (("first", "second")[step % 2], ROWS), 4, tmp_path)
+    (record,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert record["first_size"] == pytest.approx(ROWS.mean(), abs=1e-6)
+    assert record["second_size"] == pytest.approx(ROWS.max()) and "size" not in record
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"ema_decay": 0.9}}, "ema_decay: two losses train non_layer/own"),
+        ({"schedule": {"kind": "linear", "warmup_steps": 0}}, "schedule.decay_steps: each of several losses counts"),
+    ],
+)
+def test_settings_that_need_one_count_of_steps_are_refused(sections: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        engine = make_pair_engine(PAIR, {"first": "*", "second": "*"}, **sections)
+        jaxopt_llm.fit(engine, lambda step: ("first", ROWS), 2, tmp_path)
+
+
+def test_rows_of_a_record_are_those_of_the_batch(tmp_path: Path) -> None:
+    """Not those of an array that all rows share."""
+    example = {"x": ROWS, "table": np.ones((100, 8), np.float32)}
+    config = Config(mesh=FSDP, precision={"compute_dtype": "float32"}, logging={"every": 1})  # type: ignore[arg-type]
+    engine = jaxopt_llm.initialize(
+        make_pair,
+        lambda params, batch: multiply(params, batch["x"]) + batch["table"].mean(),
+        example,
+        config,
+        optax.sgd(0.1),
+        replicated=("table",),
+    )
+    jaxopt_llm.fit(engine, lambda step: example, 2, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["rows"] for record in records] == [8, 16]

@@ -24,7 +24,7 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 def rates(config: ScheduleConfig, steps: int) -> np.ndarray:
     """Return the rates of the first steps. The argument of a schedule is the number of finished steps."""
-    return np.asarray(make_schedule(config.kind, find_shape(PEAK, config, 20))(np.arange(steps)))
+    return np.asarray(make_schedule(config.kind, find_shape(PEAK, config, 20), config.warmup_kind)(np.arange(steps)))
 
 
 @pytest.mark.parametrize("kind", SHARES)
