@@ -86,6 +86,7 @@ class Steps:
         self.jobs = {each.loss_name: each for each in job.losses}
         self._processes, self._devices = processes, devices
         self._steps: dict[tuple[str, Shapes], ShapedStep] = {}
+        self._first: dict[str, ShapedStep] = {}  # those of the examples, by loss
         self._evaluated: set[tuple[str, Shapes]] = set()
         self._places: dict[tuple[str, Shapes, bool], BatchPlaces] = {}
         self._rows: dict[str, BatchRows] = {}
@@ -110,10 +111,10 @@ class Steps:
     def find_first(self, loss: str | None = None) -> ShapedStep:
         """Return the step of a loss for batches of its example's shapes; None is the first loss."""
         job = self.find_job(next(iter(self.jobs)) if loss is None else loss)
-        key = job.loss_name, _list_shapes(self._find_places(job, job.example).target)
-        if key not in self._steps:
-            self._steps[key] = ShapedStep(job, self._mesh, self._processes)
-        return self._steps[key]
+        if job.loss_name not in self._first:
+            key = job.loss_name, _list_shapes(self._find_places(job, job.example).target)
+            self._first[job.loss_name] = self._steps[key] = ShapedStep(job, self._mesh, self._processes)
+        return self._first[job.loss_name]
 
     def has(self, loss: str | None, placed: Microbatches) -> bool:
         """Return whether there is a step for a batch from `place`."""
