@@ -13,7 +13,7 @@ from test_step_bytes import LENGTH, ROWS, Model, loss
 
 import jaxopt_llm
 from jaxopt_llm.config import Config
-from jaxopt_llm.engine import engine, plan
+from jaxopt_llm.engine import plan, steps
 from jaxopt_llm.engine.plan import EnginePlan
 from jaxopt_llm.engine.remat_choice import Fitting, compile_fitting
 from jaxopt_llm.planning import free_memory
@@ -72,6 +72,6 @@ def test_attention_is_kept_before_nothing_is(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_chooses_before_its_first_step(
     limit: int, policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "find_limit", lambda device: limit)
+    monkeypatch.setattr(steps, "find_limit", lambda device: limit)
     assert_equal_to_optax(Setting("scanned", 3, FSDP, 1))
     assert f"chosen: remat.policy {policy} needs" in capsys.readouterr().err
