@@ -4,6 +4,7 @@ The parts are the microbatches of a step, the batches of an evaluation or the st
 NumPy arrays as on JAX arrays.
 """
 
+import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +13,18 @@ import jax
 
 
 @dataclass(frozen=True)
-class Metric:
+class Metric(abc.ABC):
     """A metric that says how its parts are combined.
 
     Attributes:
-        value: scalar; of several parts an array whose first dimension are the parts.
+        value: scalar; for N parts an array [N, ...].
     """
 
     value: Any
 
+    @abc.abstractmethod
     def join(self) -> "Metric":
         """Return the metric of the whole from that of its parts, [N, ...]."""
-        raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass

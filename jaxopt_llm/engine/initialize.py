@@ -72,9 +72,9 @@ def initialize(
             default these are the parameters whose path has its name, such as `critic/first/kernel`.
         devices: the devices of the mesh, exactly as many as it has; by default the first ones that are visible. Engines
             on other devices train side by side, such as on `jax.devices()[:4]` and on `jax.devices()[4:]`.
-        loss_over: "rows" accepts that each microbatch of `training.accumulation` has its own loss, and the step their
-            mean; "batch" refuses accumulation. By default accumulation is refused only if the loss compares rows with
-            each other, as a contrastive loss does.
+        loss_over: "rows" accepts that the loss of a step is the mean of the losses of its microbatches
+            (`training.accumulation`); "batch" refuses accumulation. By default accumulation is refused only if the loss
+            compares rows with each other, as a contrastive loss does.
 
     Raises:
         InputError: something does not fit together.

@@ -201,7 +201,7 @@ class BatchPlaces:
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """For each array of `target`, its index among the arrays of a batch."""
+        """Indices of the arrays of `target` among those of a batch."""
         indices = itertools.count()
         numbered = jax.tree.map(lambda leaf: next(indices), self.target.join(self.target.rows))
         parts = self.target.rows, self.target.pieces, self.target.whole

@@ -85,7 +85,7 @@ class Job:
 
     @property
     def have_rows(self) -> list[bool]:
-        """For each array of a batch, whether its first dimension counts rows."""
+        """Flags of the arrays of a batch: True if the first dimension counts rows."""
         return list_have_rows(self.example, self.replicated)
 
     def check_division(self, placement: Placement) -> None:

@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class ShapedStep:
-    """The step of one loss for batches of the same shapes. It is traced and compiled when it is first read."""
+    """Step of one loss for batches of the same shapes. It is traced and compiled when it is first read."""
 
     def __init__(self, job: Job, mesh: Any, processes: Processes) -> None:
         self._job, self._mesh, self._processes = job, mesh, processes

@@ -196,3 +196,14 @@ def test_what_is_no_metric_is_refused_by_name(metric: dict[str, Any], message: s
         jaxopt_llm.initialize(
             lambda: {"w": jnp.ones(4)}, lambda params, batch: (loss(params, batch)[0], metric), make_batch(0)
         )
+
+
+def test_a_metric_may_have_a_name_below_that_of_the_loss(tmp_path: Path) -> None:
+    def parts(params: Any, batch: Any) -> Any:
+        return loss(params, batch)[0], {"loss/ones": jnp.float32(1.0)}
+
+    config = Config(logging={"every": 2, "tensorboard": False})  # type: ignore[arg-type]
+    engine = jaxopt_llm.initialize(lambda: {"w": jnp.ones(4)}, parts, make_batch(0), config, optax.sgd(0.05))
+    jaxopt_llm.fit(engine, make_batch, 2, tmp_path)
+    (record,) = read_records(tmp_path)
+    assert record["loss/ones"] == 1.0

@@ -226,3 +226,9 @@ def test_few_steps_are_in_flight_on_cpus() -> None:
     for _ in range(4):
         started.append(engine.step(batch))
         assert all(metrics["loss"].is_ready() for metrics in started[:-1])
+
+
+def test_typed_keys_in_a_batch_are_refused() -> None:
+    batch = {"x": X, "key": jax.random.split(jax.random.key(0), len(X))}
+    with pytest.raises(InputError, match=r"batch: a typed random key is no array of numbers; pass jax.random.key_data"):
+        fit_to_example(batch, {"x": X, "key": np.zeros((len(X), 2), np.uint32)})

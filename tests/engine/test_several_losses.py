@@ -353,3 +353,24 @@ def test_rows_of_a_record_are_those_of_the_batch(tmp_path: Path) -> None:
     jaxopt_llm.fit(engine, lambda step: example, 2, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["rows"] for record in records] == [8, 16]
+
+
+def test_an_array_without_rows_may_be_in_the_batch_of_one_loss() -> None:
+    table = np.ones((100, 8), np.float32)
+    losses = {"first": multiply, "second": lambda params, batch: multiply(params, batch["x"]) + batch["table"].mean()}
+    examples = {"first": ROWS, "second": {"x": ROWS, "table": table}}
+    config = Config(mesh=FSDP, precision={"compute_dtype": "float32"})  # type: ignore[arg-type]
+    given = {"trains": {"first": "shared", "second": "*"}, "optimizer": optax.sgd(0.1)}
+    engine = jaxopt_llm.initialize(make_pair, losses, examples, config, **given, replicated=("table",))
+    expected = float(multiply(make_pair(), ROWS)) + 1
+    assert engine.step(examples["second"], loss="second")["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(InputError, match="replicated: tables matches no array of the example"):
+        jaxopt_llm.initialize(make_pair, losses, examples, config, **given, replicated=("tables",))
+
+
+def test_a_rate_that_a_schedule_computes_changes_no_rate_of_another_loss() -> None:
+    optimizers = {"first": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), "second": RATE}
+    engine = make_pair_engine(PAIR, {"first": "shared", "second": "own"}, optimizers)
+    with pytest.raises(InputError, match="config.schedule.kind=cosine computes it"):
+        engine.learning_rate = {"first": 0.2, "second": 0.2}
+    assert engine.learning_rate["first"] == pytest.approx(0.1)  # type: ignore[index]
