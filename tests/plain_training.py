@@ -40,10 +40,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Plain:
-    """A model as pure functions of pytrees: () -> (parameters, variables), and of a batch the loss and variables."""
+    """A model as pure functions of pytrees.
+
+    make: () -> (parameters, variables).
+    call: (parameters, variables, batch) -> (loss, the parameters and variables after what the loss assigned to them).
+    """
 
     make: Callable[[], tuple[Any, Any]]
-    call: Callable[[Any, Any, Any], tuple[Any, Any]]
+    call: Callable[[Any, Any, Any], tuple[Any, tuple[Any, Any]]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def plain(case: Case) -> tuple[Plain, Callable[[Any, Any], Any]]:
         made = case.model()
     if not isinstance(made, nnx.Module):
         return Plain(
-            lambda: (made, {}), lambda params, _, batch: (case.loss(params, batch), {})
+            lambda: (made, {}), lambda params, _, batch: (case.loss(params, batch), (params, {}))
         ), lambda params, _: params
     graph, template, variables = nnx.split(made, nnx.Param, ...)
 
@@ -89,7 +93,8 @@ def plain(case: Case) -> tuple[Plain, Callable[[Any, Any], Any]]:
         with nnx.use_eager_sharding(False):
             model = rebuild(params, variables)
             output = case.loss(model, batch)
-        return output, nnx.split(model, nnx.Param, ...)[2]
+        _, after, variables = nnx.split(model, nnx.Param, ...)
+        return output, (nnx.to_pure_dict(after), variables)
 
     return Plain(lambda: (nnx.to_pure_dict(template), variables), call), rebuild
 
@@ -110,7 +115,7 @@ def _plain_linen(case: Case) -> tuple[Plain, Callable[[Any, Any], Any]]:
         rngs = {"params": jax.random.fold_in(jax.random.key(0), count)}
         collections = {"params": params, **others}
         output, changed = case.model.apply(collections, batch, method=case.loss, mutable=[*others], rngs=rngs)
-        return output, (dict(changed), count + 1)
+        return output, (params, (dict(changed), count + 1))
 
     return Plain(make, call), lambda params, variables: {"params": params, **variables[0]}
 
@@ -123,6 +128,7 @@ def split_output(output: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def train_plainly(case: Case, accumulation: int, steps: int = STEPS) -> Trained:
+    """Train. All microbatches of a step start from the same parameters; the update, from what the last one assigned."""
     model, rebuild = plain(case)
     optimizer = case.plain_optimizer or case.optimizer
     params, variables = model.make()
@@ -147,10 +153,11 @@ def train_plainly(case: Case, accumulation: int, steps: int = STEPS) -> Trained:
         results = []
         for part in range(accumulation):
             rows = jax.tree.map(lambda x, part=part: np.split(x, accumulation)[part], batch)
-            (total, (count, metrics, variables)), gradients = differentiate(params, variables, rows)
+            (total, (count, metrics, after)), gradients = differentiate(params, variables, rows)
+            assigned, variables = after
             results.append((total, count, {name: value * count for name, value in metrics.items()}, gradients))
         total, count, metrics, gradients = functools.reduce(functools.partial(jax.tree.map, jnp.add), results)
-        params, state = update(gradients, count, state, params)
+        params, state = update(gradients, count, state, assigned)
         losses.append(float(total / count))
         means = {name: float(value / count) for name, value in metrics.items()}
     return Trained(losses, means, list_arrays(rebuild(params, variables)))

@@ -63,7 +63,11 @@ def differentiate_user_model(model: UserModel, placement: Placement) -> Differen
             (variables, gradients), each = jax.lax.scan(accumulate, begin, batch.rows)
             parts = each.join()
             divisor = scale * replace_zero(parts.count)
-        return Differentiated(parts.mean(), gradients, divisor, parts.metrics, variables)
+        written = None
+        if model.written:
+            assign = correct_partitioning(model.compute_written, placement)
+            written = assign(tree.merge(state.masters, state.frozen), state.variables, first)
+        return Differentiated(parts.mean(), gradients, divisor, parts.metrics, variables, written)
 
     return differentiate
 

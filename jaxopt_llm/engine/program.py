@@ -35,6 +35,7 @@ from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.row_sums import find_row_sum
 from jaxopt_llm.training import lora, moments, optimizer
@@ -136,6 +137,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     model, trained, frozen = adapt_user_model(plain, config)
     shares = _divide_among_losses(job, model, trained)
     _check_specs(job, plain.specs, shares[job.loss_name], placement)
+    _check_assigned(job, model, shares[job.loss_name], placement)
     exact = _describe_exact_sums(model, shares[job.loss_name], placement)
     model = replace(model, oddities=(*model.oddities, *exact))
     parts = ModelParts(
@@ -216,6 +218,22 @@ def _check_specs(job: Job, specs: Params, trained: Params, placement: Placement)
         found += moments.problems(config.optimizer.state_dtype, trained, placement)
     if found:
         raise InputError(f"config: {'; '.join(found)}")
+
+
+def _check_assigned(job: Job, model: UserModel, trained: Params, placement: Placement) -> None:
+    """Raise InputError if the loss assigns to a parameter whose float32 values it does not have.
+
+    trained: specs of the parameters that the loss trains.
+    """
+    if not job.loss_name or not zero.has_compute_copy(placement):
+        return
+    own = {path for path, _ in tree.leaves_with_path(trained, is_wrapped)}
+    for index in sorted(model.written):
+        if model.paths[index] not in own:
+            raise InputError(
+                f"loss: {job.loss_name} assigns to the parameter {model.frontend.parameters[index].path}, which "
+                "another loss trains; with two losses this works with sharding.zero_stage=0 or 3 only"
+            )
 
 
 def _trace_other(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:

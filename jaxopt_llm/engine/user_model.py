@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -25,7 +26,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, adapter_paths, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel import zero
+from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
 from jaxopt_llm.parallel.placement import Placement
 
@@ -45,6 +46,7 @@ class UserModel:
         oddities: what the user probably did not intend; see checks.py.
         attention: selects the implementations of the loss's attention.
         traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
+        written: indices of the parameters to which the loss assigns.
         saved: rematerialise loops over layers and blocks, except for the results with these checkpoint names; None
             leaves the loss as it is written.
     """
@@ -58,6 +60,7 @@ class UserModel:
     oddities: tuple[str, ...]
     attention: AttentionSelector
     traced: ClosedJaxpr
+    written: frozenset[int] = frozenset()
     saved: tuple[str, ...] | None = None
 
     def with_specs(self, specs: Params) -> "UserModel":
@@ -156,6 +159,29 @@ class UserModel:
         resting = zero.variable_sharding(nest_variables(self.frontend, list_variable_specs(self.frontend)), placement)
         return output, jax.tree.map(jax.lax.with_sharding_constraint, after, resting)
 
+    def compute_written(self, params: Params, variables: Params, batch: Any) -> Params:
+        """Return the values that the loss assigns to parameters, float32, with None for all other parameters.
+
+        Layers such as `nnx.WeightNorm` and `nnx.SpectralNorm` assign the normalised kernel to its parameter. The values
+        are computed from the float32 parameters, because those in the compute dtype have lost bits.
+
+        Args:
+            params: arrays by section, float32 where they are trained.
+            batch: a microbatch; no value depends on it.
+        """
+        flat, rows = list_variables(self.frontend, variables), jax.tree.leaves(batch)
+        given = [jax.ShapeDtypeStruct(info.shape, jnp.float32) for info in self.frontend.parameters]
+        closed, _ = trace_function(self.frontend, as_parts(self.loss), self.attention, given, flat, batch)
+        needed, used = _trace_written(closed, self.written)
+        arguments = [
+            value for value, is_used in zip([*self.flatten(params), *flat, *rows], used, strict=True) if is_used
+        ]
+        fetched = offload.fetch_to_device(arguments)
+        typed = [value.astype(var.aval.dtype) for value, var in zip(fetched, needed.jaxpr.invars, strict=True)]
+        values = jaxpr_as_fun(needed)(*typed)
+        by_index = dict(zip(sorted(self.written), values, strict=True))
+        return self.nest([by_index.get(index) for index in range(len(given))])
+
     def nest(self, leaves: Sequence[Any]) -> Params:
         """Return leaves in the order of the front-end's parameters as a tree like `specs`."""
         return nest(self.paths, leaves)
@@ -228,10 +254,11 @@ def _cast_float(value: Any, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class LossTrace:
-    """The jaxpr of a loss of a microbatch, and how it reads each parameter."""
+    """The jaxpr of a loss of a microbatch, how it reads each parameter, and the indices of those that it assigns to."""
 
     closed: ClosedJaxpr
     uses: Sequence[Sequence[Use]]
+    written: frozenset[int]
 
 
 def run_abstractly(
@@ -240,7 +267,8 @@ def run_abstractly(
     """Run a loss abstractly on a microbatch, given as ShapeDtypeStructs.
 
     Raises:
-        InputError: the loss changes a parameter, or an attention cannot be computed as requested.
+        InputError: the loss assigns to a parameter what depends on the batch, or an attention cannot be computed as
+            requested.
     """
     check_parameters(frontend.parameters)
     dtype = jnp.dtype(placement.precision.compute_dtype)
@@ -248,9 +276,10 @@ def run_abstractly(
     variables = [jax.ShapeDtypeStruct(info.shape, info.dtype) for info in frontend.variables]
     closed, _ = trace_function(frontend, as_parts(loss), attention, parameters, variables, batch)
     uses, unchanged = find_uses(closed, len(parameters))
-    _check_unchanged(frontend, unchanged)
+    written = frozenset(index for index, argument in enumerate(unchanged[: len(parameters)]) if argument != index)
+    _check_written(frontend, closed, written)
     _check_variables(frontend, closed.out_avals[len(closed.out_avals) - len(variables) :])
-    return LossTrace(closed, uses)
+    return LossTrace(closed, uses, written)
 
 
 def make_user_model(
@@ -269,7 +298,7 @@ def make_user_model(
         others: traces of the other losses of the engine. Its parameters have specs that fit all losses.
 
     Raises:
-        InputError: the loss changes a parameter, a rule does not fit, or an attention cannot be computed as requested.
+        InputError: a rule does not fit; or see `run_abstractly`.
     """
     trace = run_abstractly(frontend, loss, batch, placement, attention)
     closed, own = trace.closed, trace.uses
@@ -293,16 +322,30 @@ def make_user_model(
         oddities=tuple(oddities),
         attention=attention,
         traced=closed,
+        written=trace.written,
     )
 
 
-def _check_unchanged(frontend: Frontend, unchanged: Sequence[int | None]) -> None:
-    """Raise InputError if the loss writes to a parameter: only the optimizer does."""
-    for index, info in enumerate(frontend.parameters):
-        if unchanged[index] != index:
+def _trace_written(closed: ClosedJaxpr, written: frozenset[int]) -> tuple[ClosedJaxpr, list[bool]]:
+    """Return the jaxpr of what a loss assigns to parameters, and flags of the arguments that it has."""
+    keep = [index in written for index in range(len(closed.jaxpr.outvars))]
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, keep)
+    return ClosedJaxpr(jaxpr, closed.consts), list(used)
+
+
+def _check_written(frontend: Frontend, closed: ClosedJaxpr, written: frozenset[int]) -> None:
+    """Raise InputError if the loss assigns to a parameter what depends on the batch, or is of another shape."""
+    for index in sorted(written):
+        info = frontend.parameters[index]
+        _, used = _trace_written(closed, frozenset([index]))
+        if any(used[len(frontend.parameters) + len(frontend.variables) :]):
             raise InputError(
-                f"loss: it assigns to the parameter {info.path}, and the change would be lost; keep what the loss "
-                "changes in a variable of another type than nnx.Param, such as nnx.BatchStat"
+                f"loss: it assigns to the parameter {info.path} what depends on the batch; keep it in a variable of "
+                "another type than nnx.Param, such as nnx.BatchStat"
+            )
+        if (shape := closed.out_avals[index].shape) != info.shape:
+            raise InputError(
+                f"loss: it changes the parameter {info.path} from {list(info.shape)} to {list(shape)}; keep its shape"
             )
 
 

@@ -42,16 +42,20 @@ def take_share(state: TrainState, name: str, trained: Params) -> TrainState:
 
 
 def put_share(state: TrainState, name: str, share: TrainState) -> TrainState:
-    """Return a state with the share of the loss `name` after its step. What is not in the share stays as it is."""
+    """Return a state with the share of the loss `name` after its step. What is not in the share stays as it is.
+
+    The loss may have assigned to parameters that it does not train. They are among the frozen parameters of its share.
+    """
     state = offload.store_like(state, state)
 
     def put(new: tree.Tree, old: tree.Tree) -> tree.Tree:
         return None if old is None else tree.merge(new, old)
 
+    others = state.masters if state.compute is not None else tree.merge(share.frozen, share.masters)
     return replace(
         state,
         step=share.step,
-        masters=put(share.masters, state.masters),
+        masters=put(share.masters, tree.restrict(others, state.masters)),
         moments=state.moments | {name: share.moments},
         compute=put(share.compute, state.compute),
         guard=state.guard | {name: share.guard},

@@ -6,7 +6,7 @@ discarded (see guard.py, and the `jnp.where` in update.py).
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import optax
 from jaxopt_llm.config.run import Options
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.gradients import sum_of_squares
+from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
@@ -75,6 +76,8 @@ class Differentiated:
             copy of the gradients.
         metrics: further metrics of the step.
         variables: the model's variables that are not parameters, after the batch.
+        written: the values that the loss assigns to parameters, with None for those to which it assigns nothing; None
+            if it assigns to none. The update starts from them.
     """
 
     loss: jax.Array
@@ -82,13 +85,15 @@ class Differentiated:
     divisor: jax.Array | float
     metrics: Metrics
     variables: Params
+    written: Params | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Result of the loss, the backward and the update of a step.
 
-    overflow: bool. guard: after the step. metrics, variables: see Differentiated.
+    overflow: bool. guard: after the step. metrics, variables: see Differentiated. frozen: the frozen parameters, if the
+    loss assigns to parameters.
     """
 
     loss: jax.Array
@@ -98,6 +103,7 @@ class Outcome:
     updated: Updatable
     metrics: Metrics
     variables: Params
+    frozen: Params | None = None
 
 
 Differentiate = Callable[[TrainState, Any, jax.Array | float], Differentiated]  # (state, batch, loss scale)
@@ -191,7 +197,7 @@ class _Step:
         new_state = TrainState(
             state.step + 1,
             **outcome.updated._asdict(),
-            frozen=offload.store_like(state.frozen, state.frozen),
+            frozen=offload.store_like(state.frozen if outcome.frozen is None else outcome.frozen, state.frozen),
             guard=outcome.guard,
             loss_scale=adjust_loss_scale(state.loss_scale, outcome.overflow, precision.loss_scale_growth_interval),
             variables=outcome.variables,
@@ -232,12 +238,29 @@ def update_after_backward(
         good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
         scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard), found.loss)
+        if found.written is not None:
+            state = _assign(state, found.written, good)
         updated = update.apply_gradients(
             *(bind(hyperparameters), specs.masters, state.updatable, found.gradients, scalars, placement),
             elementwise=settings.elementwise,
         )
         # A step that is skipped changes no variables either.
         variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), found.variables, state.variables)
-        return Outcome(found.loss, norm, overflow, guard, updated, found.metrics, variables)
+        return Outcome(found.loss, norm, overflow, guard, updated, found.metrics, variables, state.frozen)
 
     return advance
+
+
+def _assign(state: TrainState, written: Params, good: jax.Array) -> TrainState:
+    """Return the state with the values that the loss assigns to parameters, unless the step is skipped."""
+
+    def assign(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if old is None or new is None:
+            return old
+        on_device = offload.fetch_to_device(old)
+        return offload.store_like(jnp.where(good, new.astype(old.dtype), on_device), old)
+
+    def assign_to(half: Params) -> Params:
+        return jax.tree.map(assign, half, written, is_leaf=lambda leaf: leaf is None or is_wrapped(leaf))
+
+    return replace(state, masters=assign_to(state.masters), frozen=assign_to(state.frozen))

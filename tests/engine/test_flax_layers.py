@@ -66,6 +66,8 @@ NNX: dict[str, Callable[[nnx.Rngs], Any]] = {
     "batch_norm": lambda rngs: nnx.BatchNorm(WIDTH, rngs=rngs),
     "dropout": lambda rngs: nnx.Dropout(0.5, rngs=rngs),
     "prelu": lambda rngs: nnx.PReLU(),
+    "weight_norm": lambda rngs: nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs),
+    "spectral_norm": lambda rngs: nnx.SpectralNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs),
 }
 LINEN: dict[str, Callable[[], Any]] = {
     "conv": lambda: linen.Conv(WIDTH, (3,)),
