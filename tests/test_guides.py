@@ -160,7 +160,7 @@ def test_any_model(tmp_path: Path) -> None:
     before, after = losses(printed_by(done, "make_other_batch(step)"), r"'loss': ([0-9.]+)")
     assert before > 0.1 > 0.05 > after
     assert "['Dense_0', 'Dense_1']" in printed_by(done, "nn.compact")
-    assert "'up': (16, 64)" in printed_by(done, "make_parameters")
+    assert "'up': (16, 64)" in printed_by(done, '"up":')
     assert "'accuracy': 1.0" in printed_by(done, "LanguageModel(")
     assert (tmp_path / "reader/reward/model.safetensors").is_file()
     assert "\nattention: cudnn, the fastest at head_dim 64 in bfloat16" in printed_by(done, "import Transformer")
