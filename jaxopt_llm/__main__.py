@@ -11,7 +11,6 @@ from jaxopt_llm.core import stop_signals
 COMMANDS = {
     "train": ("train", (), "train a model, or fine-tune one"),
     "supervise": ("supervise", (), "run train, and start it again after faults"),
-    "outer-server": ("outer_server", (), "average groups of a training that are jobs of their own"),
     "generate": ("generate", (), "continue a text"),
     "chat": ("generate", ("--chat",), "talk to a model"),
     "evaluate": ("evaluate", (), "compute the held-out loss"),
@@ -62,7 +61,7 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     # Before the other imports, which a signal does not wait for.
-    if sys.argv[1:2] in (["train"], ["supervise"], ["outer-server"]):
+    if sys.argv[1:2] in (["train"], ["supervise"]):
         stop_signals.end_at_signals()
     from jaxopt_llm.core import errors
 

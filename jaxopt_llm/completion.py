@@ -23,7 +23,6 @@ USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
 # The commands that have a parser of their own flags.
 PARSERS = (
     "supervise",
-    "outer-server",
     "generate",
     "chat",
     "evaluate",
@@ -35,7 +34,6 @@ PARSERS = (
 )
 MODULES = {
     "chat": "generate",
-    "outer-server": "outer_server",
     "import-config": "import_config",
 }  # of the commands with another name
 # The settings that are flags of a command, by how their names begin.

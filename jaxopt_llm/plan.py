@@ -95,7 +95,6 @@ from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
 from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan, make_plans
 from jaxopt_llm.planning.units import GIB, choose_unit
-from jaxopt_llm.training.local_steps import sharding_within
 from jaxopt_llm.training.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
@@ -202,14 +201,9 @@ def main() -> int:
     prepare_jax()
     config = _fill_mesh(config, options, recipe.flags)
     if options.search:
-        if config.groups.server:
-            raise InputError("--search knows no groups.server: leave out --groups.*, and search for one group")
         return _search(config, options)
     for line in describe_unread(config):
         print(f"warning: {line}", file=sys.stderr)
-    if config.groups.server:
-        print("the plan is that of one group, without its exchange with groups.server", file=sys.stderr)
-        config = dataclasses.replace(config, sharding=sharding_within(config))
     rates = _read_rates(options)
     plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host, rates, options.network)
     print(to_json(plan) if options.json else format_plan(plan))

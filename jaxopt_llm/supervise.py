@@ -46,11 +46,6 @@ def main() -> int:
             f"supervise: the job has {job.processes} host(s), which cannot be --hosts {limits.hosts} of at least "
             f"--min-hosts {limits.least}; correct the numbers"
         )
-    if options.elastic is not None and limits.least < limits.hosts and find_setting(words, "groups.server"):
-        raise InputError(
-            "supervise: --elastic may leave out hosts, but a group of groups.server needs the mesh of the others; "
-            f"leave out --elastic, or give --min-hosts {limits.hosts}"
-        )
     budget = RestartBudget(options.restarts, options.backoff, newest_checkpoint(Path(directory)))
     return supervise(Task(words, Path(directory), job), limits, budget)
 

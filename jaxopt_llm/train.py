@@ -49,7 +49,6 @@ from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
-from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.next_commands import list_next_commands
 from jaxopt_llm.training.records import open_records
 from jaxopt_llm.training.replicas import copies_state
@@ -108,9 +107,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
             write_memory(directory / "memory.json", setup.program.state, programs.step)
         explain_oom = functools.partial(explainer.explain_oom, lower_step=lambda: lowered.step)
         workload = DecoderWorkload(setup, programs, initial, verification, explain_oom)
-        group = JobGroup(setup, progress.say, signals.requested) if config.groups.server else None
-        with group or contextlib.nullcontext():
-            train_workload(workload, records, signals, group)
+        train_workload(workload, records, signals)
         if processes.first:
             for line in list_next_commands(setup.config):
                 progress.say(line)

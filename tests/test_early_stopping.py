@@ -82,7 +82,6 @@ def test_patience_counts_evaluations_since_the_lowest_loss() -> None:
     [
         ({"checkpoint.keep_best": 0}, "set --checkpoint.keep-best 1"),
         ({"checkpoint.every": 3}, "make checkpoint.every=3 a multiple of evaluation.every=2"),
-        ({"groups.server": ("a:1",), "training.local_steps": 2}, "does not support evaluation.patience=2"),
     ],
 )
 def test_early_stopping_that_cannot_be_is_named(settings: dict[str, Any], problem: str) -> None:

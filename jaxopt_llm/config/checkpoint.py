@@ -32,15 +32,14 @@ class CheckpointConfig:
             found.append(f"checkpoint.keep_every={kept}: must be a multiple of checkpoint.every={every}")
         return found
 
-    def is_due(self, before: int, step: int, failed: int | None) -> bool:
+    def is_due(self, step: int, failed: int | None) -> bool:
         """Return whether to save a checkpoint after this step.
 
         Args:
-            before: the step that ended before it.
             failed: step of the last save if that save failed.
         """
         retry = failed is not None and step >= failed + max(1, self.every // 10)
-        return retry or step // self.every > before // self.every
+        return retry or step % self.every == 0
 
     def keeps_forever(self, step: int) -> bool:
         """Return whether `keep_every` keeps the checkpoint of a step."""

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
-from jaxopt_llm.config.job_groups import GroupsConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
@@ -136,7 +135,6 @@ class Config:
     precision: PrecisionConfig = section(PrecisionConfig)
     mesh: MeshConfig = section(MeshConfig, resume="freely")
     distributed: DistributedConfig = section(DistributedConfig, resume="freely")
-    groups: GroupsConfig = section(GroupsConfig)
     sharding: ShardingConfig = section(ShardingConfig, resume="freely")
     pipeline: PipelineConfig = section(PipelineConfig, resume="freely")
     remat: RematConfig = section(RematConfig, resume="freely")
@@ -202,8 +200,6 @@ class Config:
     def local_step_problems(self) -> list[str]:
         """List the settings that `training.local_steps` does not support."""
         steps, sharding = self.training.local_steps, self.sharding
-        if self.groups.server:
-            return self._job_group_problems()
         if steps == 1:
             return []
         refused = {
@@ -233,29 +229,6 @@ class Config:
         return [
             f"training.local_steps={steps} exceeds training.steps={self.training.steps}, so no outer step follows: "
             f"set --training.steps to at least {steps}"
-        ]
-
-    def _job_group_problems(self) -> list[str]:
-        """List the settings that `groups.server` does not support."""
-        steps, delay, found = self.training.local_steps, self.groups.delay, self._length_problems()
-        if steps == 1:
-            found.append("groups.server needs rounds of several steps: set --training.local-steps above 1")
-        elif delay >= steps:
-            found.append(
-                f"groups.delay={delay} must be below training.local_steps={steps}: set a smaller --groups.delay"
-            )
-        refused = {
-            "offload.optimizer=True": (self.offload.optimizer, "--offload.optimizer False"),
-            "offload.parameters=True": (self.offload.parameters, "--offload.parameters False"),
-            f"training.ema_decay={self.training.ema_decay}": (self.training.ema_decay > 0, "--training.ema-decay 0"),
-            "training.on_spike=rollback": (self.training.on_spike == "rollback", "--training.on-spike off"),
-            f"evaluation.patience={self.evaluation.patience}": (
-                self.evaluation.patience > 0,  # the groups would wait for one that has ended
-                "--evaluation.patience 0",
-            ),
-        }
-        return found + [
-            f"groups.server does not support {name}: set {remedy}" for name, (no, remedy) in refused.items() if no
         ]
 
     def problems(self) -> list[str]:

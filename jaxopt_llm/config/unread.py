@@ -93,9 +93,8 @@ def _rules(config: Config) -> list[Rule]:
         ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
         ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),
         ("sharding.expert_room", f"sharding.expert_exchange={sharding.expert_exchange}", not exchanges),
-        ("groups.*", "groups.server is empty", not config.groups.server),
         ("sharding.optimizer_over_data", "mesh.data=1", mesh.data == 1),
-        ("sharding.data_gradients", "mesh.data=1", mesh.data == 1 and not config.groups.server),
+        ("sharding.data_gradients", "mesh.data=1", mesh.data == 1),
         (
             "sharding.fsdp_gradients",
             f"no gradient is divided over fsdp (mesh.fsdp={mesh.fsdp}, sharding.zero_stage={sharding.zero_stage})",

@@ -185,11 +185,6 @@ class Processes:
                 "to a directory that all hosts share"
             )
 
-    def flag(self, name: str) -> "Flag":
-        """Return a flag, which is down. A second call with the same name returns another flag."""
-        self._channels[name] += 1
-        return Flag(f"{name}/{self._channels[name]}", self.index, self.count)
-
     def vote(self) -> "Vote":
         return Vote(self.count, self.main)
 
@@ -239,30 +234,6 @@ class Channel:
         if call:  # all processes have read the message of the call before
             store.key_value_delete(f"{self._name}/{call - 1}/{self._index}")
         return messages
-
-
-class Flag:
-    """A flag that any process can raise, and that all processes see. Any thread may use it, at any time."""
-
-    def __init__(self, name: str, index: int, count: int) -> None:
-        self._name, self._index, self._count = f"jaxopt_llm/{name}", index, count
-        self._raised = False
-
-    def lift(self) -> None:
-        """Raise the flag, for good."""
-        if self._count > 1 and not self._raised:
-            store = global_state.client
-            assert store is not None
-            store.key_value_set(f"{self._name}/{self._index}", "", allow_overwrite=True)
-        self._raised = True
-
-    def is_up(self) -> bool:
-        """Return whether a process has raised the flag. With several processes it asks process 0."""
-        if self._count > 1 and not self._raised:
-            store = global_state.client
-            assert store is not None
-            self._raised = bool(store.key_value_dir_get(self._name))
-        return self._raised
 
 
 class Vote:

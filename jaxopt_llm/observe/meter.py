@@ -115,10 +115,6 @@ class Meter:
         """Restart the clock after this step, so that an evaluation or a save before it does not count."""
         self._first, self._clock, self._waited = step, time.perf_counter(), 0.0
 
-    def skip(self, steps: int) -> None:
-        """Leave out steps that the run does not take: its number of the step jumps."""
-        self._first += steps
-
     def add_wait(self, seconds: float) -> None:
         """Add time in which the run waited for a batch."""
         self._waited += seconds

@@ -130,7 +130,7 @@ def _choose_accumulation(config: Config, shards: int) -> int:
 
 def _may_copy(config: Config, copied: Config, usable: int) -> bool:
     """Return whether each device can hold the whole state, and no setting asks for its division."""
-    # With local steps, and so with groups.server, each index of mesh.data would train by itself.
+    # With local steps each index of mesh.data would train by itself.
     if config.sharding != ShardingConfig() or config.mesh.data > 1 or config.training.local_steps > 1:
         return False
     sizes = compute_state_sizes(copied)

@@ -21,21 +21,15 @@ class FinishedStep:
     """The step that ran last.
 
     Attributes:
-        before: the step before it.
-        step: its number. If the run then jumped to a later step, it is that of the later one.
+        step: its number.
         summary: entries for its checkpoint; None until its metrics have been read, which waits for the device.
         window: losses of the steps since the record before this step.
     """
 
-    before: int
     step: int
     metrics: Metrics
     summary: dict[str, Any] | None = None
     window: LossWindow = dataclasses.field(default_factory=LossWindow)
-
-    def passes(self, every: int) -> bool:
-        """Return whether the step is a multiple of a number, or has jumped over one."""
-        return self.step // every > self.before // every
 
     @property
     def of_model(self) -> Metrics:

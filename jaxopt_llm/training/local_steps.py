@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm.config import Config, ShardingConfig
+from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.metric import Metric
 from jaxopt_llm.model.model import Params
@@ -252,18 +252,13 @@ def jit_outer_step(config: Config, specs: StateSpecs, placement: Placement) -> A
 
 
 def has_groups(config: Config) -> bool:
-    """Return whether the groups run in one program. Groups that are jobs of their own meet at an outer server."""
-    return config.training.local_steps > 1 and not config.groups.server
+    """Return whether the run has groups that train on their own."""
+    return config.training.local_steps > 1
 
 
 def ends_round(config: Config, step: int) -> bool:
     """Return whether an outer step follows step `step`."""
     return has_groups(config) and step % config.training.local_steps == 0
-
-
-def sharding_within(config: Config) -> ShardingConfig:
-    """Return the settings of a program. With an outer server, `data_gradients` is the format between the groups."""
-    return replace(config.sharding, data_gradients="exact") if config.groups.server else config.sharding
 
 
 def place_groups(config: Config, placement: Placement) -> Placement:

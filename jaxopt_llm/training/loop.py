@@ -28,7 +28,6 @@ from jaxopt_llm.training.divergence import (
     made_update,
     to_json_number,
 )
-from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.local_steps import ends_round
 from jaxopt_llm.training.patience import Patience
 from jaxopt_llm.training.records import Records
@@ -50,12 +49,9 @@ class Loop:
         current: the step that was started last.
     """
 
-    def __init__(
-        self, workload: Workload, records: Records, preemption: Preemption, group: JobGroup | None = None
-    ) -> None:
-        """Take over what a run prepared. group: its group, if it is one of several with an outer server."""
+    def __init__(self, workload: Workload, records: Records, preemption: Preemption) -> None:
+        """Take over what a run prepared."""
         self.current = 0
-        self._group = group
         self._workload = workload
         self._config: Config = workload.config
         self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
@@ -113,16 +109,6 @@ class Loop:
         self._main.leave()  # no progress is expected
         hold_start(self._preemption.requested, self._progress.say)
         self._main.enter("restore")
-
-    def join_groups(self, start: int) -> int:
-        """Take the masters of the outer server, if there is one. Return the step from which the run goes on.
-
-        Raises:
-            InputError: the server refuses this group.
-        """
-        if self._group is not None:
-            self._state, start = self._group.join(self._state, start)
-        return start
 
     def start(self, start: int) -> None:
         """Open the records of the run and the iterator of batches, which starts to read at the first step.
@@ -205,49 +191,22 @@ class Loop:
         self._progress.advance(step)
         if self._finished and self._finished.summary is None:
             self._record_step(self._finished)
-        self._finished = FinishedStep(step - 1, step, metrics)
+        self._finished = FinishedStep(step, metrics)
 
     def _run_round_end(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run the last step of a round of local steps, and the outer step."""
         state, metrics = self._workload.step(state, batch)
         return self._workload.average_groups(state), metrics
 
-    def meet_groups(self, step: int) -> int | None:
-        """Exchange masters with the outer server, if that is due. Return the step at which the run goes on, or None.
-
-        The step that ran last then has the number of that one. The batches in between were read by other groups.
-
-        Raises:
-            InputError: the server refuses this group. The checkpoint of the step has been written.
-        """
-        if self._group is None:
-            return None
-        assert self._finished is not None
-        try:
-            self._state, ahead = self._group.after_step(self._state, step)
-        except InputError:  # in all processes
-            self._save_stopped()
-            raise
-        if ahead is None:
-            return None
-        self._finished = dataclasses.replace(self._finished, step=ahead)
-        self._progress.advance(ahead)
-        self._meter.skip(ahead - step)
-        self._read_after(ahead)
-        return ahead
-
-    def poll(self, before: int, step: int) -> tuple[bool, bool]:
+    def poll(self, step: int) -> tuple[bool, bool]:
         """Return whether any process received a request to stop, and whether a checkpoint is due after a step.
-
-        Args:
-            before: the step that ended before it.
 
         Raises:
             InputError: the data has changed on the disk.
         """
         self._workload.check_data(wait=False)
         stop, failed = self._vote.cast(self._preemption.requested(), self._checkpoints.last_save_failed)
-        return stop, self._checkpoints.is_due(before, step, failed) or self._postponed
+        return stop, self._checkpoints.is_due(step, failed) or self._postponed
 
     def record(self, evaluates: bool) -> None:
         """Read and record the metrics of the step that ran last.
@@ -308,7 +267,7 @@ class Loop:
     def replicate(self, step: int) -> None:
         """Copy the state after the step into the memory of the hosts, if that is due. A skipped step has no copy."""
         assert self._finished is not None
-        if self._memory is None or not self._finished.passes(self._config.checkpoint.replicate_every):
+        if self._memory is None or step % self._config.checkpoint.replicate_every:
             return
         if self._finished.summary is None:
             self._record_step(self._finished)
@@ -365,12 +324,10 @@ class Loop:
         return self._state
 
     def _save_before_exit(self) -> None:
-        if self._finished is not None and self._workload.processes.count == 1:  # others already run the next step
-            self._save_stopped()
-
-    def _save_stopped(self) -> None:
-        """Write the checkpoint of the step that ran last, after which the run stops."""
-        if self._finished is not None and self._finished.summary is None:
+        """Write the checkpoint of the step that ran last."""
+        if self._finished is None or self._workload.processes.count > 1:  # others already run the next step
+            return
+        if self._finished.summary is None:
             self.record(evaluates=False)
         self.save(due=False, exits=True, last=False)
 
@@ -394,7 +351,7 @@ class Loop:
         window = finished.window = self._window.add(loss := float(metrics["loss"]), made_update(metrics))
         if math.isfinite(loss):
             self._metrics.add(finished.of_model)
-        due = measured is not None or finished.passes(config.logging.every)
+        due = measured is not None or step % config.logging.every == 0
         self._window = LossWindow() if due else window
         units = {self._workload.unit: step * self._workload.units_per_step}
         finished.summary = units | {"window": dataclasses.asdict(self._window)} | self._left_out.to_record()

@@ -2,17 +2,13 @@
 
 from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.training.job_groups import JobGroup
 from jaxopt_llm.training.loop import Loop
 from jaxopt_llm.training.records import Records
 from jaxopt_llm.training.workload import Workload
 
 
-def train_workload(workload: Workload, records: Records, preemption: Preemption, group: JobGroup | None = None) -> None:
+def train_workload(workload: Workload, records: Records, preemption: Preemption) -> None:
     """Train from the step that the records say to `training.steps`.
-
-    Args:
-        group: see Loop.
 
     Raises:
         OutOfMemory: the memory of the devices does not suffice.
@@ -20,15 +16,12 @@ def train_workload(workload: Workload, records: Records, preemption: Preemption,
             and its checkpoint; a skipped step has no checkpoint.
     """
     start, config = records.start, workload.config
-    with Loop(workload, records, preemption, group) as loop:
+    with Loop(workload, records, preemption) as loop:
         with workload.explain_oom(lambda: f"bringing the state of step {start} onto the devices"):
             loop.restore(start)
         try:
-            goes_on = not records.end
-            if goes_on:
+            if not records.end:
                 loop.hold(start)
-                start = loop.join_groups(start)
-            if goes_on and start < config.training.steps:
                 loop.start(start)
                 # Metrics are read one step late, and JAX reports a failed allocation only then.
                 with workload.explain_oom(lambda: f"in step {loop.current} or the one before"):
@@ -50,13 +43,11 @@ def run_steps(loop: Loop, start: int, steps: int, evaluate_every: int) -> None:
     """
     step = start
     while True:
-        before, step = step, step + 1
+        step += 1
         loop.step(step)
-        if (ahead := loop.meet_groups(step)) is not None:
-            step = ahead  # what is due after a step that was jumped over is due now
         last = step == steps
-        stop, checkpoint_due = loop.poll(before, step)
-        evaluates = evaluate_every > 0 and (last or step // evaluate_every > before // evaluate_every)
+        stop, checkpoint_due = loop.poll(step)
+        evaluates = evaluate_every > 0 and (last or step % evaluate_every == 0)
         exits = last or stop
         if evaluates or checkpoint_due or exits:
             loop.record(evaluates)

@@ -26,13 +26,11 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe import dashboards
-from jaxopt_llm.outer.token import read_token as read_groups_token
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.training.attention_choice import resolve_attention
 from jaxopt_llm.training.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
-from jaxopt_llm.training.local_steps import sharding_within
 from jaxopt_llm.training.program import Program, make_program
 from jaxopt_llm.training.started import DEVICE_FILE, Started, has_checkpoint, read_started
 
@@ -106,7 +104,7 @@ _WRITTEN_FIRST = re.compile(
 
 
 def check_inputs(config: Config, first: bool) -> None:
-    """Raise InputError if data, a token or a package is missing, before the run directory exists.
+    """Raise InputError if data or a package is missing, before the run directory exists.
 
     first: whether this is the first process, which writes the dashboards.
     """
@@ -118,8 +116,6 @@ def check_inputs(config: Config, first: bool) -> None:
         )
     if config.training.attention == "triton" and (found := attention_triton.installation_problems()):
         raise InputError(f"training.attention=triton: {'; '.join(found)}")
-    if config.groups.server:
-        read_groups_token(config.groups.token_file)
     if first:
         dashboards.import_packages(config.logging)
     remote.check_backends(config.data.paths, "data.paths")
@@ -155,13 +151,11 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     data = pack_documents(resolved, documents, processes.main)
     config: Config = resolve_length(resolved, sum(map(len, data.training)))
     check_run_directory(config, data.corpus, data.tokenizer)
-    placement = Placement(mesh, sharding_within(config), config.precision, config.offload)
+    placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = replace(make_program(config, placement, stores_frozen_weights(config)), attention=attention)
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
-    group, groups = config.groups.share
-    rows = [group * size + row for row in local_rows.indices]
-    loader = Loader(data.training, weights, groups * size, config.run.seed, rows)
+    loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
     validation: dict[str, Sequence[Batch]] = {
         name: read_validation_batches(packed, size, config.evaluation.batches, local_rows.indices)
         for name, packed in data.validation.items()
@@ -193,7 +187,7 @@ def resolve_length(config: Config, rows: int) -> Config:
         InputError: the stored `decay_steps` does not fit to the schedule.
     """
     training, schedule = config.training, config.schedule
-    steps = training.steps or math.ceil(training.epochs * rows / (training.batch_size * config.groups.share[1]))
+    steps = training.steps or math.ceil(training.epochs * rows / training.batch_size)
     stored = None if schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     lengths = {"training.steps": steps, "training.epochs": 0.0}
     config = fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})

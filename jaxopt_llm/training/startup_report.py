@@ -68,7 +68,7 @@ def _describe_mixture(setup: Setup) -> Iterator[str]:
     if not config.data.weights:
         return
     total = sum(source.weight for source in sources)
-    rows_read = config.training.steps * config.training.batch_size * config.groups.share[1]
+    rows_read = config.training.steps * config.training.batch_size
     for source, rows in zip(sources, setup.data.training, strict=True):
         share = source.weight / total
         epochs = rows_read * share / len(rows)
@@ -113,10 +113,10 @@ def list_warnings(setup: Setup) -> Iterator[str]:
             f"{config.training.steps}: the learning rate only rises; set a smaller {config.schedule.warmup_flag}"
         )
     if left := config.training.steps % config.training.local_steps:
-        where = "of the other groups" if config.groups.server else "that are evaluated and exported"
         yield (
             f"the last {left} of {config.training.steps} steps are in no outer step, and so not in the weights "
-            f"{where}: make --training.steps a multiple of training.local_steps={config.training.local_steps}"
+            "that are evaluated and exported: make --training.steps a multiple of "
+            f"training.local_steps={config.training.local_steps}"
         )
 
 

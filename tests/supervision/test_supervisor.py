@@ -175,10 +175,6 @@ PAIR = ("train", "--run.directory=r", *("--distributed.coordinator", "a:1", "--d
         (["--restarts", "-1", "--", "train"], "--restarts: -1: must be 0 or a larger whole number"),
         (["--backoff", "nan", "--", "train"], "--backoff: nan: must be a number of seconds"),
         (["--restart", "1", "--", "train"], "did you mean --restarts?"),
-        (
-            ["--elastic", "60", "--hosts", "2", "--", *PAIR, "--groups.server", "a:1"],
-            "leave out --elastic, or give --min-hosts 2",
-        ),
         (["--", *PAIR, "--distributed.coordinator", "a" * 64 + ":1"], ":1: must be host:port"),
         (["--", "train", "--run.directory=r", "--distributed.processes", "two"], "--distributed.* is not a number"),
     ],

@@ -144,15 +144,14 @@ class Checkpoints:
         self._wait_for_save()
         return max(step_directories.find_checkpoints(self.directory), default=None)
 
-    def is_due(self, before: int, step: int, failed: bool) -> bool:
+    def is_due(self, step: int, failed: bool) -> bool:
         """Return whether a checkpoint follows this step.
 
         Args:
-            before: the step that ended before it.
             step: the step that just ended.
             failed: whether the last save failed on any process.
         """
-        return self._config is not None and self._config.is_due(before, step, self._last_step if failed else None)
+        return self._config is not None and self._config.is_due(step, self._last_step if failed else None)
 
     def save(
         self,

@@ -21,7 +21,7 @@ from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster
 from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
-from jaxopt_llm.training.local_steps import has_groups, sharding_within
+from jaxopt_llm.training.local_steps import has_groups
 
 # Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
@@ -144,7 +144,7 @@ class _Step:
             yield from self.transfer((*expert, "context"), "all-reduce", reduced * summed, 2)
         if stage == 0:
             sharding, whole = config.sharding, reduced * (layers.trained + non_layer.trained)
-            exact = sharding_within(config).data_gradients == "exact" and not has_groups(config)
+            exact = config.sharding.data_gradients == "exact" and not has_groups(config)
             together = exact and not sharding.optimizer_over_data
             groups = ("data", "fsdp") if together else ("fsdp",)
             yield from self.transfer(groups, "all-reduce", whole, 2, alone=1.0)
@@ -190,7 +190,7 @@ class _Step:
 
         masters: number of master weights of a device.
         """
-        sharding, axes = sharding_within(self.config), ("data",)
+        sharding, axes = self.config.sharding, ("data",)
         values = masters * (self.config.mesh.data if sharding.optimizer_over_data else 1)
         if sharding.data_gradients != "exact":
             coded = values * CODE_BYTES[sharding.data_gradients]

@@ -234,12 +234,12 @@ def test_failed_save_deletes_no_other_checkpoint(
                 checkpoints.save_last(10, weights, {})
         assert len(lines) == 3 and all("could not be saved" in line and "\n" not in line for line in lines)
         assert {path.name for path in directory.iterdir()} == {"2", "7"}
-        assert [step for step in range(10, 14) if checkpoints.is_due(step - 1, step, checkpoints.last_save_failed)] == [
+        assert [step for step in range(10, 14) if checkpoints.is_due(step, checkpoints.last_save_failed)] == [
             12,
             13,
         ]  # a tenth of 20 later
         checkpoints.save_last(12, weights, {})
-        assert not checkpoints.is_due(12, 13, checkpoints.last_save_failed)
+        assert not checkpoints.is_due(13, checkpoints.last_save_failed)
     assert [step for step, _ in saves] == [9, 10, 10, 12] and [bool(failure) for _, failure in saves] == [1, 1, 1, 0]
     assert restore_latest(directory) == (12, [9, 9, 9], [])
     assert [path.name for path in directory.iterdir()] == ["12"]
@@ -301,7 +301,7 @@ def test_a_save_waits_for_no_other_save_and_is_left_out_if_there_is_no_room(
             checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {})
         assert {path.name for path in tmp_path.iterdir()} <= {"10.writing"}
         assert len(lines) == 1 and "step 30 is not saved: the saves before are still being written" in lines[0]
-        assert [step for step in range(31, 36) if checkpoints.is_due(step - 1, step, checkpoints.last_save_failed)] == [
+        assert [step for step in range(31, 36) if checkpoints.is_due(step, checkpoints.last_save_failed)] == [
             *range(32, 36)
         ]
         threading.Timer(0.2, gate.set).start()
