@@ -184,9 +184,9 @@ def read_tokenizer(folder: Path) -> None:
 def read_template(folder: Path) -> None:
     tokenizer = JsonTokenizer(folder)
     found = template.find_template(DataConfig(tokenizer=str(folder), date="2026-01-31"), tokenizer)
-    with template.open_renderer(found) as renderer:
-        renderer.render_prompt(CHAT[:1])
-        renderer.find_turn_end()
+    renderer = template.Renderer(found)
+    renderer.render_prompt(CHAT[:1])
+    renderer.find_turn_end()
 
 
 def read_corpus(file: str, **settings: Any) -> Callable[[Path], None]:

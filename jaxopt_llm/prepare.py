@@ -42,7 +42,7 @@ from jaxopt_llm.data.remote import is_url
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.storage import PLAN
-from jaxopt_llm.data.template import open_reader
+from jaxopt_llm.data.template import make_reader
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import in_spans
 
@@ -108,13 +108,13 @@ def preview(config: DataConfig, count: int) -> None:
     skipped = Skipped()
     files = chain.from_iterable(find_corpus_files(config, "--input"))
     parts = chain.from_iterable(source.split_into_parts(file, config) for file in files)
-    with open_reader(config, tokenizer) as read:
-        documents = chain.from_iterable(read(part, skipped) for part in parts)
-        for document in islice(documents, count):
-            ((ids, starts),) = tokenizer.encode_with_offsets([document.content])
-            learned = in_spans(starts, document.spans or ())
-            console.print(f"--- {document.name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
-            console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
+    read = make_reader(config, tokenizer)
+    documents = chain.from_iterable(read(part, skipped) for part in parts)
+    for document in islice(documents, count):
+        ((ids, starts),) = tokenizer.encode_with_offsets([document.content])
+        learned = in_spans(starts, document.spans or ())
+        console.print(f"--- {document.name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
+        console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
     if reasons := skipped.describe():
         console.print(f"skipped: {'; '.join(reasons)}", markup=False)
     for note in skipped.describe_notes():

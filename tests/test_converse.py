@@ -153,8 +153,8 @@ def test_answers_depend_on_the_whole_conversation(
     for line in ("What?", "Thanks é"):
         messages.append({"role": "user", "content": line})
         data = replace(source.config.data, date=chat.date.today().isoformat())
-        with chat.open_renderer(chat.find_template(data, source.tokenizer)) as renderer:
-            prompt = renderer.render_prompt(messages)
+        renderer = chat.Renderer(chat.find_template(data, source.tokenizer))
+        prompt = renderer.render_prompt(messages)
         ids = source.tokenizer.encode([prompt.encode()])[0].astype(np.int32)
         decoder = TokenGenerator(source.model, source.params, source.placement, 512, Sampling(), 1, 256)
         answer = continuation.Continuation(source.tokenizer, ids.tolist(), {source.tokenizer.eos}, ())

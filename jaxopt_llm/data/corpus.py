@@ -16,7 +16,7 @@ from jaxopt_llm.data.indexed import open_megatron, open_numpy
 from jaxopt_llm.data.prepared import open_prepared
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import FORMATS, read_standard_library, split_into_parts
-from jaxopt_llm.data.template import Reader, open_reader
+from jaxopt_llm.data.template import Reader, make_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 
 
@@ -84,11 +84,11 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
     opened: list[tuple[str, list[tokens.Piece], str]] = []
     files_by_path = find_corpus_files(config, pulse=pulse)
     if config.paths:
-        with open_reader(config, tokenizer) as read:
-            for pattern, files in zip(config.paths, files_by_path, strict=True):
-                found = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
-                pieces = list(chain.from_iterable(pieces for pieces, _ in found))
-                opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
+        read = make_reader(config, tokenizer)
+        for pattern, files in zip(config.paths, files_by_path, strict=True):
+            found = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
+            pieces = list(chain.from_iterable(pieces for pieces, _ in found))
+            opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
         skipped.check_columns(config)
     else:
         library = [tokens.tokenize(str(document.name), [document], tokenizer) for document in read_standard_library()]
@@ -177,8 +177,8 @@ def _open_files(
 ) -> tuple[tokens.TokenStream, str, Skipped]:
     """Return all documents of files, the hash of their contents, and the skipped documents by reason."""
     skipped = Skipped()
-    with open_reader(config, tokenizer) as read:
-        opened = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
+    read = make_reader(config, tokenizer)
+    opened = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
     digest = hashlib.sha256("\n".join(digest for _, digest in opened).encode()).hexdigest()
     return tokens.join_all(list(chain.from_iterable(pieces for pieces, _ in opened))), digest, skipped
 

@@ -36,7 +36,7 @@ from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import split_into_parts
 from jaxopt_llm.data.storage import PLAN
-from jaxopt_llm.data.template import find_template, open_reader
+from jaxopt_llm.data.template import find_template, make_reader
 from jaxopt_llm.data.tokenizer import Tokenizer
 from jaxopt_llm.data.tokens import IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
 
@@ -161,7 +161,7 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     documents = end = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_temporary_path(path).open("wb")) for path in paths]
-        read = stack.enter_context(open_reader(config, tokenizer))
+        read = make_reader(config, tokenizer)
         for part in parts:
             for tokens, lengths, keys, *mask in tokenize_batches(read(part, skipped), tokenizer):
                 for digest, array in zip(digests, (tokens, *mask), strict=False):

@@ -1,34 +1,16 @@
-"""Rendering of conversations by a chat template: python sandbox.py SECONDS, a separate process that can be killed.
+"""Rendering of conversations by a chat template, in Jinja's sandbox.
 
-A chat template is a program, and comes with weights from any source. Jinja's sandbox keeps it away from Python's
-objects. Only a separate process can bound its time and its memory, and have neither files nor a network (isolation.py).
-This program imports nothing of this package.
-
-Standard input has one JSON object per line. The first has the arguments of `Renderer`, and each other one is a request:
-
-    {"messages", "tools", "arguments", "unlearned"}  conversation: `Renderer.render`
-    {"messages", "add_generation_prompt"}            running conversation: `Renderer.render_prompt`
-    {}                                               `Renderer.find_turn_end`
-
-Each line is answered by one line on standard output: {"documents": [{"text", "spans" (ranges [begin, end) of learned
-characters)}], "ends": whether special tokens end the learned turns}, {"text"}, {"token"}, {"refused": reason} if the
-template rejects or cannot write the conversation, {"lost": [reason, detail]} if it leaves out a part, {"undated": true}
-if it asks for the current date and there is none, or {"error": reason} if the template itself is wrong.
+A chat template is a program, and comes with weights from any source. The sandbox keeps it away from Python's objects,
+and with them from files and the network. It does not bound time and memory: a template can compute without end.
 """
 
-import contextlib
-import faulthandler
 import itertools
 import json
-import os
 import re
-import runpy
 import secrets
-import signal
-import sys
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -38,15 +20,26 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_MEMORY = 2**31  # bytes
+from jaxopt_llm.data.turns import (
+    EXAMPLES,
+    PROBES,
+    REASONING,
+    Conversation,
+    Document,
+    Lost,
+    Refused,
+    Specials,
+    find_ending,
+    find_owners,
+    fit_arguments,
+    mark,
+)
+
 MAX_CHARACTERS = 2**26  # of a rendered conversation
 
 _NONCE = str(secrets.randbits(128))  # random, so that no conversation can contain these marks
 _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
 
-
-_turns = runpy.run_path(str(Path(__file__).with_name("turns.py")))
-Refused, Lost = _turns["Refused"], _turns["Lost"]
 # Exceptions that a template raises for a conversation of another form than it expects.
 _UNEXPECTED = (jinja2.UndefinedError, TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError)
 
@@ -138,6 +131,19 @@ class Template:
         return _remove_marks(rendered, self._generation.rendered) if self.marks else (rendered, [])
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the template writes it.
+
+    Attributes:
+        documents: several if the template rewrites earlier turns when more turns follow.
+        ends: whether special tokens end the learned turns.
+    """
+
+    documents: list[Document]
+    ends: bool
+
+
 class Renderer:
     """Renderer of conversations.
 
@@ -163,7 +169,7 @@ class Renderer:
     ) -> None:
         self._template = Template(template, date)
         self._tool_template = self._template if tool_template is None else Template(tool_template, date)
-        self._variables, self._reserved, self._specials = variables, {*reserved}, _turns["Specials"](ends, eos)
+        self._variables, self._reserved, self._specials = variables, {*reserved}, Specials(ends, eos)
         self._endings: dict[tuple[Template, bool], Any] = {}
 
     def render(
@@ -172,8 +178,8 @@ class Renderer:
         tools: list[Any] | None = None,
         arguments: dict[str, Any] | None = None,
         unlearned: Collection[int] = (),
-    ) -> dict[str, Any]:
-        """Return the documents of a conversation.
+    ) -> Rendered:
+        """Return a conversation as the template writes it.
 
         Raises:
             Refused: the template rejects the conversation or cannot write it.
@@ -185,19 +191,15 @@ class Renderer:
         for given in _fill_contents(_alias_reasoning(messages)):
             try:
                 documents = self._find_documents(given, tools, arguments or {}, unlearned)
-                return {"documents": documents, "ends": self._have_ends(documents, has_tools=bool(tools))}
+                return Rendered(documents, self._have_ends(documents, has_tools=bool(tools)))
             except (Refused, Lost) as error:
                 failures.append(error)
         raise next((error for error in failures if isinstance(error, Lost)), failures[0])
 
-    def _have_ends(self, documents: list[dict[str, Any]], has_tools: bool) -> bool:
+    def _have_ends(self, documents: list[Document], has_tools: bool) -> bool:
         """Return whether a special token ends each learned range, or with generation blocks the last one."""
         marks = (self._tool_template if has_tools else self._template).marks
-        learned = [
-            each["text"][begin:end]
-            for each in documents
-            for begin, end in (each["spans"][-1:] if marks else each["spans"])
-        ]
+        learned = [text[begin:end] for text, spans in documents for begin, end in (spans[-1:] if marks else spans)]
         return all(self._specials.end(text.rstrip()) for text in learned)
 
     def _find_documents(
@@ -206,17 +208,16 @@ class Renderer:
         tools: list[Any] | None,
         arguments: dict[str, Any],
         unlearned: Collection[int],
-    ) -> list[dict[str, Any]]:
+    ) -> list[Document]:
         template = self._tool_template if tools else self._template
         render = self._bind(template, arguments)
-        messages = _turns["fit_arguments"](render, messages, tools)
+        messages = fit_arguments(render, messages, tools)
         learned = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i not in unlearned]
-        conversation = _turns["Conversation"](render, messages, tools, self._specials)
+        conversation = Conversation(render, messages, tools, self._specials)
         conversation.render_first(len(messages))
         conversation.check_parts(learned)
         if not template.marks:
-            documents = conversation.find_documents(learned, self._find_ending(template, bool(tools)))
-            return [{"text": text, "spans": spans} for text, spans in documents]
+            return list(conversation.find_documents(learned, self._find_ending(template, bool(tools))))
 
         text, spans = _render(template, messages, tools, False, self._variables | arguments)
         if unlearned:
@@ -225,7 +226,7 @@ class Renderer:
                 problem = "it does not show which generation blocks are those of a message with weight 0"
                 raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
             spans = [span for span, each in zip(spans, owners, strict=True) if not each & {*unlearned}]
-        return [{"text": text, "spans": spans}]
+        return [(text, spans)]
 
     def _find_owners(
         self,
@@ -236,26 +237,25 @@ class Renderer:
         unlearned: set[int],
     ) -> list[set[int]]:
         """Return the messages of each generation block. There is none if a message with weight 0 leaves no mark."""
-        marks = [f"{_turns['PROBES'][0]}-{index}-" for index in range(len(messages))]
-        marked = [_turns["mark"](message, each) for message, each in zip(messages, marks, strict=True)]
+        marks = [f"{PROBES[0]}-{index}-" for index in range(len(messages))]
+        marked = [mark(message, each) for message, each in zip(messages, marks, strict=True)]
         text, blocks = _render(template, marked, tools, False, self._variables | arguments)
         roles = [message["role"] for message in messages]
         is_shown = all(marks[index] in text for index in unlearned)
-        return _turns["find_owners"](text, blocks, roles, marks) if is_shown else []
+        return find_owners(text, blocks, roles, marks) if is_shown else []
 
-    def render_prompt(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> dict[str, Any]:
-        """Return the text of a running conversation."""
-        render = self._bind(self._template, {})
-        return {"text": render(_alias_reasoning(messages), None, add_generation_prompt)}
+    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Return the text of a running conversation, up to the start of the assistant's next turn."""
+        return self._bind(self._template, {})(_alias_reasoning(messages), None, True)
 
-    def find_turn_end(self) -> dict[str, Any]:
+    def find_turn_end(self) -> str:
         """Return the special token that ends an answer, or an empty text."""
         render, ending = self._bind(self._template, {}), self._find_ending(self._template, has_tools=False)
         failures = []
-        for example in _turns["EXAMPLES"]:
-            conversation = _turns["Conversation"](render, example, None, self._specials)
+        for example in EXAMPLES:
+            conversation = Conversation(render, example, None, self._specials)
             try:
-                return {"token": self._specials.end(conversation.read_turn(len(example) - 1, ending).text)}
+                return self._specials.end(conversation.read_turn(len(example) - 1, ending).text)
             except Refused as error:
                 failures.append(error)
         raise failures[0]
@@ -264,7 +264,7 @@ class Renderer:
         key = template, has_tools
         if key not in self._endings:
             render = self._bind(template, {})
-            self._endings[key] = _turns["find_ending"](render, self._specials, has_tools)
+            self._endings[key] = find_ending(render, self._specials, has_tools)
         return self._endings[key]
 
     def _bind(self, template: Template, arguments: dict[str, Any]) -> Callable[..., str]:
@@ -292,7 +292,7 @@ def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with their reasoning under each name that a template may read, as transformers does."""
     aliased = []
     for message in messages:
-        texts = [message[name] for name in _turns["REASONING"] if message.get(name) is not None]
+        texts = [message[name] for name in REASONING if message.get(name) is not None]
         named = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else message
         aliased.append(named)
     return aliased
@@ -356,61 +356,3 @@ def _clock(day: str) -> Callable[[str], str]:
         return date.fromisoformat(day).strftime(form)
 
     return strftime_now
-
-
-def _bound_memory() -> None:
-    if os.name != "posix":  # only the timeout bounds it there
-        return
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _warm_up() -> None:
-    """Import what Python and Jinja import at the first use, and a template may need once no file can be read."""
-    text = "{{ strftime_now('%d %B') }}{{ 'a\\n' | tojson | trim | upper | urlize }}{{ raise_exception('') }}"
-    with contextlib.suppress(Refused):
-        Renderer(text, None, {}, "", [], [], "2000-01-01").render([])
-
-
-def _answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
-    if not request:
-        return renderer.find_turn_end()
-    return renderer.render_prompt(**request) if "add_generation_prompt" in request else renderer.render(**request)
-
-
-def main() -> None:
-    seconds = float(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process also receives Ctrl-C; its parent ends it
-    _bound_memory()
-    renderer = None
-    with open(os.devnull, "w") as null:
-        _warm_up()
-        runpy.run_path(str(Path(__file__).with_name("isolation.py")))["isolate"]()
-        for line in sys.stdin.buffer:
-            # A C thread ends the process, even during a long computation in C. It first writes a traceback.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=null)
-            try:
-                if renderer is None:
-                    renderer, answer = Renderer(**json.loads(line)), "{}"
-                else:
-                    answer = json.dumps(_answer(renderer, json.loads(line)))
-            except Refused as error:
-                answer = json.dumps({"refused": str(error)})
-            except Lost as error:
-                answer = json.dumps({"lost": error.args})
-            except Undated:
-                answer = json.dumps({"undated": True})
-            except jinja2.TemplateSyntaxError as error:
-                answer = json.dumps({"error": f"line {error.lineno}: {error}"})
-            except Exception as error:  # an untrusted program can raise any exception
-                kind = type(error).__name__
-                answer = json.dumps({"error": f"{kind}: {error}" if str(error) else kind})
-            print(answer, flush=True)
-            faulthandler.cancel_dump_traceback_later()
-
-
-if __name__ == "__main__":
-    main()

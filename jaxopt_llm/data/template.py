@@ -1,29 +1,29 @@
-"""Chat templates: search for the template of a tokenizer, and rendering of conversations in a separate process."""
+"""Chat templates: search for the template of a tokenizer, and rendering of conversations."""
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import jinja2
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import RESERVED_ARGUMENTS, TEMPLATE_FILE, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
+from jaxopt_llm.data import sandbox
 from jaxopt_llm.data.rows import Part
 from jaxopt_llm.data.skipped import Malformed, Skipped
 from jaxopt_llm.data.source import Document, read_documents, reject
 from jaxopt_llm.data.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
 from jaxopt_llm.data.tokenizer_folder import NAMED_TEMPLATES, SETTINGS
+from jaxopt_llm.data.turns import Lost, Refused
 
-SANDBOX_PROGRAM = Path(__file__).with_name("sandbox.py")
+T = TypeVar("T")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
-TIMEOUT_SECONDS = 30.0  # for one conversation, which usually takes less than a millisecond
 
 
 @dataclass(frozen=True)
@@ -123,32 +123,28 @@ def _explain_no_template(config: DataConfig, names: Sequence[str]) -> str:
     return f"{problem}: {remedy}, or name a template file with --data.chat_template"
 
 
-@contextmanager
-def open_renderer(template: Template, seconds: float = TIMEOUT_SECONDS) -> Iterator["Renderer"]:
-    """Start a process that renders the template; it ends with the context.
-
-    seconds: timeout of one conversation.
-    """
-    # -P: files next to the program must not shadow modules of Python's library.
-    command = [sys.executable, "-P", str(SANDBOX_PROGRAM), str(seconds)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        yield Renderer(template, process, seconds)
-    finally:
-        process.kill()
-        process.communicate()
-
-
 class Renderer:
-    """Client of the process that renders a template; see `open_renderer`."""
+    """Renderer of a template, whose errors name the template and the conversation.
 
-    def __init__(self, template: Template, process: "subprocess.Popen[bytes]", seconds: float) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._template, self._stdin, self._stdout, self._seconds = template, process.stdin, process.stdout, seconds
-        settings: dict[str, Any] = {"template": template.source, "tool_template": template.tool_source}
-        settings |= {"variables": template.special | template.arguments, "reserved": sorted(RESERVED_ARGUMENTS)}
-        settings |= {"ends": template.ends, "eos": template.special.get("eos_token", ""), "date": template.date}
-        self._request(json.dumps(settings).encode(), "when it was compiled")
+    Raises:
+        InputError: the template cannot be compiled.
+    """
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+        def compile_template() -> sandbox.Renderer:
+            return sandbox.Renderer(
+                template.source,
+                template.tool_source,
+                template.special | template.arguments,
+                template.special.get("eos_token", ""),
+                sorted(RESERVED_ARGUMENTS),
+                list(template.ends),
+                template.date,
+            )
+
+        self._sandbox = self._run(compile_template, "when it was compiled")
 
     def render(self, document: Document, config: DataConfig, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents of a conversation, with the same key.
@@ -156,22 +152,23 @@ class Renderer:
         There are several if the template rewrites earlier turns when more turns follow. There is none if the template
         rejects the conversation or leaves out a part of it, and `data.malformed` allows skipping it.
         """
-        answer = self._request(document.content, document.name)
-        if "refused" in answer:
-            problem = f"the chat template {self._template.path} rejects the conversation ({answer['refused']})"
+        conversation = json_files.parse(document.content)
+        try:
+            rendered = self._run(lambda: self._sandbox.render(**conversation), document.name)
+        except Refused as error:
+            problem = f"the chat template {self._template.path} rejects the conversation ({error})"
             reject(document.name, problem, config)
             skipped.add("rejected by the chat template", document.name)
-        elif "lost" in answer:
-            lost = Malformed(*answer["lost"])
+        except Lost as error:
+            lost = Malformed(*error.args)
             remedy = "name a template that has a place for it with --data.chat_template"
             reject(document.name, f"{lost}: {self._template.path}; {remedy}", config)
             skipped.add(lost.reason, document.name)
         else:
             # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
-            skipped.endless += bool(self._template.ends) and not answer["ends"]
-            for each in answer["documents"]:
-                spans = tuple((begin, end) for begin, end in each["spans"])
-                yield Document(document.name, each["text"].encode(), document.key, spans)
+            skipped.endless += bool(self._template.ends) and not rendered.ends
+            for text, spans in rendered.documents:
+                yield Document(document.name, text.encode(), document.key, tuple(spans))
 
     def render_prompt(self, messages: list[dict[str, str]]) -> str:
         """Render a running conversation as text, up to the start of the assistant's next turn.
@@ -179,55 +176,51 @@ class Renderer:
         Raises:
             InputError: the template rejects the messages or fails.
         """
-        request = {"messages": messages, "add_generation_prompt": True}
-        return str(self._ask(request)["text"])
+        return self._ask(lambda: self._sandbox.render_prompt(messages))
 
     def find_turn_end(self) -> str | None:
         """Return the special token that ends an answer, or None. Raises InputError as `render_prompt` does."""
-        return str(self._ask({})["token"]) or None
+        return self._ask(self._sandbox.find_turn_end) or None
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        answer = self._request(json.dumps(request).encode(), "in a conversation")
-        if "refused" in answer:
-            problem = f"the chat template rejects the conversation ({answer['refused']})"
-            raise InputError(f"{self._template.path}: {problem}; start a new one, or correct the template")
-        return answer
-
-    def _request(self, line: bytes, where: object) -> dict[str, Any]:
+    def _ask(self, render: Callable[[], str]) -> str:
         try:
-            self._stdin.write(line + b"\n")
-            self._stdin.flush()
-            answer: dict[str, Any] = json_files.parse(self._stdout.readline())
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{self._template.path}: the chat template was stopped ({where}): it took more than "
-                f"{self._seconds:g} s or crashed its process; check that the template can be trusted"
-            ) from error
-        if "undated" in answer:
+            return self._run(render, "in a conversation")
+        except Refused as error:
+            problem = f"the chat template rejects the conversation ({error})"
+            raise InputError(f"{self._template.path}: {problem}; start a new one, or correct the template") from error
+
+    def _run(self, render: Callable[[], T], where: object) -> T:
+        """Return what the template makes.
+
+        Raises:
+            Refused, Lost: the template does not write the conversation.
+            InputError: the template is wrong.
+        """
+        try:
+            return render()
+        except (Refused, Lost):
+            raise
+        except sandbox.Undated as error:
             problem = "the chat template writes the current date, so the tokens would differ on another day"
             remedy = "give a fixed date, as in --data.date 2026-01-31"
-            raise InputError(f"{self._template.path}: {problem}; {remedy}")
-        if "error" in answer:
-            problem = f"the chat template failed ({where}): {answer['error']}"
-            raise InputError(f"{self._template.path}: {problem}; correct the template")
-        return answer
+            raise InputError(f"{self._template.path}: {problem}; {remedy}") from error
+        except Exception as error:  # a program of a stranger can raise any exception
+            kind = f"line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
+            problem = f"the chat template failed ({where}): {': '.join(filter(None, (kind, str(error))))}"
+            raise InputError(f"{self._template.path}: {problem}; correct the template") from error
 
 
 Reader = Callable[[Part, Skipped], Iterator[Document]]
 
 
-@contextmanager
-def open_reader(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Reader]:
-    """Open a function that yields the documents of a part, with conversations rendered as text."""
+def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
+    """Return a function that yields the documents of a part, with conversations rendered as text."""
     if config.content == "text":
-        yield lambda part, skipped: read_documents(part, config, skipped)
-        return
+        return lambda part, skipped: read_documents(part, config, skipped)
     template = find_template(config, tokenizer)
     sources = template.source + (template.tool_source or "")
-    with open_renderer(template) as renderer:
-        yield lambda part, skipped: _render_all(
-            read_documents(part, config, skipped, sources), renderer, config, skipped
-        )
+    renderer = Renderer(template)
+    return lambda part, skipped: _render_all(read_documents(part, config, skipped, sources), renderer, config, skipped)
 
 
 def _render_all(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError, describe_error
-from jaxopt_llm.data.bounded_tokenizer import BoundedTokenizer, Refused
+from jaxopt_llm.data.library_tokenizer import LibraryTokenizer, Refused
 from jaxopt_llm.data.tokenizer_classes import BACKEND, GENERIC_CLASS
 from jaxopt_llm.data.tokenizer_folder import MODEL_FILES, VOCABULARY, TokenizerFiles, read_tokenizer_files
 from jaxopt_llm.data.tokenizer_folder import read_json_object as read_json_object
@@ -97,8 +97,6 @@ class ByteTokenizer:
 class JsonTokenizer:
     """Tokenizer of a Hugging Face folder: a tokenizer.json and the files next to it, read as transformers 5 reads them.
 
-    The library runs in a process of its own, which a file can end without ending this one.
-
     A special token that is spelled out in a text becomes that token, as in transformers.
 
     Args:
@@ -114,7 +112,7 @@ class JsonTokenizer:
         file = path / VOCABULARY if path.is_dir() else path
         try:
             files = read_tokenizer_files(file, f"data.tokenizer={path}")
-            self._library = BoundedTokenizer(f"data.tokenizer={path}", files.parts, files.assembly)
+            self._library = LibraryTokenizer(f"data.tokenizer={path}", files.parts, files.assembly)
         except (OSError, ValueError, Refused) as error:
             remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
             raise InputError(
@@ -159,14 +157,10 @@ class JsonTokenizer:
         )
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
-        for text in texts:
-            text.decode()  # raises UnicodeDecodeError
-        return [*self._library.encode(texts)]
+        return [*self._library.encode([text.decode() for text in texts])]
 
     def encode_with_offsets(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
-        for text in texts:
-            text.decode()
-        return [*self._library.encode_with_offsets(texts)]
+        return [*self._library.encode_with_offsets([text.decode() for text in texts])]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._library.decode(ids)

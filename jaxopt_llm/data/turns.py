@@ -1,8 +1,7 @@
 """Conversations in the text that a chat template writes: where the assistant's turns lie, and what is left out.
 
 The template is a function that is only called: this file compares its texts for parts of a conversation, with and
-without the generation prompt, and with probes in place of what was written. It imports nothing of this package, because
-sandbox.py loads it by its path.
+without the generation prompt, and with probes in place of what was written.
 """
 
 import json

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
-from jaxopt_llm.data.template import find_template, open_renderer
+from jaxopt_llm.data.template import Renderer, find_template
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference.run import LoadedModel
 
@@ -53,27 +53,27 @@ def converse(
     generator = TokenGenerator(*loaded, sampling, rows=1, length=context)
     remedy = "start a new one, or increase --context"
     messages = [] if system is None else [{"role": "system", "content": system}]
-    with open_renderer(template) as renderer:
-        eos_ids = find_eos_ids(data, tokenizer, renderer.find_turn_end())
-        for line in _read_lines():
-            messages.append({"role": "user", "content": line})
-            # The whole conversation is rendered again; tokens in the cache are not computed again. The cache is valid
-            # only up to the first difference, if the template omits earlier reasoning, or if the text of an answer is
-            # tokenized differently from its sampled tokens.
-            ids = tokenizer.encode([renderer.render_prompt(messages).encode()])[0].astype(np.int32)
-            room = context - ids.size
-            if room < 1:
-                raise InputError(f"--context {context}: the conversation now has {ids.size:,} tokens; {remedy}")
-            answer = Continuation(tokenizer, ids.tolist(), eos_ids, stop_strings)
-            with _catch_interrupt() as interrupted:
-                tokens = generator([ids], min(max_answer_tokens, room))
-                steps = itertools.takewhile(lambda _: not interrupted.is_set(), tokens)
-                ended = extend_continuations(steps, [answer], print_text)
-            print(flush=True)
-            if not ended and room <= max_answer_tokens and not interrupted.is_set():
-                problem = "the answer is cut off because the conversation is full"
-                raise InputError(f"--context {context}: {problem}; {remedy}")
-            messages.append({"role": "assistant", "content": answer.text})
+    renderer = Renderer(template)
+    eos_ids = find_eos_ids(data, tokenizer, renderer.find_turn_end())
+    for line in _read_lines():
+        messages.append({"role": "user", "content": line})
+        # The whole conversation is rendered again; tokens in the cache are not computed again. The cache is valid
+        # only up to the first difference, if the template omits earlier reasoning, or if the text of an answer is
+        # tokenized differently from its sampled tokens.
+        ids = tokenizer.encode([renderer.render_prompt(messages).encode()])[0].astype(np.int32)
+        room = context - ids.size
+        if room < 1:
+            raise InputError(f"--context {context}: the conversation now has {ids.size:,} tokens; {remedy}")
+        answer = Continuation(tokenizer, ids.tolist(), eos_ids, stop_strings)
+        with _catch_interrupt() as interrupted:
+            tokens = generator([ids], min(max_answer_tokens, room))
+            steps = itertools.takewhile(lambda _: not interrupted.is_set(), tokens)
+            ended = extend_continuations(steps, [answer], print_text)
+        print(flush=True)
+        if not ended and room <= max_answer_tokens and not interrupted.is_set():
+            problem = "the answer is cut off because the conversation is full"
+            raise InputError(f"--context {context}: {problem}; {remedy}")
+        messages.append({"role": "assistant", "content": answer.text})
 
 
 def _read_lines() -> Iterator[str]:

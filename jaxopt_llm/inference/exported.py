@@ -13,7 +13,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import parse_arguments
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.continuation import find_eos_ids
-from jaxopt_llm.data.template import find_template, open_renderer
+from jaxopt_llm.data.template import Renderer, find_template
 from jaxopt_llm.data.tokenizer import (
     Tokenizer,
     find_tokenizer_folder,
@@ -137,8 +137,7 @@ def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
             raise
         return None  # a model of text needs no template
     try:
-        with open_renderer(template) as renderer:
-            return renderer.find_turn_end()
+        return Renderer(template).find_turn_end()
     except InputError as error:
         print(f"warning: {error}; the token that ends a turn is not added to eos_token_id", file=sys.stderr)
         return None

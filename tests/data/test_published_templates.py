@@ -18,7 +18,7 @@ from jaxopt_llm.data.corpus import open_all_documents, open_corpus
 from jaxopt_llm.data.find import find_files
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import Document, read_documents, split_into_parts
-from jaxopt_llm.data.template import find_template, open_renderer
+from jaxopt_llm.data.template import Renderer, find_template
 from jaxopt_llm.data.tokenizer import load_tokenizer
 
 Row = dict[str, Any]
@@ -72,8 +72,8 @@ def read(row: Row, config: DataConfig, tmp_path: Path, skipped: Skipped | None =
     (file,) = find_files(given.paths[0], given, "data.paths")
     (part,) = split_into_parts(file, given)
     (document,) = read_documents(part, given, skipped)
-    with open_renderer(find_template(given, load_tokenizer(given))) as renderer:
-        return list(renderer.render(document, given, skipped))
+    renderer = Renderer(find_template(given, load_tokenizer(given)))
+    return list(renderer.render(document, given, skipped))
 
 
 def learned(documents: list[Document]) -> list[list[str]]:
@@ -273,8 +273,8 @@ NEEDS_BOTH = "{% if messages[0].content != 'Be kind.' %}{{ raise_exception('not 
 def ends(source: str, rows: list[Row], tokens: list[str] = ROLES) -> list[list[str]]:
     """Return what is learned of each row by one renderer."""
     renderer = sandbox.Renderer(source, None, {}, "", [], tokens, "")
-    documents = [renderer.render(**row)["documents"] for row in rows]
-    return [[each["text"][a:b] for each in found for a, b in each["spans"]] for found in documents]
+    conversations = [renderer.render(**row).documents for row in rows]
+    return [[text[a:b] for text, spans in documents for a, b in spans] for documents in conversations]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_an_ending_is_found_with_another_example(check: str) -> None:
     assert ends(source, [plain]) == [expected]
     assert ends(source, [tooled]) == [expected]
     renderer = sandbox.Renderer(source, None, {}, "", [], ROLES, "")
-    assert renderer.find_turn_end() == {"token": "<|user|>"}
+    assert renderer.find_turn_end() == "<|user|>"
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -487,14 +487,14 @@ def test_arguments_of_a_row_win(folders: dict[str, Path], tmp_path: Path) -> Non
     settings = config(folders["SMOLLM_3"], template_arguments=("enable_thinking=false",))
     template = find_template(settings, load_tokenizer(settings))
     assert template.sha256 != find_template(config(folders["SMOLLM_3"]), load_tokenizer(settings)).sha256
-    with open_renderer(template) as renderer:
-        (plain,) = renderer.render(Document("a", json.dumps({"messages": TWO[:2]}).encode(), b""), settings, Skipped())
-        (own,) = renderer.render(Document("a", row, b""), settings, Skipped())
-        assert b"Mode: /no_think" in plain.content and b"Mode: /think" in own.content
-        assert renderer.render_prompt(TWO[:1]).endswith("assistant\n<think>\n\n</think>\n")
-        wrong = json.dumps({"messages": TWO[:2], "arguments": {"tools": []}}).encode()
-        with pytest.raises(InputError, match="the arguments of the row have names that are reserved: tools"):
-            list(renderer.render(Document("a", wrong, b""), settings, Skipped()))
+    renderer = Renderer(template)
+    (plain,) = renderer.render(Document("a", json.dumps({"messages": TWO[:2]}).encode(), b""), settings, Skipped())
+    (own,) = renderer.render(Document("a", row, b""), settings, Skipped())
+    assert b"Mode: /no_think" in plain.content and b"Mode: /think" in own.content
+    assert renderer.render_prompt(TWO[:1]).endswith("assistant\n<think>\n\n</think>\n")
+    wrong = json.dumps({"messages": TWO[:2], "arguments": {"tools": []}}).encode()
+    with pytest.raises(InputError, match="the arguments of the row have names that are reserved: tools"):
+        list(renderer.render(Document("a", wrong, b""), settings, Skipped()))
 
 
 @pytest.mark.parametrize(
@@ -565,8 +565,8 @@ def test_rows_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:
 def test_a_conversation_in_the_terminal(name: str, folders: dict[str, Path]) -> None:
     """The token that ends an answer is found, and the prompt after an answer is that of the published template."""
     template = find_template(config(folders[name]), load_tokenizer(config(folders[name])))
-    with open_renderer(template) as renderer:
-        end = renderer.find_turn_end()
-        prompt = renderer.render_prompt(TWO[:3])
+    renderer = Renderer(template)
+    end = renderer.find_turn_end()
+    prompt = renderer.render_prompt(TWO[:3])
     assert end is not None and LEARNED[name][-1][-1].endswith(end)
     assert "ein" in prompt and "two" in prompt and "zwei" not in prompt

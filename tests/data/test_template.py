@@ -1,9 +1,6 @@
 """Chat templates: the tokens that the loss counts, and limits of untrusted templates."""
 
-import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +15,7 @@ from jaxopt_llm.data import template
 from jaxopt_llm.data.corpus import open_all_documents
 from jaxopt_llm.data.skipped import Skipped
 from jaxopt_llm.data.source import Document
-from jaxopt_llm.data.template import SANDBOX_PROGRAM, Template, find_template, open_renderer
+from jaxopt_llm.data.template import Renderer, Template, find_template
 from jaxopt_llm.data.tokenizer import load_tokenizer
 
 Pieces = list[tuple[str, bool]]  # text, and whether the loss counts it
@@ -133,8 +130,8 @@ def test_ids_and_mask_are_those_of_transformers(source: str, tmp_path: Path) -> 
     if marks:
         assert [int(each) for each in mask] == reference["assistant_masks"]
     asked = CONVERSATION[:4]
-    with open_renderer(found_template(config(folder))) as renderer:
-        prompt = renderer.render_prompt(asked)
+    renderer = Renderer(found_template(config(folder)))
+    prompt = renderer.render_prompt(asked)
     (ids,) = load_tokenizer(config(folder)).encode([prompt.encode()])
     assert ids.tolist() == theirs.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
 
@@ -192,12 +189,12 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
         found_template(config(folder))
 
 
-def render(source: str, messages: Messages, seconds: float = 120.0, **settings: Any) -> Document:
+def render(source: str, messages: Messages, **settings: Any) -> Document:
     content = json.dumps({"messages": messages}).encode()
     given = Template(Path("t.jinja"), source, {}, ("<|im_end|>",), "")
     document = Document("a.jsonl, line 1", content, content)
-    with open_renderer(given, seconds) as renderer:
-        (rendered,) = renderer.render(document, DataConfig(content="chat", **settings), Skipped())
+    renderer = Renderer(given)
+    (rendered,) = renderer.render(document, DataConfig(content="chat", **settings), Skipped())
     return rendered
 
 
@@ -214,10 +211,6 @@ HOSTILE = {
     "a file": ("{% include '/etc/passwd' %}", "reads another template, '/etc/passwd'"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "memory": ("{{ 'a' * messages | length * 10**11 }}", "MemoryError"),
-    "growth": (
-        "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "MemoryError",
-    ),
     "a text too long": ("{% for i in range(9) %}{{ 'a' * 10**7 }}{% endfor %}", "more than 67,108,864 characters"),
     "a range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
     "syntax": ("{% for %}", "line 1: .*Expected an expression"),
@@ -232,36 +225,6 @@ def test_a_hostile_template_is_stopped_with_one_line(case: str, capfd: pytest.Ca
         render(source, CONVERSATION)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
-
-
-ENDLESS = {
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "arithmetic, which no Python code could interrupt": "{{ (messages | length + 9) ** (10 ** 9) }}",
-    "arithmetic as it is compiled": "{{ 10 ** (10 ** 9) }}",
-}
-
-
-@pytest.mark.parametrize("case", ENDLESS)
-def test_an_endless_template_is_stopped(case: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="t.jinja: the chat template was stopped .*more than 0.5 s"):
-        render(ENDLESS[case], CONVERSATION, seconds=0.5)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_process_ends_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    class Watched(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            super().__init__(*arguments, **settings)
-            started.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Watched)
-    for source in (CHATML, "{% for %}"):
-        with contextlib.suppress(InputError), open_renderer(Template(Path("t.jinja"), source, {}, (), "")):
-            assert started[-1].poll() is None
-        assert started[-1].poll() is not None
-    assert len(started) == 2
 
 
 def test_loop_controls_and_dicts_work() -> None:
@@ -394,31 +357,17 @@ def test_generation_blocks_mark_shortened_turns() -> None:
 def test_a_prompt_ends_at_the_assistants_turn(source: str, asks: str, end: str | None, tmp_path: Path) -> None:
     """This holds for any template, also for one that shortens earlier turns. The token that ends an answer is found."""
     template = found_template(config(write_tokenizer(tmp_path / "tokenizer", source), date="2026-01-31"))
-    with open_renderer(template) as renderer:
-        assert renderer.find_turn_end() == end
-        text = renderer.render_prompt(conversation(3)[:3])
-        assert "And which was 3?" in text and text.endswith(asks) and "\0" not in text
+    renderer = Renderer(template)
+    assert renderer.find_turn_end() == end
+    text = renderer.render_prompt(conversation(3)[:3])
+    assert "And which was 3?" in text and text.endswith(asks) and "\0" not in text
 
 
 def test_templates_are_not_trusted_in_a_conversation_either() -> None:
-    for source, seconds, message in (
-        (HOSTILE["class"][0], 120.0, "the chat template failed .in a conversation.: .*'__class__' of a str"),
-        ("{{ raise_exception('not\nnow') }}", 120.0, "t.jinja: the chat template rejects the conversation .not"),
-        (ENDLESS["loops"], 0.5, "was stopped .in a conversation.: it took more than 0.5 s"),
+    for source, message in (
+        (HOSTILE["class"][0], "the chat template failed .in a conversation.: .*'__class__' of a str"),
+        ("{{ raise_exception('not\nnow') }}", "t.jinja: the chat template rejects the conversation .not"),
     ):
         given = Template(Path("t.jinja"), source, {}, (), "")
-        with open_renderer(given, seconds) as renderer, pytest.raises(InputError, match=message):
-            renderer.render_prompt(CONVERSATION[:2])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
-def test_the_process_has_neither_files_nor_a_network() -> None:
-    command = [sys.executable, "-P", str(SANDBOX_PROGRAM), "30"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        settings = {"template": "", "tool_template": None, "variables": {}, "eos": "", "date": ""}
-        settings |= {"reserved": [], "ends": []}
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "{}\n"
-        assert "\nSeccomp:\t2\n" in Path(f"/proc/{process.pid}/status").read_text()
+        with pytest.raises(InputError, match=message):
+            Renderer(given).render_prompt(CONVERSATION[:2])

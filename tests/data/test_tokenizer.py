@@ -1,7 +1,6 @@
 """Tokenizers: bytes, and a tokenizer.json."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from texts import train_tokenizer
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data import bounded_tokenizer
 from jaxopt_llm.data.source import Document
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 from jaxopt_llm.data.tokens import tokenize
@@ -345,40 +343,8 @@ def write_changed(file: Path, folder: Path, **settings: object) -> Path:
     return folder
 
 
-def test_a_tokenizer_that_needs_all_memory_ends_only_its_own_process(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounded_tokenizer, "MEMORY", 2**28)
-    bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}
-    tokenizer = JsonTokenizer(write_changed(file, tmp_path, normalizer=bomb))
-    with pytest.raises(InputError, match=r"data.tokenizer=.*ended its process .SIG.*trusted$"):
-        tokenizer.encode([b"a" * 30])
-
-
 def test_a_panic_of_the_library_is_one_line(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its type, PanicException, is no Exception."""
     with pytest.raises(InputError, match="not a readable tokenizer.json .PanicException: ") as raised:
         JsonTokenizer(write_changed(file, tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": "////"}))
     assert "\n" not in str(raised.value) and capfd.readouterr().err == ""
-
-
-def test_a_call_that_takes_too_long_ends(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_tokenizer, "SECONDS", 0.05)
-    twice = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-    slow = write_changed(file, tmp_path, normalizer={"type": "Sequence", "normalizers": [twice] * 22})
-    with pytest.raises(InputError, match="ended its process .too much time"):
-        JsonTokenizer(slow).encode([b"a"])
-
-
-def test_the_process_of_a_tokenizer_ends_with_it(file: Path) -> None:
-    tokenizer = JsonTokenizer(file)
-    process = tokenizer._library._process
-    assert process.poll() is None
-    del tokenizer
-    assert process.wait(10) < 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
-def test_the_process_of_a_tokenizer_has_neither_files_nor_a_network(file: Path) -> None:
-    tokenizer = JsonTokenizer(file)
-    assert "\nSeccomp:\t2\n" in Path(f"/proc/{tokenizer._library._process.pid}/status").read_text()
