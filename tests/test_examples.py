@@ -9,13 +9,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from commands import ROOT
 
 import jaxopt_llm
 import jaxopt_llm.engine.fit
+from jaxopt_llm.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RopeConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from jaxopt_llm.engine.frontends import unbox
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.training.program import make_program
+from jaxopt_llm.training.state import initialize_state
 
 # A program whose products are in float32 by accident is no example.
 pytestmark = pytest.mark.filterwarnings("error::jaxopt_llm.engine.checks.EngineWarning")
@@ -82,6 +99,58 @@ def test_custom_optimizer(tmp_path: Path) -> None:
     assert found["loss"] < 0.01, "the variance of the targets is 0.023"
 
 
+def to_package(params: Any) -> Any:
+    """Return parameters of one_file.py as those of a decoder of the package."""
+    layers = dict(params["layers"])
+    norms = {name: {"scale": layers.pop(name)} for name in ("attention_norm", "mlp_norm")}
+    mlp = {name: layers.pop(name) for name in ("gate", "up", "down")}
+    outer = {"embedding": {"table": params["embedding"]}, "head": {"table": params["head"]}}
+    block = norms | {"mlp": mlp, "attention": layers}
+    return {
+        "non_layer": outer | {"final_norm": {"scale": params["final_norm"]}},
+        "segment_0": {"block_0": block},
+    }
+
+
+def test_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """It computes what the package computes, on its mesh and on one device: neither shares code with the other."""
+    example = load("one_file")
+    random, params = np.random.default_rng(1), example.initialize()
+    batches = random.integers(0, example.V, (4, example.BATCH, 33), np.int32)
+    losses, _ = example.train(params, batches)
+    model = ModelConfig(
+        vocabulary_size=example.V,
+        width=example.D,
+        layers=example.L,
+        heads=example.H,
+        kv_heads=example.G,
+        head_dim=example.K,
+        mlp_width=example.F,
+        tied_head=False,
+        rope=RopeConfig(theta=10_000.0),
+    )
+    config = Config(
+        model=model,
+        mesh=MeshConfig(**example.MESH),
+        precision=PrecisionConfig(compute_dtype="float32"),
+        training=TrainingConfig(batch_size=example.BATCH, sequence_length=32),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=0),
+    )
+    placement = Placement(make_mesh(config.mesh), config.sharding, config.precision)
+    program = make_program(config, placement)
+    state = initialize_state(program.specs, program.optimizers, 0, placement, to_package(params))
+    found = []
+    for tokens in batches:
+        rows = np.ones((example.BATCH, 32), np.int32)
+        positions = np.broadcast_to(np.arange(32, dtype=np.int32), rows.shape)
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], rows.astype(bool), rows, positions)
+        state, metrics = program.step(state, jax.tree.map(lambda field: field[None], batch))
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, found, rtol=1e-6)
+    assert losses[3] != losses[0]
+
+
 def test_the_example_of_the_overviews(capsys: pytest.CaptureFixture[str]) -> None:
     readme, overview = (
         re.findall(r"^## Any model\n\n```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -95,7 +164,7 @@ def test_the_example_of_the_overviews(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_is_short_and_says_how_to_run_it(name: str) -> None:
     lines = (FOLDER / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= (250 if name == "one_file" else 60)
     assert lines[0].startswith('"""') and f"Run it with `python {name}.py`" in lines[2]
     assert f"test_{name}" in globals(), "no test runs it"
     assert f"]({name}.py)" in (FOLDER / "index.md").read_text()
