@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
+from jaxopt_llm.execution.gradients import Sums, add_to_sums, constrain_gradients, sum_over_groups, zero_sums
 from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, model_segments, no_perturbations, run_segments
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
@@ -61,11 +61,17 @@ def loss_and_gradients(
         first = jax.tree.map(lambda x: x[0], batch)
         if batch.tokens.shape[0] == 1:
             return one_microbatch(first)  # in the reduction's dtype: a sum of one needs no float32 accumulator
+        loss, auxiliary, zeros = zero_sums(jax.eval_shape(one_microbatch, first), specs, inside)
+        sums = jax.tree.map(jax.new_ref, zeros)
 
-        def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
-            return add_sums(total, one_microbatch(microbatch), specs, inside), None
+        def accumulate(total: tuple[jax.Array, Auxiliary], microbatch: Batch) -> tuple[Any, None]:
+            perturbations = make_perturbations(specs, inside)
+            _, pull_back, added = jax.vjp(lambda each: objective(each, microbatch), perturbations, has_aux=True)
+            add_to_sums(sums, pull_back, perturbations)
+            return (total[0] + added[0], total[1] + added[1]), None
 
-        return jax.lax.scan(accumulate, zero_sums(jax.eval_shape(one_microbatch, first), specs, inside), batch)[0]
+        loss, auxiliary = jax.lax.scan(accumulate, (loss, auxiliary), batch)[0]
+        return loss, auxiliary, constrain_gradients(jax.tree.map(jax.freeze, sums), specs, inside)
 
     loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
     return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
