@@ -17,6 +17,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
+from jaxopt_llm.planning.search.exchange_choice import resolve_exchange
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (
@@ -68,7 +69,7 @@ class Candidate:
     Work and time are computed when they are read: a search needs them only of settings that may fit. Only the time is
     kept, because the work of all settings would take a gigabyte.
 
-    resolved: the setting with the attention of these GPUs.
+    resolved: the setting with the attention and the experts' exchange of these GPUs.
     """
 
     config: Config
@@ -146,7 +147,7 @@ class SearchResult:
 
 def estimate(config: Config, cluster: Cluster, state: StateSizes) -> Candidate:
     """Estimate memory, work and time of a setting."""
-    resolved = resolve_attention(config, cluster.chip.compute_capability)
+    resolved = resolve_exchange(resolve_attention(config, cluster.chip.compute_capability), cluster)
     return Candidate(config, resolved, cluster, state, compute_footprint(resolved, state))
 
 
