@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -133,7 +133,7 @@ def count_dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     of a conditional counts once.
 
     Counted: dots (also in fusions), calls of cuBLAS, attention by cuDNN, and the kernels of this package for attention
-    and for the grouped matmuls of experts (see `count_attention_products`, `_count_grouped_products`). Not counted:
+    and for the grouped matmuls of experts (see `count_attention_products`, `grouped_matmul`). Not counted:
     other kernels, convolutions, and products with a vector that XLA writes as multiply and reduce.
 
     Raises:
@@ -195,7 +195,9 @@ def count_matmul_products(computation: Computation, instruction: Instruction) ->
     if _is_matmul(instruction):
         dtype = computation[instruction.operands[0]].results[0].dtype
         return dtype, math.prod(instruction.results[0].shape) * _contracted_size(computation, instruction)
-    return _count_grouped_products(computation, instruction)
+    if grouped := grouped_matmul(computation, instruction):
+        return grouped.dtype, grouped.products
+    return None
 
 
 def _is_matmul(instruction: Instruction) -> bool:
@@ -291,18 +293,49 @@ def filled_rows_scope(rows: int, capacity: int) -> contextlib.AbstractContextMan
     return jax.named_scope(f"filled_{rows}_of_{capacity}")
 
 
-def _count_grouped_products(computation: Computation, call: Instruction) -> tuple[str, int] | None:
-    """Return the dtype and the average multiply-adds of a kernel of kernels/grouped_matmul_pallas.py, otherwise None.
+Leg = Literal["forward", "dx", "dw"]
 
-    The operands of the kernel are the starts of the groups, the rows [T, D], and the weights. For the average see
-    `filled_rows_scope`.
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """Kernel of kernels/grouped_matmul_pallas.py. Letters: T rows, E groups, D and F sizes of a row before and after.
+
+    Attributes:
+        leg: the product, the gradient of the rows (by the transposed matrices), or that of the matrices.
+        shape: T, D, F.
+        filled: rows of all groups together, on average; see `filled_rows_scope`.
     """
-    if not (call.find(_TRITON) and call.find(r'name = \\?"(_grouped_matmul)')):
+
+    leg: Leg
+    dtype: str
+    shape: tuple[int, int, int]
+    groups: int
+    filled: float
+
+    @property
+    def products(self) -> int:
+        """Average multiply-adds of one run."""
+        return int(self.filled * self.shape[1] * self.shape[2])
+
+
+def grouped_matmul(computation: Computation, call: Instruction) -> GroupedMatmul | None:
+    """Return the properties of a kernel for grouped matmuls, or None for other instructions.
+
+    The operands of the kernel are the starts of the groups, the rows [T, D], and the matrices [E, D, F], transposed for
+    dx; or, for dw, the rows of the gradient [T, F]. Square matrices count as not transposed.
+    """
+    if not (call.find(_TRITON) and (name := call.find(r'name = \\?"(_grouped_matmul\w*)'))):
         return None
-    rows = computation[call.operands[1]].results[0]
+    rows, weights = (computation[operand].results[0] for operand in call.operands[1:3])
+    result = call.results[0].shape
+    leg: Leg = "forward" if weights.shape[1] == rows.shape[1] else "dx"
+    groups = weights.shape[0]
+    if name.endswith("_weight_gradient"):
+        leg, groups = "dw", result[0]
     share = re.search(r"\bfilled_(\d+)_of_(\d+)", call.source)
     filled, capacity = map(int, share.groups()) if share else (1, 1)
-    return rows.dtype, math.prod(rows.shape) * call.results[0].shape[-1] * filled // capacity
+    (length, depth), columns = rows.shape, result[-1]
+    return GroupedMatmul(leg, rows.dtype, (length, depth, columns), groups, length * filled / capacity)
 
 
 # ---- Host memory.

@@ -72,25 +72,31 @@ def count_kernel_bytes(module: Module, computation: Computation, kernel: Instruc
     return sum(operands) + sum(results)
 
 
-def _count_read(module: Module, body: Computation, name: str) -> int:
-    """Return the bytes of an array that the instructions of a fusion read."""
+def _count_read(module: Module, body: Computation, name: str, is_original: bool = True) -> int:
+    """Return the bytes of an array that the instructions of a fusion read.
+
+    is_original: the array is an operand of the fusion or a view of it, which an update may change in place.
+    """
     whole, read = body[name].results[0].bytes, 0
     for user in body.values():
         if user.opcode == "constant" or name not in user.operands:
             continue
         if user.opcode in _SLICES and user.operands[0] == name:
             read += user.results[0].bytes
+        elif user.is_root and user.opcode in (*_VIEWS, "convert"):  # the fusion returns all of it
+            return whole
         elif user.opcode in _VIEWS:
-            read += _count_read(module, body, user.name)
+            read += _count_read(module, body, user.name, is_original)
         elif user.opcode == "convert":  # of a whole stack, of which only a slice is used
-            read += _count_read(module, body, user.name) * whole // max(user.results[0].bytes, 1)
+            converted = _count_read(module, body, user.name, is_original=False)
+            read += converted * whole // max(user.results[0].bytes, 1)
         elif user.opcode == "fusion":
             inner = module[list_callees(user)[0]]
             inputs = [each for each in inner.values() if each.opcode == "parameter"]
             read += sum(
                 _count_read(module, inner, each.name) for each in inputs if user.operands[int(each.operands[0])] == name
             )
-        elif user.opcode != _IN_PLACE or name in user.operands[1:] or _is_read_inside(body, user):
+        elif user.opcode != _IN_PLACE or not is_original or name in user.operands[1:] or _is_read_inside(body, user):
             return whole
     return min(read, whole)
 

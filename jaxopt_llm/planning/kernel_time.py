@@ -11,7 +11,7 @@ from jaxopt_llm.compiler.chips import PEAK_KEYS, Chip
 from jaxopt_llm.compiler.convolutions import count_convolution_products
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module
 from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes
-from jaxopt_llm.planning.search import roofline
+from jaxopt_llm.planning.search import grouped_rate, roofline
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,16 @@ def estimate_kernel(
         if counted := counted or count_convolution_products(body, each):
             dtype, products = counted
             flops += 2 * products
-            efficiency = roofline.MATMUL_EFFICIENCY
-            if implementation_and_direction := hlo.attention_kernel(body, each):
-                efficiency = roofline.kernel_efficiency(chip, *implementation_and_direction)
-            seconds += roofline.seconds_of_matmuls(2 * products, chip, PEAK_KEYS[dtype], efficiency)
+            seconds += roofline.seconds_of_matmuls(2 * products, chip, PEAK_KEYS[dtype], _efficiency(body, each, chip))
     moved = count_kernel_bytes(module, computation, kernel)
     return KernelCost(flops, moved, max(seconds, roofline.seconds_in_memory(moved, chip)))
+
+
+def _efficiency(body: Computation, matmul: Instruction, chip: Chip) -> float:
+    """Return the share of the chip's peak that a matmul, a convolution or an attention kernel attains."""
+    if implementation_and_direction := hlo.attention_kernel(body, matmul):
+        return roofline.kernel_efficiency(chip, *implementation_and_direction)
+    if grouped := hlo.grouped_matmul(body, matmul):
+        groups = grouped_rate.Groups(grouped.filled / grouped.groups, *grouped.shape[1:])
+        return grouped_rate.find_efficiency(chip, grouped.leg, groups)
+    return roofline.MATMUL_EFFICIENCY

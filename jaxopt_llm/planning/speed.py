@@ -1,6 +1,6 @@
 """Speed of a run, from the time of its step by the breakdown of the compiled program."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from jaxopt_llm.compiler.chips import Chip
@@ -8,6 +8,11 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, format_breakdown
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.grouped_rate import describe_rates
+
+# Smallest and largest ratio of the measured time of a step to the planned one, over the steps in
+# benchmarks/results/nvidia-h200-steps.json.
+MEASURED_RATIOS = (1.03, 1.10)
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,17 @@ def compute_speed(
         days=training.steps * seconds / 86_400 if training.steps else None,
         steps=training.steps,
         search_step_seconds=None if config.model.mla.kv_rank else by_search,
-        assumptions=list_assumptions(chip, attention, breakdown, work.transfers),
+        assumptions=list_assumptions(chip, attention, breakdown, work),
         breakdown=breakdown,
     )
 
 
-def list_assumptions(
-    chip: Chip, attention: str, breakdown: Sequence[Part], transfers: Sequence[roofline.Transfer]
-) -> tuple[str, ...]:
-    """Return the rates that the step's time assumes, and what it leaves out.
+def list_assumptions(chip: Chip, attention: str, breakdown: Sequence[Part], work: roofline.Work) -> tuple[str, ...]:
+    """Return the rates that the step's time assumes, and what it leaves out. The last line is what it leaves out.
 
     attention: its implementation.
     """
-    links = dict.fromkeys(each.link for each in transfers)
+    links = dict.fromkeys(each.link for each in work.transfers)
     rates = {"network": chip.network_bytes_per_second, chip.peer_link: chip.peer_bytes_per_second}
     used = [f"{link} {_percent(roofline.LINK_EFFICIENCY[link])} of {rates[link] / 1e9:,.4g} GB/s" for link in links]
     if any(part.name.startswith(HOST_COPIES) for part in breakdown):
@@ -80,10 +83,19 @@ def list_assumptions(
         directions = (roofline.kernel_efficiency(chip, attention, each) for each in ("forward", "backward"))
         matmuls += f" ({attention} {' and '.join(map(_percent, directions))})"
     launches = sum(part.runs for part in breakdown if part.name in KERNELS)
+    left_out = [f"launches of {launches:,} kernels", "latency of transfers", _describe_clocks(links)]
     return (
         f"assumed: {', '.join([matmuls, memory, *used])}",
-        f"left out: launches of {launches:,} kernels, latency of transfers, reading of data, evaluations, checkpoints",
+        *([describe_rates(chip, work.grouped.groups)] if work.grouped else []),
+        f"left out: {', '.join([*left_out, 'reading of data', 'evaluations', 'checkpoints'])}",
     )
+
+
+def _describe_clocks(links: Collection[str]) -> str:
+    """Return what the time leaves out of the speed of kernels, with what was measured of it."""
+    least, most = MEASURED_RATIOS
+    clocks = f"clocks that fall under load (steps of one H200 took {least:.2f} to {most:.2f} times as long as planned)"
+    return f"{clocks}, multiprocessors that collectives take from kernels (not measured)" if links else clocks
 
 
 def _percent(share: float) -> str:

@@ -187,7 +187,7 @@ class FakePlan:
 
 
 def make_fake_plan(found: Candidate) -> FakePlan:
-    return FakePlan(round(found.work.flops + found.work.attention_flops), found.work.transfers)
+    return FakePlan(round(found.work.all_flops), found.work.transfers)
 
 
 def test_a_search_for_several_networks_compiles_each_program_once() -> None:

@@ -22,12 +22,14 @@ class BlockCost:
 
     elements: elements of each intermediate, per token.
     weights: weights on this device that a token is multiplied with to make the intermediate.
+    expert_weights: the part of them that are experts' matrices, in grouped matmuls.
     residual: elements of the residual stream per token; sequence parallelism divides them.
     dense: share of the layers that have an MLP for all tokens, next to experts or without any.
     """
 
     elements: dict[Result, float]
     weights: dict[Result, float]
+    expert_weights: dict[Result, float]
     residual: float
     dense: float
 
@@ -49,7 +51,8 @@ class BlockCost:
         chosen = moe.share * model.moe.experts_per_token
         dense = 1 - moe.share * (model.moe.shared_expert_width == 0)
         mlp = (moe.share * model.moe.shared_expert_width + (1 - moe.share) * model.mlp_width) / tensor  # of all tokens
-        hidden, multiplied = mlp + rows * inner, width * (mlp + chosen * inner)
+        hidden, of_experts = mlp + rows * inner, width * chosen * inner
+        multiplied = width * mlp + of_experts
         return cls(
             elements={
                 "block_input": residual,
@@ -81,6 +84,11 @@ class BlockCost:
                 "mlp_up": multiplied,
                 "mlp_output": multiplied,
                 "router": moe.share * width * model.moe.experts,
+            },
+            expert_weights={
+                "mlp_gate": of_experts * gated,
+                "mlp_up": of_experts,
+                "mlp_output": of_experts,
             },
             residual=residual,
             dense=dense,

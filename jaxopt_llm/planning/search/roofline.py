@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxopt_llm.compiler.chips import CHIPS, USUAL_LINKS, Chip, LinkRates
+from jaxopt_llm.planning.search.grouped_rate import Groups
 
 # Shares of the chip's figures that programs attain.
 # Matmuls: the best shapes reach 80% (H100, H200), 86% (A100) and 78% (B200) in bf16 (Bekman, Machine Learning
@@ -83,13 +84,26 @@ class Transfer(Protocol):
 
 
 @dataclass(frozen=True)
+class GroupedWork:
+    """Grouped matmuls of a step.
+
+    efficiency: share of the chip's peak that they attain together.
+    """
+
+    flops: float
+    efficiency: float
+    groups: Groups
+
+
+@dataclass(frozen=True)
 class Work:
     """Work of one GPU in one step.
 
-    flops: FLOPs of matmuls with weights.
+    flops: FLOPs of matmuls with weights, without those of experts.
+    grouped: grouped matmuls of experts; None without any.
     attention_flops, attention_bytes: FLOPs and bytes of attention's scores. The slower of the two takes the time.
     attention_efficiency: share of the chip's peak that the matmuls of attention attain.
-    repeated_flops: the part of both kinds of FLOPs that repeats forwards.
+    repeated_flops: the part of all kinds of FLOPs that repeats forwards.
     bytes: bytes that everything other than matmuls reads and writes.
     transfers: collectives.
     pcie_bytes: bytes to the host and back. No kernel hides them.
@@ -97,6 +111,7 @@ class Work:
     """
 
     flops: float
+    grouped: GroupedWork | None
     attention_flops: float
     attention_bytes: float
     attention_efficiency: float
@@ -106,16 +121,21 @@ class Work:
     pcie_bytes: float
     idle: float
 
+    @property
+    def all_flops(self) -> float:
+        """FLOPs of all matmuls."""
+        return self.flops + self.attention_flops + (self.grouped.flops if self.grouped else 0.0)
+
 
 def use_compiled_figures(work: Work, flops: float, transfers: Sequence[Transfer], pcie_bytes: float) -> Work:
     """Replace estimated FLOPs, collectives and copies by those of the compiled program.
 
     Args:
-        flops: all matmuls, those of attention included.
+        flops: all matmuls, those of attention and of experts included.
     """
     return replace(
         work,
-        flops=max(flops - work.attention_flops, 0.0),
+        flops=max(flops - (work.all_flops - work.flops), 0.0),
         transfers=tuple(transfers),
         pcie_bytes=pcie_bytes,
     )
@@ -154,6 +174,8 @@ def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
         KeyError: the chip has no matmuls in this dtype.
     """
     compute = seconds_of_matmuls(work.flops, chip, compute_dtype)
+    if grouped := work.grouped:
+        compute += seconds_of_matmuls(grouped.flops, chip, compute_dtype, grouped.efficiency)
     streaming = seconds_in_memory(work.bytes, chip)
     attention_compute = seconds_of_matmuls(work.attention_flops, chip, compute_dtype, work.attention_efficiency)
     attention_streaming = seconds_in_memory(work.attention_bytes, chip)
@@ -179,7 +201,8 @@ def seconds_of_matmuls(flops: float, chip: Chip, dtype: str, efficiency: float =
 
     Args:
         dtype: a key of Chip.peak_flops.
-        efficiency: share of the chip's peak that they attain; see `kernel_efficiency` for those of attention kernels.
+        efficiency: share of the chip's peak that they attain; see `kernel_efficiency` for those of attention kernels,
+            and `grouped_rate.find_efficiency` for those of experts.
     """
     return flops / (efficiency * chip.peak_flops[dtype])
 

@@ -1,12 +1,22 @@
 """Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
 
+from collections.abc import Collection, Mapping
+
 from jaxopt_llm.compiler.chips import Chip
+from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
-from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed
+from jaxopt_llm.planning.search.block_cost import BlockCost, Result, list_recomputed
+from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
-from jaxopt_llm.planning.search.roofline import MATMUL_EFFICIENCY, Cluster, Work, kernel_efficiency
+from jaxopt_llm.planning.search.roofline import (
+    MATMUL_EFFICIENCY,
+    Cluster,
+    GroupedWork,
+    Work,
+    kernel_efficiency,
+)
 from jaxopt_llm.planning.search.state_sizes import StateSizes
 from jaxopt_llm.planning.search.transfers import estimate_transfers
 
@@ -30,11 +40,12 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     tokens, recomputed = count_tokens(config), list_recomputed(config.remat, model)
     layers, compute = passes.layers, BYTES[config.precision.compute_dtype]
 
-    weights = sum(block.weights.values())
     trained = state.layers.trained / state.layers.weights
-    repeated = passes.repeated_forwards * weights
-    repeated += passes.backwards * sum(block.weights.get(name, 0.0) for name in recomputed)
-    matmuls = weights * passes.first_forwards + repeated + weights * passes.backwards * (1 + trained)
+    matmuls = _count_multiplied(block.weights, passes, recomputed, trained)
+    of_experts = _count_multiplied(block.expert_weights, passes, recomputed, trained)
+    repeated = matmuls["forward"] - passes.first_forwards * sum(block.weights.values())
+    grouped = {leg: 2 * layers * tokens * count for leg, count in of_experts.items()}
+    of_kernel = sum(grouped.values()) if config.training.grouped_matmul != "xla" else 0.0
 
     attention = AttentionCost.from_config(config)
     scored_keys = sum(number * attention.count_scored_keys(kind) for kind, number in passes.kinds)
@@ -55,7 +66,8 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     offloaded = layers * tokens * compute * sum(block.elements[name] for name in config.remat.offload)
     copied = 2 * passes.backwards * offloaded
     return Work(
-        flops=2 * layers * tokens * matmuls + 6 * logits * model.width,
+        flops=2 * layers * tokens * sum(matmuls.values()) - of_kernel + 6 * logits * model.width,
+        grouped=_describe_grouped(config, cluster.chip, grouped) if of_kernel else None,
         attention_flops=forward_flops + backward_flops,
         attention_bytes=0 if attention.flash else scores * score_bytes,
         attention_efficiency=_attention_efficiency(attention, cluster.chip, forward_flops, backward_flops),
@@ -65,6 +77,37 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
         pcie_bytes=2 * state.host + copied,
         idle=passes.idle,
     )
+
+
+def _count_multiplied(
+    weights: Mapping[Result, float], passes: Passes, recomputed: Collection[Result], trained: float
+) -> dict[Leg, float]:
+    """Return the weights that a token is multiplied with in the layers of a chunk, by leg, in all passes.
+
+    Args:
+        weights: those of a block, by the result that they make.
+        trained: share of the weights that are trained.
+    """
+    whole, again = sum(weights.values()), sum(weights.get(name, 0.0) for name in recomputed)
+    return {
+        "forward": passes.forwards * whole + passes.backwards * again,
+        "dx": passes.backwards * whole,
+        "dw": passes.backwards * trained * whole,
+    }
+
+
+def _describe_grouped(config: Config, chip: Chip, flops: Mapping[Leg, float]) -> GroupedWork:
+    """Return the grouped matmuls of a step. An even load fills the groups.
+
+    Args:
+        flops: FLOPs of each leg.
+    """
+    moe = config.model.moe
+    rows = count_tokens(config) * moe.experts_per_token * config.mesh.expert / moe.experts
+    groups = Groups(rows, config.model.width, moe.expert_width // config.mesh.tensor)
+    whole = sum(flops.values())
+    slowed = sum(count / find_efficiency(chip, leg, groups) for leg, count in flops.items())
+    return GroupedWork(whole, whole / slowed, groups)
 
 
 def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: float, backward_flops: float) -> float:

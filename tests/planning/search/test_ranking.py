@@ -85,7 +85,7 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         pcie_seconds=0.0,
         limit=limit,
         collectives=found.work.transfers,  # type: ignore[arg-type]
-        flops=round(found.work.flops + found.work.attention_flops),
+        flops=round(found.work.all_flops),
         flops_seconds=0.0,
         model_flops=found.work.flops,
         repeated_flops=found.work.repeated_flops,

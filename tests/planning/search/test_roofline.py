@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.planning.search.grouped_rate import Groups
 from jaxopt_llm.planning.search.roofline import (
     FLASH_EFFICIENCY,
     KERNEL_EFFICIENCY,
@@ -12,10 +13,12 @@ from jaxopt_llm.planning.search.roofline import (
     MEMORY_EFFICIENCY,
     NVLINK_EFFICIENCY,
     PCIE_EFFICIENCY,
+    GroupedWork,
     StepTime,
     Work,
     compute_step_time,
     kernel_efficiency,
+    use_compiled_figures,
 )
 from jaxopt_llm.planning.search.transfers import EstimatedTransfer
 
@@ -23,6 +26,7 @@ CHIP = CHIPS["h100"]
 SECOND = MATMUL_EFFICIENCY * CHIP.peak_flops["bfloat16"]  # FLOPs that take one second
 NOTHING = Work(
     flops=SECOND,
+    grouped=None,
     attention_flops=0,
     attention_bytes=0,
     attention_efficiency=MATMUL_EFFICIENCY,
@@ -67,6 +71,14 @@ def test_flash_attention_has_its_own_efficiency() -> None:
     scores = {"attention_flops": 0.5 * SECOND, "attention_bytes": 0}
     flash = time(**scores, attention_efficiency=FLASH_EFFICIENCY)
     assert flash.total == pytest.approx(1 + 0.5 * MATMUL_EFFICIENCY / FLASH_EFFICIENCY)
+
+
+def test_grouped_matmuls_have_their_own_efficiency() -> None:
+    grouped = GroupedWork(0.5 * SECOND, MATMUL_EFFICIENCY / 2, Groups(1, 1, 1))
+    assert time(grouped=grouped).total == pytest.approx(2)
+    # As compiled: all FLOPs, of which those of experts are not counted again.
+    work = use_compiled_figures(replace(NOTHING, grouped=grouped), 1.5 * SECOND, (), 0)
+    assert compute_step_time(work, CHIP, "bfloat16").total == pytest.approx(2)
 
 
 def test_cudnn_is_faster_from_hopper_on() -> None:
