@@ -237,13 +237,14 @@ def test_stage_3_holds_one_layer_at_a_time(remat: str) -> None:
         (1, 1, "float32", 4 + 4 / 8),
         (2, 1, "float32", 4 / 8),
         (3, 1, "float32", 4 / 8),
-        (3, 3, "float32", 4 / 8 + 4 / 8),
-        *slow((1, 1, "bfloat16", 2 + 4 / 8), (2, 3, "float32", 4 / 8 + 4 / 8)),
+        (3, 3, "float32", 4 / 8),  # of the sum alone
+        *slow((1, 1, "bfloat16", 2 + 4 / 8), (2, 3, "float32", 4 / 8), (3, 3, "bfloat16", 4 / 8 + 2 / 8)),
     ],
 )
 def test_peak_per_layer(stage: int, accumulation: int, reduce: str, per_parameter: float) -> None:
-    """A layer more costs its block's input, and its gradient: whole up to stage 1, a shard from stage 2 on, beside the
-    sum of those of the microbatches before; and nothing gathered."""
+    """A layer more costs its block's input, and its gradient: whole up to stage 1, a shard from stage 2 on; and nothing
+    gathered. A microbatch's gradient is added to the sum of those before without an array of its own; one in 16 bits
+    has its own."""
     peak = per_layer(lambda step: step.memory.temporaries, FSDP, stage, accumulation=accumulation, reduce=reduce)
     block_input = ROWS // DEVICES * SEQUENCE * WIDTH * 2
     assert peak <= 1.1 * (block_input + per_parameter * layer_parameters())
