@@ -44,7 +44,7 @@ def get_config() -> Config:
             rope=RopeConfig(theta=1_000_000.0),
         ),
         training=TrainingConfig(steps=500_000, batch_size=64, sequence_length=4096, accumulation=4),
-        optimizer=OptimizerConfig(learning_rate=3e-4),
+        optimizer=OptimizerConfig(learning_rate=3e-4, state_dtype="bfloat16"),
         schedule=ScheduleConfig(warmup_steps=2000),
         mesh=MeshConfig(expert=8),
     )

@@ -154,7 +154,8 @@ def test_matrices_of_experts_are_cast_once_a_pass() -> None:
     text = mixed(ON_EXPERT_ALONE, exchange="auto").text
     moved = {part.name: part.bytes for part in breakdown.break_down_step(text, (), CHIPS["h200"])}
     own = LAYERS * 3 * WIDTH * INNER * EXPERTS // ON_EXPERT_ALONE.expert
-    assert moved[breakdown.CASTS] == pytest.approx(2 * (4 + 2) * own, rel=0.1)
+    once = 2 * (4 + 2) * own  # forward and backward, read and written; other weights are a fifth of that
+    assert once < moved[breakdown.CASTS] < 1.3 * once
 
 
 @pytest.mark.slow

@@ -78,9 +78,9 @@ class ShardingConfig:
     of the buffers, GPUs only. auto: gather or all_to_all, the one that takes less time by a roofline of links and
     memory."""
     expert_room: float = setting(
-        1.25,
+        1.2,
         bounds=AT_LEAST_ONE,
-        search=(2.0, 1.5, 1.25, 1.125),
+        search=(2.0, 1.5, 1.2, 1.1),
         search_rank=9,
         price="an uneven load takes more rounds",
     )

@@ -27,20 +27,8 @@ def zero_sums(shapes: Sums, specs: Params, inside: Placement) -> Sums:
     return loss, auxiliary, constrain_gradients(gradients, specs, inside)
 
 
-def add_to_sums(sums: Any, pull_back: Any, perturbations: Params) -> None:
-    """Add the gradients of an objective to `sums`, references to float32 arrays.
-
-    Each gradient is added where it is formed, layer by layer. A microbatch's own stacks would be filled with zeros,
-    written, and added as a whole. JAX adds in place only in one dtype: gradients in 16 bits have their own stacks.
-
-    pull_back, perturbations: the function that `jax.vjp` returned for the objective, and its argument.
-    """
-    if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(perturbations)):
-        pull_back.with_refs(sums)(jnp.float32(1))
-        return
-    (gradients,) = pull_back(jnp.float32(1))
-    for total, added in zip(jax.tree.leaves(sums), jax.tree.leaves(gradients), strict=True):
-        total[...] += added.astype(jnp.float32)
+def add_sums(total: Sums, added: Sums, specs: Params, inside: Placement) -> Sums:
+    return total[0] + added[0], total[1] + added[1], add_gradients(total[2], added[2], specs, inside)
 
 
 def add_gradients(total: Params, added: Params, specs: Params, inside: Placement, chunk: jax.Array | int = 0) -> Params:

@@ -27,6 +27,6 @@ def accumulates_gradients(config: Config) -> bool:
 
 
 def adds_in_place(config: Config) -> bool:
-    """Return whether a layer's gradients are added to that sum where they are formed (gradients.add_to_sums)."""
-    whole_model = config.mesh.pipeline == 1 and config.training.accumulation > 1
-    return whole_model and config.precision.reduce_dtype == "float32"
+    """Return whether a layer's gradients are added to that sum where they are formed (execution/scan.py)."""
+    in_loop = config.mesh.pipeline == 1 and config.training.unroll != "all"
+    return in_loop and config.training.accumulation > 1 and config.precision.reduce_dtype == "float32"
