@@ -46,8 +46,8 @@ def test_bytes_and_rows_add_up() -> None:
     """For a token: four crossings of each vector at the link's rate, and what 12 and 10 arrays of rows take."""
     mixtral = cli.load_recipe("mixtral_8x7b.py")
     width, inner, link, memory = 4096, 14336, 0.8 * 450e9, 0.875 * 4.8e12
-    of_row = 2 * (12 * inner + 10 * width)
-    for exchange, vectors, rows in (("gather", 7, 8), ("all_to_all", 2 * 1.25 * 7 / 8, 2 * 1.25)):
+    of_row, room = 2 * (12 * inner + 10 * width), ShardingConfig().expert_room
+    for exchange, vectors, rows in (("gather", 7, 8), ("all_to_all", 2 * room * 7 / 8, 2 * room)):
         config = replace(mixtral, sharding=ShardingConfig(expert_exchange=exchange))  # type: ignore[arg-type]
         expected = 4 * vectors * 2 * width / link + rows * of_row / memory
         assert estimate_seconds(config, "bfloat16", HOST) == pytest.approx(expected)
