@@ -79,6 +79,12 @@ class Candidate:
     footprint: Footprint
 
     @property
+    def has_buffers(self) -> bool:
+        """Whether experts exchange tokens in buffers, whose size `sharding.expert_room` sets."""
+        is_exchanged = bool(self.config.model.moe.experts) and self.config.mesh.expert > 1
+        return is_exchanged and self.resolved.sharding.expert_exchange != "gather"
+
+    @property
     def work(self) -> Work:
         return estimate_work(self.resolved, self.state, self.cluster)
 
@@ -167,7 +173,9 @@ def estimate_all(
         if key not in states:
             states[key] = compute_state_sizes(setting)
         if state := states[key]:
-            found.append(estimate(setting, cluster, state))
+            candidate = estimate(setting, cluster, state)
+            if candidate.has_buffers or setting.sharding.expert_room == config.sharding.expert_room:
+                found.append(candidate)
 
     for mesh in enumerate_meshes(config, cluster):
         for setting in enumerate_settings(config, mesh, allowed, lean):

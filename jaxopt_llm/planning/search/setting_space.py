@@ -81,13 +81,8 @@ def _is_excluded(setting: Config, recipe: Config) -> bool:
     exchanges = sharding.data_gradients != recipe.sharding.data_gradients
     averages = setting.training.local_steps != recipe.training.local_steps
     adds_codes = sharding.fsdp_gradients != recipe.sharding.fsdp_gradients
-    has_buffers = bool(setting.model.moe.experts) and setting.mesh.expert > 1 and sharding.expert_exchange != "gather"
-    unread_room = sharding.expert_room != recipe.sharding.expert_room and not has_buffers
     unread = (
-        unread_gathers
-        or unread_room
-        or (adds_codes and not divides_gradients(setting))
-        or ((exchanges or averages) and data == 1)
+        unread_gathers or (adds_codes and not divides_gradients(setting)) or ((exchanges or averages) and data == 1)
     )
     return unread or bool(setting.local_step_problems())
 
