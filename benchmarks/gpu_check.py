@@ -108,7 +108,7 @@ def parts(on_cpu: bool) -> list[Part]:
     tests = sorted(str(path.relative_to(ROOT)) for path in having)
     table = [] if on_cpu else ["--lengths", "8192", "--write-table"]
     attention = ["benchmarks/attention.py", "--runs", "3", *table, "--json"]
-    even = [] if on_cpu else ["--loads", "even"]
+    even = [] if on_cpu else ["--loads", "even", "--write-table"]
     grouped = ["benchmarks/grouped_matmul.py", "--runs", "3", "--only", "pallas", "dense", *even, "--json"]
     experts = ["benchmarks/experts.py", "--config", recipe("experts_1b", "tiny_experts"), "--runs", "1", "--json"]
     # On a CPU the attention kernels are interpreted, which takes minutes; the other tests show that the part works.

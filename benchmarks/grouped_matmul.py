@@ -2,6 +2,7 @@
 
     python benchmarks/grouped_matmul.py [--groups 8 128] [--loads even skewed] [--tokens 16384] [--width 4096]
                                         [--inner 14336] [--dtype bfloat16] [--only NAME ...] [--runs 5] [--json FILE]
+                                        [--write-table [FILE]]
     python benchmarks/grouped_matmul.py --tune [--groups 8 128] [--loads even]
 
 Runs on the first device. Rows [tokens, width], sorted by group, are multiplied by matrices [groups, width, inner]; `dx`
@@ -11,6 +12,9 @@ is JAX's ragged_dot. `dense` multiplies all rows by one matrix with the same FLO
 grouped product. FLOPs are 2 × tokens × width × inner per leg; additional work of an implementation is not counted. The
 implementations run in alternation; figures are medians. Distance is that of the worst of the three results from
 float32, over the rows and the matrix of the largest group, relative to the norm.
+
+--write-table writes the seconds of the Pallas kernel with even loads into the table of rates that `plan` reads,
+jaxopt_llm/planning/search/grouped_matmul_measured.json, or into FILE. They replace older figures of the same calls.
 
 --tune tries the blocks of the Pallas kernel one by one for each leg and prints the fastest first. On a CPU the sizes
 are tiny and kernels run in the interpreter of Pallas, so the figures mean nothing.
@@ -36,8 +40,11 @@ from attention import ON_CPU, distance, first_line
 from outcomes import compared, save
 
 from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
 from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
+from jaxopt_llm.planning.search import grouped_rate
 
 LEGS = ("forward", "dx", "dw")
 SECONDS = 0.1  # calls in a row per measurement take this long: one short call would also measure the host
@@ -182,6 +189,20 @@ def line(row: dict[str, Any]) -> str:
 HEAD = f"{'groups':>6} {'load':>7}  {'':<7} " + " ".join(f"{leg:>9}" for leg in (*LEGS, "all", "distance"))
 
 
+def write_table(report: Mapping[str, Any], file: Path) -> None:
+    """Write the even loads of a report into the table. They replace rows of the same calls."""
+    names = [each.name for each in dataclasses.fields(grouped_rate.Measurement)]
+    measured = [
+        grouped_rate.Measurement(**{name: value for name, value in (report | row).items() if name in names})
+        for row in report["rows"]
+        if (row["name"], row["load"]) == ("pallas", "even") and "seconds" in row
+    ]
+    known = {each.key: each for each in (grouped_rate.read_table(file) if file.exists() else [])}
+    known |= {each.key: each for each in measured}
+    lines = [json.dumps(dataclasses.asdict(known[key])) for key in sorted(known)]
+    replace_durably(file, "[\n" + ",\n".join(lines) + "\n]\n")
+
+
 def choices(itemsize: int) -> list[Blocks]:
     """Return the blocks whose loads fit into shared memory and whose sums fit into registers and are not too few."""
     every = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5))
@@ -228,8 +249,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=list(WAYS), help="measure only these implementations")
     parser.add_argument("--runs", type=int, default=5, help="measurements of each implementation (default: 5)")
     parser.add_argument("--tune", action="store_true", help="try the blocks of the Pallas kernel instead")
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        nargs="?",
+        const=grouped_rate.TABLE,
+        metavar="FILE",
+        help="write the seconds of the Pallas kernel into the table of rates that `plan` reads, or into FILE",
+    )
     parser.add_argument("--json", type=Path, help="file for the figures; the table is written next to it as .txt")
     asked = parser.parse_args()
+    if asked.write_table and (ON_CPU or asked.tune):
+        raise InputError("--write-table: run it on the GPU that the table is for, without --tune")
     cases = [
         Case(asked.tokens, asked.width, asked.inner, groups, load, asked.dtype)
         for groups, load in itertools.product(asked.groups, asked.loads)
@@ -247,7 +278,8 @@ def main() -> int:
     head = f"{report['device']}, jax {jax.__version__}, {asked.dtype}, {shape}; TFLOP/s\n{HEAD}"
     one = functools.partial(compare, only=asked.only, runs=asked.runs)
     for _ in compared(cases, one, line, head, report, asked.json):
-        pass
+        if asked.write_table:
+            write_table(report, asked.write_table)
     return 0
 
 

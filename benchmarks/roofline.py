@@ -5,7 +5,8 @@
 Each case is a recipe compiled for its GPUs. The columns of a part are milliseconds of a step; they add up to `step`.
 `hidden` are collectives next to which kernels run, `B/param` the bytes that the optimizer's kernels move for each
 trained parameter of a GPU, `launches` the kernels of a step, `recomputed` the FLOPs beyond those that the model needs.
-No GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
+No GPU is needed, as nothing runs: `measured` are the milliseconds of the same step in results/nvidia-h200-steps.json,
+which a GPU has seen; most steps have run on none. With --only, the other cases keep their rows of FILE.
 """
 
 import functools
@@ -28,11 +29,15 @@ from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.training.validation import validate
 
 HERE = Path(__file__).parent
+MEASURED = HERE / "results" / "nvidia-h200-steps.json"
 
 
 @dataclass(frozen=True)
 class Case:
-    """Recipe on GPUs of one kind, with changed fields."""
+    """Recipe on GPUs of one kind, with changed fields.
+
+    measured: name of the same step in MEASURED; "" if it never ran.
+    """
 
     name: str
     recipe: str
@@ -40,6 +45,7 @@ class Case:
     hosts: int = 1
     gpus_per_host: int = 8
     changes: dict[str, Any] = field(default_factory=dict)
+    measured: str = ""
 
     def load(self) -> Config:
         return fields.replace_fields(cli.load_recipe(self.recipe), self.changes)
@@ -57,19 +63,23 @@ def own_recipe(name: str) -> str:
 CASES = (
     Case("8b xla, loop", own_recipe("llama_8b.py"), "h200", 1, 1, {"training.attention": "xla"} | LOOP),
     Case("8b pallas, loop", own_recipe("llama_8b.py"), "h200", 1, 1, {"training.attention": "pallas"} | LOOP),
-    Case("8b loop", own_recipe("llama_8b.py"), "h200", 1, 1, LOOP),
-    Case("8b", own_recipe("llama_8b.py"), "h200", 1, 1),
-    Case("8b fp8, loop", own_recipe("llama_8b_fp8.py"), "h200", 1, 1, LOOP),
-    Case("8b fp8", own_recipe("llama_8b_fp8.py"), "h200", 1, 1),
+    Case("8b loop", own_recipe("llama_8b.py"), "h200", 1, 1, LOOP, "llama_8b, a document in each row, loop"),
+    Case("8b", own_recipe("llama_8b.py"), "h200", 1, 1, measured="llama_8b, unrolled"),
+    Case(
+        "8b fp8, loop", own_recipe("llama_8b_fp8.py"), "h200", 1, 1, LOOP, "llama_8b_fp8, a document in each row, loop"
+    ),
+    Case("8b fp8", own_recipe("llama_8b_fp8.py"), "h200", 1, 1, measured="llama_8b_fp8, unrolled"),
     Case("8b lora, loop", own_recipe("llama_8b_lora.py"), "h200", 1, 1, LOOP),
-    Case("8b lora", own_recipe("llama_8b_lora.py"), "h200", 1, 1),
+    Case("8b lora", own_recipe("llama_8b_lora.py"), "h200", 1, 1, measured="llama_8b_lora, unrolled"),
     Case("1b loop", own_recipe("llama_1b.py"), "h200", 1, 1, LOOP),
-    Case("1b", own_recipe("llama_1b.py"), "h200", 1, 1),
+    Case("1b", own_recipe("llama_1b.py"), "h200", 1, 1, measured="llama_1b, unrolled"),
     Case("8b fsdp 8, full", "llama3_8b.py", "h100", changes=FULL | ONE_DOCUMENT),
     Case("8b fsdp 8", "llama3_8b.py", "h100", changes=ONE_DOCUMENT),
     Case("10b fsdp 8, full", "10b.py", "h100", changes=FULL | ONE_DOCUMENT),
     Case("10b fsdp 8", "10b.py", "h100", changes=ONE_DOCUMENT),
     Case("mixtral", "mixtral_8x7b.py", "h200", changes=ONE_DOCUMENT),
+    Case("qwen3 30b a3b", "qwen3_30b_a3b.py", "h200", changes=ONE_DOCUMENT),
+    Case("deepseek v2 lite", "deepseek_v2_lite.py", "h200", changes=ONE_DOCUMENT),
     Case("70b", "llama2_70b.py", "h100", 16, changes=ONE_DOCUMENT),
 )
 # Columns of the table and the parts that they add up. All other parts are transfers.
@@ -91,6 +101,12 @@ def count_trained(config: Config) -> int:
     return sizes.layers.masters + sizes.non_layer.masters
 
 
+def find_measured(case: Case) -> float | None:
+    """Return the seconds of a step that a GPU has measured; None if it never ran."""
+    rows = json.loads(MEASURED.read_text())["rows"] if case.measured else []
+    return next((row["step_seconds"] for row in rows if row["case"] == case.measured), None)
+
+
 def make_row(case: Case, config: Config, plan: Plan) -> dict[str, Any]:
     parts = {part.name: part for part in plan.speed.breakdown}
     kernels = {column: parts[name] for column, name in PARTS.items() if name in parts}
@@ -105,6 +121,7 @@ def make_row(case: Case, config: Config, plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.memory.peak,
         "fits": plan.spare >= 0,
         "step_seconds": plan.speed.step_seconds,
+        "measured_seconds": find_measured(case),
         "tokens_per_second": plan.speed.tokens_per_second,
         "mfu": plan.speed.mfu,
         "milliseconds": {column: 1e3 * part.seconds for column, part in kernels.items()},
@@ -121,7 +138,7 @@ def make_row(case: Case, config: Config, plan: Plan) -> dict[str, Any]:
 
 
 HEADER = (
-    f"{'case':16} {'GPUs':>14} {'peak GiB':>8} | {'step ms':>9} {'MFU':>6} | "
+    f"{'case':16} {'GPUs':>14} {'peak GiB':>8} | {'step ms':>9} {'measured':>8} {'MFU':>6} | "
     + " ".join(f"{column:>9}" for column in PARTS)
     + f" {'exposed':>9} {'hidden':>9} | {'B/param':>7} {'launches':>8} {'recomputed':>10}"
 )
@@ -129,20 +146,23 @@ HEADER = (
 
 def format_row(row: Mapping[str, Any]) -> str:
     columns = (*(row["milliseconds"].get(column, 0.0) for column in PARTS), row["exposed_milliseconds"])
+    measured = f"{1e3 * row['measured_seconds']:.1f}" if row["measured_seconds"] else "-"
     return (
         f"{row['case']:16} {row['gpus']:>14} {row['peak_bytes'] / GIB:8.2f} | {1e3 * row['step_seconds']:9.1f} "
-        f"{row['mfu']:6.1%} | {' '.join(f'{value:9.1f}' for value in columns)} {row['hidden_milliseconds']:9.1f} | "
-        f"{row['update_bytes_per_parameter']:7.1f} {row['launches']:8,} {row['recomputed_share']:10.1%}"
-        + ("" if row["fits"] else "  does not fit")
+        f"{measured:>8} {row['mfu']:6.1%} | {' '.join(f'{value:9.1f}' for value in columns)} "
+        f"{row['hidden_milliseconds']:9.1f} | {row['update_bytes_per_parameter']:7.1f} {row['launches']:8,} "
+        f"{row['recomputed_share']:10.1%}" + ("" if row["fits"] else "  does not fit")
     )
 
 
 def save(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     report = {"jax": jax.__version__, "rows": rows}
     replace_durably(file, json.dumps(report, indent=2) + "\n")
-    assumptions = dict.fromkeys(row["assumptions"][0] for row in rows)
+    assumptions = dict.fromkeys(
+        line for row in rows for line in row["assumptions"][:-1]
+    )  # the last is what is left out
     lines = [
-        f"by a roofline of the compiled programs, jax {jax.__version__}; nothing is measured",
+        f"by a roofline of the compiled programs, jax {jax.__version__}; `measured` is of one H200, where it has run",
         *assumptions,
         HEADER,
     ]

@@ -1,7 +1,13 @@
 """benchmarks/grouped_matmul.py at a toy's size: ways compute the same, and FLOPs are those of the groups' rows."""
 
+import json
+from pathlib import Path
+
 import grouped_matmul
 import pytest
+from commands import ROOT
+
+from jaxopt_llm.planning.search import grouped_rate
 
 
 @pytest.mark.parametrize("load", ["even", "skewed"])
@@ -28,3 +34,11 @@ def test_blocks_that_are_tried() -> None:
     assert grouped_matmul.BLOCKS[2] in tried
     case = grouped_matmul.Case(70, 32, 48, 4, "even", "float32")
     assert {len(each) for each in grouped_matmul.tune(case, runs=1).values()} == {2}
+
+
+def test_the_table_of_rates_comes_from_the_report(tmp_path: Path) -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "nvidia-h200-grouped-matmul.json").read_text())
+    file = tmp_path / "table.json"
+    for rows in (report["rows"][:2], report["rows"]):  # the second time some are there already
+        grouped_matmul.write_table(report | {"rows": rows}, file)
+    assert file.read_text() == grouped_rate.TABLE.read_text()

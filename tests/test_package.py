@@ -46,7 +46,8 @@ def test_the_wheel_has_the_recipes_and_trains_from_an_empty_folder(wheel: Path, 
     files = contents(wheel)
     recipes = {f"jaxopt_llm/configs/{path.name}" for path in (ROOT / "configs").iterdir() if path.is_file()}
     assert recipes == {name for name in files if name.startswith("jaxopt_llm/configs/")}
-    assert {"jaxopt_llm/py.typed", "jaxopt_llm/kernels/attention_measured.json"} <= files.keys()
+    tables = {"kernels/attention_measured.json", "planning/search/grouped_matmul_measured.json"}
+    assert {"jaxopt_llm/py.typed", *(f"jaxopt_llm/{table}" for table in tables)} <= files.keys()
     assert not any(name.startswith(("tests/", "configs/", "build/", "setup")) for name in files)
 
     installed, empty = tmp_path / "installed", tmp_path / "empty"

@@ -7,6 +7,7 @@ stack, reads only the slice, and one that writes a layer into a stack writes onl
 
 from collections.abc import Iterator
 
+from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, count_executions, list_callees
 
 CONTROL = ("while", "conditional", "call", "async-start")  # they run computations, and are no kernels themselves
@@ -67,6 +68,10 @@ def count_kernel_bytes(module: Module, computation: Computation, kernel: Instruc
         return 2 * operands[1]
     if kernel.opcode == "copy-start":  # its results include the operand
         return 2 * sum(operands)
+    if grouped := hlo.grouped_matmul(computation, kernel):  # of the rows, it reads those that are filled
+        arrays = 2 if grouped.leg == "dw" else 1
+        empty = 1 - grouped.filled / grouped.shape[0]
+        return round(sum(operands) - empty * sum(operands[1 : 1 + arrays])) + sum(results)
     if kernel.find(r'custom_call_target="(__cublas)'):  # the other results are workspace
         return sum(operands) + results[0]
     return sum(operands) + sum(results)

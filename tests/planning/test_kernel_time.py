@@ -32,11 +32,19 @@ def test_grouped_matmuls_take_what_was_measured() -> None:
     )
     module = parse_module(text)
     flops = 2 * FILLED * WIDTH * INNER
+    # Rows that are filled are read, and all rows are written.
+    matrices, read, written = EXPERTS * WIDTH * INNER, (FILLED * WIDTH, FILLED * INNER), (ROWS * WIDTH, ROWS * INNER)
+    elements = {
+        "forward": read[0] + matrices + written[1],
+        "dx": read[1] + matrices + written[0],
+        "dw": sum(read) + matrices,
+    }
     found = {}
     for computation, kernel, times in walk_kernels(module):
         if grouped := hlo.grouped_matmul(computation, kernel):
             cost = estimate_kernel(module, computation, kernel, list_fused(module, kernel), H200)
             assert (cost.flops, grouped.groups, times) == (flops, EXPERTS, 1)
+            assert cost.bytes == pytest.approx(2 * elements[grouped.leg], rel=1e-3)  # and the list of tiles
             found[grouped.leg] = cost.seconds
     groups = grouped_rate.Groups(FILLED / EXPERTS, WIDTH, INNER)
     expected = {leg: grouped_rate.find_efficiency(H200, leg, groups) for leg in grouped_rate.LEGS}

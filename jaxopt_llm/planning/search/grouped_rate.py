@@ -37,6 +37,10 @@ class Measurement:
     seconds: Mapping[Leg, float]
 
     @property
+    def key(self) -> tuple[str, str, int, int, int, int]:
+        return self.device, self.dtype, self.width, self.inner, self.tokens, self.groups
+
+    @property
     def rows(self) -> float:
         """Mean rows of a group."""
         return self.tokens / self.groups
@@ -62,12 +66,8 @@ class Groups:
     inner: int
 
 
-def read_table() -> Sequence[Measurement]:
-    return _read(TABLE)
-
-
 @functools.cache
-def _read(file: Path) -> Sequence[Measurement]:
+def read_table(file: Path = TABLE) -> Sequence[Measurement]:
     return [Measurement(**row) for row in json_files.read(file, "install the package again")]
 
 

@@ -1,0 +1,56 @@
+"""Work of a step with experts by arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxopt_llm.config import Config, cli
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.planning.search.grouped_rate import LEGS, Groups, find_efficiency
+from jaxopt_llm.planning.search.roofline import Cluster, Work, compute_step_time
+from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.workload import estimate_work
+
+CLUSTER = Cluster("h200", 1, 8)
+
+
+def work_of(config: Config) -> Work:
+    state = compute_state_sizes(config)
+    assert state is not None
+    return estimate_work(config, state, CLUSTER)
+
+
+@pytest.mark.parametrize("recipe", ["mixtral_8x7b.py", "qwen3_30b_a3b.py"])
+def test_experts_count_at_the_rate_of_their_groups(recipe: str) -> None:
+    """Without recomputation: one product forward and two backward, of the rows that an even load fills."""
+    config = replace_fields(cli.load_recipe(recipe), {"remat.policy": "none", "training.attention": "cudnn"})
+    model, moe, step_tokens = config.model, config.model.moe, config.training.batch_size * 4096 / 8
+    work = work_of(config)
+    assert work.grouped is not None
+    matrices = 3 * model.width * moe.expert_width
+    assert work.grouped.flops == 3 * 2 * step_tokens * moe.experts_per_token * model.layers * matrices
+    rows = 2 * 4096 * moe.experts_per_token * 8 / moe.experts  # of a microbatch
+    assert work.grouped.groups == Groups(rows, model.width, moe.expert_width)
+    slowed = sum(1 / find_efficiency(CLUSTER.chip, leg, work.grouped.groups) for leg in LEGS)
+    assert work.grouped.efficiency == pytest.approx(3 / slowed)
+    # FLOPs of experts are in no other sum, and take longer than those of one dense matrix.
+    others = replace(work, grouped=None)
+    assert work.all_flops - others.all_flops == work.grouped.flops
+    longer = replace(work, flops=work.flops + work.grouped.flops, grouped=None)
+    times = [compute_step_time(each, CLUSTER.chip, "bfloat16").compute for each in (others, longer, work)]
+    assert times[0] < times[1] < times[2]
+
+
+def test_recomputation_repeats_the_experts_forward() -> None:
+    config = replace_fields(cli.load_recipe("mixtral_8x7b.py"), {"training.attention": "cudnn"})
+    none, full = (work_of(replace_fields(config, {"remat.policy": policy})).grouped for policy in ("none", "full"))
+    assert none is not None and full is not None
+    # Nothing reads the result of the third matrix again.
+    assert full.flops / none.flops == pytest.approx((3 * 3 + 2) / (3 * 3))
+
+
+def test_a_dense_model_and_the_reference_have_no_grouped_matmuls() -> None:
+    dense = replace_fields(cli.load_recipe("llama3_8b.py"), {"training.attention": "cudnn", "remat.policy": "none"})
+    by_xla = {"training.attention": "cudnn", "remat.policy": "none", "training.grouped_matmul": "xla"}
+    assert work_of(dense).grouped is None
+    assert work_of(replace_fields(cli.load_recipe("mixtral_8x7b.py"), by_xla)).grouped is None
