@@ -20,6 +20,7 @@ from marks import slow
 from jaxopt_llm.compiler import buffers, hlo, topology
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.hlo import Collective
+from jaxopt_llm.compiler.instructions import parse_module
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import (
     Config,
@@ -43,6 +44,7 @@ from jaxopt_llm.parallel.offload import NO_OFFLOAD
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import master_sharding
 from jaxopt_llm.planning import advice, breakdown, prediction
+from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes, list_fused, walk_kernels
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.training import update
 from jaxopt_llm.training.optimizer import make_optimizer
@@ -237,16 +239,35 @@ def test_stage_3_holds_one_layer_at_a_time(remat: str) -> None:
         (1, 1, "float32", 4 + 4 / 8),
         (2, 1, "float32", 4 / 8),
         (3, 1, "float32", 4 / 8),
-        (3, 3, "float32", 4 / 8 + 4 / 8),
-        *slow((1, 1, "bfloat16", 2 + 4 / 8), (2, 3, "float32", 4 / 8 + 4 / 8)),
+        (3, 3, "float32", 4 / 8),  # of the sum alone
+        *slow((1, 1, "bfloat16", 2 + 4 / 8), (2, 3, "float32", 4 / 8), (3, 3, "bfloat16", 4 / 8 + 2 / 8)),
     ],
 )
 def test_peak_per_layer(stage: int, accumulation: int, reduce: str, per_parameter: float) -> None:
-    """A layer more costs its block's input, and its gradient: whole up to stage 1, a shard from stage 2 on, beside the
-    sum of those of the microbatches before; and nothing gathered."""
+    """A layer more costs its block's input, and its gradient: whole up to stage 1, a shard from stage 2 on; and nothing
+    gathered. A microbatch's gradient is added to the sum of those before without an array of its own; one in 16 bits
+    has its own."""
     peak = per_layer(lambda step: step.memory.temporaries, FSDP, stage, accumulation=accumulation, reduce=reduce)
     block_input = ROWS // DEVICES * SEQUENCE * WIDTH * 2
     assert peak <= 1.1 * (block_input + per_parameter * layer_parameters())
+
+
+@pytest.mark.core
+def test_one_kernel_adds_a_gradient_to_its_sum() -> None:
+    """It reads the layer's row of the sum and writes it there. No other kernel of the loop reads a row or copies it."""
+    step = compiled(8, FSDP, 3, accumulation=3)
+    module, found = parse_module(step.text), 0
+    kernels = [(computation, kernel) for computation, kernel, _ in walk_kernels(module)]
+    for computation, kernel in kernels:
+        fused = [each for _, each in list_fused(module, kernel)]
+        sums = [each for each in fused if each.opcode == "dynamic-update-slice" and each.results[0].dtype == "f32"]
+        if len(sums) == 1 and sums[0].is_root and "transpose" in kernel.source and sums[0].results[0].shape[0] == 8:
+            row = sums[0].results[0].bytes / 8
+            assert count_kernel_bytes(module, computation, kernel) == pytest.approx(3 * row, rel=0.01)
+            readers = [each for of, each in kernels if of is computation and kernel.operands[0] in each.operands]
+            assert readers == [kernel]
+            found += row * 8 > 2**20
+    assert found >= 7  # four matrices of attention and three of the MLP; vectors may share kernels
 
 
 @pytest.mark.core

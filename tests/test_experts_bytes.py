@@ -9,7 +9,9 @@ from test_attention_bytes import TRITON
 from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 
 from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import MeshConfig, ShardingConfig
+from jaxopt_llm.planning import breakdown
 
 ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
@@ -128,9 +130,37 @@ def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: i
     assert sum(each > 0 for each in beside) >= least
 
 
+def find_grouped_matmuls(step: Compiled) -> list[tuple[int, int]]:
+    """Return the rows and the rows that an even load fills of each grouped matmul that runs."""
+    found = []
+    for computation, instruction, run in instructions.walk_instructions(step.text):
+        if instructions.count_runs(instruction, run) and (grouped := hlo.grouped_matmul(computation, instruction)):
+            found.append((grouped.shape[0], round(grouped.filled)))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(ON_EXPERT_ALONE, marks=pytest.mark.core), *slow((SPLIT,), (ON_64,))])
+def test_a_step_has_few_rows_for_its_choices(mesh: MeshConfig) -> None:
+    """By default: at most 1.3 for each choice, in every product of experts. `gather` has four or eight."""
+    choices = rows(mesh) // (mesh.size("fsdp") * mesh.expert) * SEQUENCE * CHOSEN
+    found = find_grouped_matmuls(mixed(mesh, exchange="auto"))
+    assert len(found) == 11 and {filled for _, filled in found} == {choices}
+    assert max(length for length, _ in found) <= 1.3 * choices
+    assert min(length for length, _ in find_grouped_matmuls(mixed(mesh))) >= 4 * choices
+
+
+def test_matrices_of_experts_are_cast_once_a_pass() -> None:
+    """Further rounds, which may not run, read the copies of the first one: no float32 matrix is copied for them."""
+    text = mixed(ON_EXPERT_ALONE, exchange="auto").text
+    moved = {part.name: part.bytes for part in breakdown.break_down_step(text, (), CHIPS["h200"])}
+    own = LAYERS * 3 * WIDTH * INNER * EXPERTS // ON_EXPERT_ALONE.expert
+    once = 2 * (4 + 2) * own  # forward and backward, read and written; other weights are a fifth of that
+    assert once < moved[breakdown.CASTS] < 1.3 * once
+
+
 @pytest.mark.slow
 def test_rows_take_the_room_of_a_round() -> None:
-    """Not that of all choices: eight devices have eight times the tokens of one, and no more rows than theirs twice."""
+    """Not that of all choices: eight devices have eight times the tokens of one, and no more rows than their share."""
     gather, rounds = (
         mixed(MeshConfig(expert=8), "none", exchange).memory.temporaries for exchange in ("gather", "all_to_all")
     )

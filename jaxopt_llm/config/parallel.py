@@ -75,10 +75,17 @@ class ShardingConfig:
     expert_exchange: Literal["auto", "gather", "all_to_all", "ragged"] = "auto"
     """Communication of MoE layers over mesh.expert. gather: every token goes to all devices of the axis. all_to_all:
     each choice goes to the device of its expert, in buffers of fixed size. ragged: all_to_all without the unused part
-    of the buffers, GPUs only. auto: gather or all_to_all, the one that sends fewer bytes."""
-    expert_room: float = setting(2.0, bounds=AT_LEAST_ONE)
+    of the buffers, GPUs only. auto: gather or all_to_all, the one that takes less time by a roofline of links and
+    memory."""
+    expert_room: float = setting(
+        1.2,
+        bounds=AT_LEAST_ONE,
+        search=(2.0, 1.5, 1.2, 1.1),
+        search_rank=9,
+        price="an uneven load takes more rounds",
+    )
     """With all_to_all and ragged: size of the buffer between two devices, as a multiple of the choices of an even load.
-    Choices that do not fit go in further rounds; none is dropped. Must be at least 1."""
+    Choices that do not fit go in further rounds of a quarter of an even load; none is dropped. Must be at least 1."""
     optimizer_over_data: bool = False
     """Also divide master weights and moments over mesh.data. Each replica keeps a compute copy, divided as zero_stage
     sets, which is gathered once per step: with fsdp inside a host and data between hosts, no gather of a layer crosses

@@ -4,6 +4,7 @@ Letters: M microbatches, G gradient groups, B batch, S sequence, V vocabulary (p
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,13 @@ import jax.numpy as jnp
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
+from jaxopt_llm.execution.gradients import (
+    Sums,
+    add_sums,
+    constrain_gradients,
+    sum_over_groups,
+    zero_sums,
+)
 from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, model_segments, no_perturbations, run_segments
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
@@ -46,10 +53,13 @@ def loss_and_gradients(
     inside = inside_gradient_group(placement)
     specs = tree.restrict(model.specs, trainable)
     params = tree.merge(trainable, frozen)
+    is_sum = batch.tokens.shape[0] > 1
+    adds_in_place = is_sum and not unrolled and _are_float32(specs, inside)
+    segments = model_segments(model, unrolled=unrolled, adds_in_place=adds_in_place)
 
     def objective(perturbations: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
         value, loss, auxiliary = microbatch_loss(
-            model, params, microbatch, loss_weight, inside, remat, perturbations, unrolled
+            model, params, microbatch, loss_weight, inside, remat, perturbations, segments
         )
         return value + loss_weight * auxiliary.loss, (loss, auxiliary)
 
@@ -59,16 +69,40 @@ def loss_and_gradients(
 
     def one_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
         first = jax.tree.map(lambda x: x[0], batch)
-        if batch.tokens.shape[0] == 1:
+        if not is_sum:
             return one_microbatch(first)  # in the reduction's dtype: a sum of one needs no float32 accumulator
+        zeros = zero_sums(jax.eval_shape(one_microbatch, first), specs, inside)
+        if adds_in_place:
+            return sum_in_place(zeros, batch)
 
         def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
             return add_sums(total, one_microbatch(microbatch), specs, inside), None
 
-        return jax.lax.scan(accumulate, zero_sums(jax.eval_shape(one_microbatch, first), specs, inside), batch)[0]
+        return jax.lax.scan(accumulate, zeros, batch)[0]
+
+    def sum_in_place(zeros: Sums, batch: Batch) -> Sums:
+        # Each gradient is added where it is formed, layer by layer. A microbatch's own stacks would be filled with
+        # zeros, written, and added as a whole.
+        sums = jax.tree.map(jax.new_ref, zeros[2])
+
+        def accumulate(total: tuple[jax.Array, Auxiliary], microbatch: Batch) -> tuple[Any, None]:
+            pull_back: Any
+            perturbations = make_perturbations(specs, inside)
+            _, pull_back, added = jax.vjp(lambda each: objective(each, microbatch), perturbations, has_aux=True)
+            pull_back.with_refs(sums)(jnp.float32(1))
+            return (total[0] + added[0], total[1] + added[1]), None
+
+        loss, auxiliary = jax.lax.scan(accumulate, zeros[:2], batch)[0]
+        return loss, auxiliary, constrain_gradients(jax.tree.map(jax.freeze, sums), specs, inside)
 
     loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
     return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
+
+
+def _are_float32(specs: Params, placement: Placement) -> bool:
+    """Return whether all gradients are float32. JAX adds to references only in their own dtype."""
+    gradients = jax.eval_shape(lambda: make_perturbations(specs, placement))
+    return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))
 
 
 def loss(
@@ -90,7 +124,7 @@ def microbatch_loss(
     placement: Placement,
     remat: RematConfig,
     perturbations: Params | None = None,
-    unrolled: bool = False,
+    segments: Mapping[str, LocalSegment] | None = None,
 ) -> tuple[jax.Array, jax.Array, Auxiliary]:
     """Return the head's objective and loss and the auxiliary sums of one microbatch, fields [B, S].
 
@@ -98,12 +132,14 @@ def microbatch_loss(
     cross-entropy.
 
     perturbations: `make_perturbations` of the parameters with a gradient, and None for the others; by default for all.
+    segments: by default `model_segments(model)`.
     """
+    segments = model_segments(model) if segments is None else segments
     perturbations = no_perturbations(model.specs) if perturbations is None else perturbations
     context = model.make_context(batch, placement)
     non_layer = attach_non_layer(model.specs, params, perturbations, placement)
     x = model.embed(non_layer, batch.tokens, context)
-    x, _, auxiliary = run_segments(model, model_segments(model, unrolled), params, perturbations, x, context, remat)
+    x, _, auxiliary = run_segments(model, segments, params, perturbations, x, context, remat)
     return *model.loss(non_layer, x, batch, context, loss_weight), auxiliary
 
 

@@ -50,6 +50,7 @@ class LocalSegment:
     rows: int [R], the rows of these periods in weights that also hold others; None if the weights hold no others.
     unrolled: run the periods without a loop. The backward then reads what the forward kept where it was written, while
         a loop copies it into stacks and back.
+    adds_in_place: JAX adds the gradients to references (scan.loss_and_gradients).
     """
 
     kinds: tuple[Kind, ...]
@@ -58,6 +59,7 @@ class LocalSegment:
     occupied: jax.Array | None = None
     rows: jax.Array | None = None
     unrolled: bool = False
+    adds_in_place: bool = False
 
     @property
     def periods(self) -> int:
@@ -117,7 +119,25 @@ def _run_segment(
         return layer_groups.scan_spans(
             lambda quantised: runner(weights, quantised).scan_body, spans, carry, perturbations, others
         )
+    if segment.adds_in_place:
+        # The body selects its period's perturbations. XLA then reads and writes a period's row of the sums in the
+        # kernel that adds the gradient; a row that the loop itself reads and writes, it copies out first.
+        def select_and_run(carry: Carry, each: Any) -> tuple[Carry, None]:
+            by_period, row, *others = each
+            return scan_body(carry, (by_period, _read_rows(perturbations, row), *others))
+
+        return jax.lax.scan(select_and_run, carry, (by_period, jnp.arange(segment.periods), *others))[0]
     return jax.lax.scan(scan_body, carry, scanned, unroll=segment.periods if segment.unrolled else 1)[0]
+
+
+def _read_rows(stacked: tree.Tree, row: jax.Array) -> tree.Tree:
+    """Return a row of stacked leaves [R, ...]. It exists: an index without a test for negative values fuses."""
+
+    def read(leaf: jax.Array) -> jax.Array:
+        start = (row, *(jnp.zeros_like(row),) * (leaf.ndim - 1))
+        return jax.lax.dynamic_slice(leaf, start, (1, *leaf.shape[1:]))[0]
+
+    return jax.tree.map(read, stacked)
 
 
 def _precision_spans(model: Model, segment: LocalSegment, context: Context) -> list[PrecisionSpan]:
@@ -213,10 +233,12 @@ class PeriodRunner:
         return run
 
 
-def model_segments(model: Model, unrolled: bool = False) -> dict[str, LocalSegment]:
+def model_segments(model: Model, unrolled: bool = False, adds_in_place: bool = False) -> dict[str, LocalSegment]:
     """Return all segments of a model, by their names in its parameters."""
     return {
-        name: LocalSegment(segment.kinds, model.specs[name], segment.per_layer, unrolled=unrolled)
+        name: LocalSegment(
+            *(segment.kinds, model.specs[name], segment.per_layer), unrolled=unrolled, adds_in_place=adds_in_place
+        )
         for name, segment in name_segments(model).items()
     }
 

@@ -3,7 +3,7 @@
 These are `remat.policy`, `training.unroll`, `training.loss_chunk` and `xla.own_remat`. Candidates are compiled in the
 order of their speed, and the first that fits is taken. Arithmetic leaves out those that cannot fit, so that most runs
 compile one candidate: the program that they run. The choice depends on the program and the GPU only, and never on the
-time that compiling takes.
+time that compiling takes. `sharding.expert_exchange` is chosen before, by arithmetic alone (search/exchange_choice.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +19,14 @@ from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
+from jaxopt_llm.planning.search.exchange_choice import resolve_exchange
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.units import GIB
 
 T = TypeVar("T")
 
-CHOSEN = ("remat.policy", "training.unroll", "training.loss_chunk", "xla.own_remat")
+CHOSEN = ("remat.policy", "training.unroll", "training.loss_chunk", "xla.own_remat", "sharding.expert_exchange")
 NO_MEMORY = 2**63 - 1  # peak of a candidate for whose compilation there is no memory
 MAX_REFUSED = 4  # compiled candidates that do not fit; then only those that save most memory are left
 # Shortest run, by arithmetic, whose layers are unrolled: compiling them takes half a minute more, and a step 4 to 7%
@@ -81,7 +82,7 @@ def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool =
         limit: bytes of a device that XLA may use.
         on_gpu: False for CPUs, where only arithmetic decides: there is one candidate.
     """
-    *faster, last = _predict_all(config, cluster, limit, on_gpu)
+    *faster, last = _predict_all(resolve_exchange(config, cluster), cluster, limit, on_gpu)
     left_out = [each for each in faster if not _may_fit(each)]
     candidates = [*filter(_may_fit, faster), replace(last, limit=limit)]
     if not on_gpu:
@@ -180,7 +181,7 @@ def keep_settings(config: Config, started: Config) -> Config:
 def list_choices(config: Config, chosen: Config) -> dict[str, Any]:
     """Return the settings that a configuration leaves open, with their values in another one."""
     settings = list_settings(config)
-    return {name: value for name, value in list_settings(chosen).items() if settings[name] == AUTO}
+    return {name: value for name, value in list_settings(chosen).items() if settings[name] == AUTO != value}
 
 
 def list_settings(config: Config) -> dict[str, Any]:

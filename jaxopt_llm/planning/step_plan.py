@@ -162,7 +162,7 @@ def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
     program, peak = choice.compiled
     text = str(peak.compiled.as_text())
     collectives = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
-    chosen = list_choices(config, choice.config)
+    chosen, placement = list_choices(config, choice.config), replace(placement, sharding=choice.config.sharding)
     return _CompiledStep(
         choice.config, chosen, choice.refused, program, mesh, placement, peak, text, collectives, compile_seconds
     )
@@ -224,7 +224,7 @@ def _choose_and_compile(config: Config, cluster: Cluster, placement: Placement) 
     """Compile the step with the settings that a run on these GPUs would choose."""
 
     def compile_step(config: Config) -> tuple[Program, Peak]:
-        program = make_program(config, placement, stores_frozen_weights(config))
+        program = make_program(config, replace(placement, sharding=config.sharding), stores_frozen_weights(config))
         return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
     candidates, left_out = list_candidates(config, cluster, count_chip_bytes(cluster.chip))

@@ -91,8 +91,10 @@ class Setup:
 
     def with_config(self, config: Config) -> "Setup":
         """Return the setup with another configuration of the same data, mesh and train state."""
-        program = make_program(config, self.placement, stores_frozen_weights(config))
-        return replace(self, config=config, program=replace(program, attention=self.program.attention))
+        placement = replace(self.placement, sharding=sharding_within(config))
+        program = make_program(config, placement, stores_frozen_weights(config))
+        program = replace(program, attention=self.program.attention)
+        return replace(self, config=config, placement=placement, program=program)
 
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.

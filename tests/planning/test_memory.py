@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from jaxopt_llm.compiler.buffers import Buffer
-from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, TrainingConfig
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning import memory
 from jaxopt_llm.planning.activations import Activations
@@ -109,6 +109,7 @@ def test_known_shapes_of_layers_with_experts() -> None:
         },
     )
     placement, training = toy.placement(expert=4, tensor=2), TrainingConfig(batch_size=8, sequence_length=16)
+    placement = replace(placement, sharding=ShardingConfig(expert_exchange="gather"))
     config = Config(model=model, training=training, remat=RematConfig("none"))
     known = KnownShapes.from_program(make_program(config, placement), config, placement)
 

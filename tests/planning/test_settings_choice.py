@@ -41,7 +41,18 @@ def candidates(config: Config, cluster: Cluster = EIGHT, limit: int = LARGE, **o
 
 
 def test_every_setting_of_the_choice_is_open_by_default() -> None:
-    assert list_choices(Config(), Config()) == dict.fromkeys(settings_choice.CHOSEN, "auto")
+    assert list_settings(Config()) == dict.fromkeys(settings_choice.CHOSEN, "auto")
+    assert list_choices(Config(), Config()) == {}  # nothing is chosen
+
+
+def test_the_exchange_of_experts_is_chosen_before_the_candidates() -> None:
+    """A model without an exchange keeps `auto`, which is then no choice."""
+    mixtral = cli.load_recipe("mixtral_8x7b.py")
+    assert {each["sharding.expert_exchange"] for each in candidates(mixtral)} == {"all_to_all"}
+    gathers = fields.replace_fields(mixtral, {"sharding.expert_exchange": "gather"})
+    assert {each["sharding.expert_exchange"] for each in candidates(gathers)} == {"gather"}
+    (dense, *_), _ = list_candidates(RECIPE, EIGHT, LARGE)
+    assert "sharding.expert_exchange" not in list_choices(RECIPE, dense.config)
 
 
 def test_the_policy_that_computes_least_again_comes_first() -> None:

@@ -106,6 +106,21 @@ def keep_gathered(weight: Weight) -> Weight:
     return jax.tree.map(keep, weight, is_leaf=_is_placed)
 
 
+def gather_once(params: tree.Tree) -> tree.Tree:
+    """Return weights that rest as they are used, in the compute dtype, so that a loop which reads them gathers nothing.
+
+    Weights whose products read codes stay: their codes come from the exact values.
+    """
+
+    def gather(weight: BaseWeight) -> BaseWeight:
+        if isinstance(weight, QuantisedWeight) or weight.shardings.matmul != "compute_dtype":
+            return weight
+        shardings = replace(weight.shardings, resting=weight.shardings.gathered, gather_block=None)
+        return replace(weight, array=gather_array(weight), shardings=shardings)
+
+    return jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
+
+
 def gather_for_use(weight: Weight) -> jax.Array:
     """Return the gathered weight in compute dtype, for any use other than a product. It has a gradient, if it trains.
 

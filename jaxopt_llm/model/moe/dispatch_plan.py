@@ -56,6 +56,31 @@ class DispatchPlan:
     filled: int = struct.field(pytree_node=False)
 
 
+# Size of the rounds after the first, as a share of an even load: what the fullest pair of devices has more than the
+# first round's room is little, and all pairs send buffers of this size.
+LATER_ROOM = 0.25
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Choices that one device can send to another: in the first round, and in each further one.
+
+    limit: number of rounds that any load fits in.
+    """
+
+    first: int
+    later: int
+    limit: int
+
+    def begin(self, index: Any) -> Any:
+        """Return the first choice of a round after the first, of those that a device has for another."""
+        return self.first + (index - 1) * self.later
+
+    def count(self, choices: jax.Array) -> jax.Array:
+        """Return the number of rounds for the fullest pair of devices, int32."""
+        return 1 + -(-jnp.maximum(choices - self.first, 0) // max(self.later, 1))
+
+
 @struct.dataclass
 class SortedChoices:
     """Choices [C] sorted by expert.
@@ -113,21 +138,27 @@ def sort_choices(experts: jax.Array, moe: MoEConfig, placement: Placement) -> So
 
 
 def make_round_plan(
-    choices: tuple[jax.Array, SortedChoices], round_index: Any, *, ragged: bool, moe: MoEConfig, placement: Placement
+    choices: tuple[jax.Array, SortedChoices],
+    begin: Any,
+    per_pair: int,
+    *,
+    ragged: bool,
+    moe: MoEConfig,
+    placement: Placement,
 ) -> DispatchPlan:
     """Return the plan of one round of `all_to_all`.
 
-    choices: the experts of each token, int32 [B, S, k], and `sort_choices` of them. round_index: int32, from 0.
+    choices: the experts of each token, int32 [B, S, k], and `sort_choices` of them.
+    begin, per_pair: of the choices that a device has for another, the first one that the round sends, and their number.
     """
     mesh, devices = ExpertMesh(placement), placement.size("expert")
     local_count = moe.experts // devices
 
-    def on_device(round_index: jax.Array, experts: jax.Array, by_expert: SortedChoices) -> DispatchPlan:
+    def on_device(begin: jax.Array, experts: jax.Array, by_expert: SortedChoices) -> DispatchPlan:
         order, place, begins = by_expert.order[0], by_expert.place[0], by_expert.begins[0]
         count = experts.shape[2]
-        per_pair, _ = round_sizes(moe, placement, order.size // count)
         slots = jnp.arange(devices * per_pair, dtype=jnp.int32).reshape(devices, per_pair)
-        first = begins[:-1:local_count] + round_index * per_pair  # [P], first position of this round's window
+        first = begins[:-1:local_count] + begin  # [P], first position of this round's window
         leaving = order[jnp.minimum(first[:, None] + slots[0], order.size - 1)]
         # For each device, the part of the window that belongs to each of its experts.
         edges = begins[local_count * jnp.arange(devices)[:, None] + jnp.arange(local_count + 1)]  # [P, local E + 1]
@@ -157,12 +188,12 @@ def make_round_plan(
             sizes=sizes,
             arrivals=arrivals,
             length=experts.shape[1],
-            filled=order.size,
+            filled=min(order.size, slots.size),
         )
         return _stack(plan)
 
     run = placement.shard_map(on_device, (PartitionSpec(), mesh.tokens, mesh.local), mesh.local)
-    return run(jnp.int32(round_index), *choices)
+    return run(jnp.int32(begin), *choices)
 
 
 def _stack(plan: Any) -> Any:
@@ -170,16 +201,13 @@ def _stack(plan: Any) -> Any:
     return jax.tree.map(lambda array: array[None], plan)
 
 
-def round_sizes(moe: MoEConfig, placement: Placement, tokens: int) -> tuple[int, int]:
-    """Return two limits of `all_to_all`, for a number of tokens per device.
-
-    Returns:
-        The choices that one device can send to another in one round, and the number of rounds that any load fits in.
-    """
+def plan_rounds(moe: MoEConfig, placement: Placement, tokens: int) -> Rounds:
+    """Return the rounds of `all_to_all` for a number of tokens per device."""
     devices, count = placement.size("expert"), moe.experts_per_token
     most = tokens * min(count, moe.experts // devices)
-    per_pair = min(math.ceil(placement.sharding.expert_room * tokens * count / devices), most)
-    return per_pair, -(-most // per_pair)
+    first = min(math.ceil(placement.sharding.expert_room * tokens * count / devices), most)
+    later = min(math.ceil(LATER_ROOM * tokens * count / devices), most - first)
+    return Rounds(first, later, 1 + (-(-(most - first) // later) if later else 0))
 
 
 @dataclass(frozen=True)

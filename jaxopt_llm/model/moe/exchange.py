@@ -6,8 +6,8 @@ N. There are three exchanges over `expert` (`sharding.expert_exchange`):
 gather: every device gets all tokens and takes the rows of its own experts; the partial sums of each token come back.
     Traffic does not grow with the experts per token, but every device has room for all choices.
 all_to_all: each choice goes only to the device of its expert, in a buffer between each pair of devices that has room
-    for `sharding.expert_room` times an even load. Choices that do not fit go in further rounds. An even load takes one
-    round, and nothing is dropped.
+    for `sharding.expert_room` times an even load. Choices that do not fit go in further, small rounds. An even load
+    takes one round, and nothing is dropped.
 ragged: all_to_all that sends only the filled part of the buffers.
 
 A choice is one (token, expert) pair of the router's top-k.
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.config import MoEConfig, ShardingConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.model.linear.weights import gather_once
 from jaxopt_llm.model.moe import dispatch_plan
 from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan, ExpertMesh
 from jaxopt_llm.parallel.gathering import split_perturbations, with_perturbations
@@ -35,19 +36,21 @@ Exchange = Literal["gather", "all_to_all", "ragged"]
 ExpertFunction = Callable[..., jax.Array]  # (params, *inputs, plan) -> y [B, S, D]
 
 
-def choose_exchange(moe: MoEConfig, sharding: ShardingConfig, devices: int) -> Exchange:
-    """Return the configured exchange, or the one that sends the fewest bytes. devices: along `expert`."""
+def get_exchange(sharding: ShardingConfig, devices: int) -> Exchange:
+    """Return the configured exchange. devices: along `expert`.
+
+    A run has replaced `auto` by the faster one (planning/search/exchange_choice.py). Elsewhere it is the one with fewer
+    rows.
+    """
     if devices == 1:
         return "gather"
-    if sharding.expert_exchange != "auto":
-        return sharding.expert_exchange
-    return "all_to_all" if sharding.expert_room * moe.experts_per_token < devices else "gather"
+    return "all_to_all" if sharding.expert_exchange == "auto" else sharding.expert_exchange
 
 
 def describe_exchange(moe: MoEConfig, placement: Placement) -> str:
     """Return a description for people; "" if the model or the mesh has no exchange."""
     devices = placement.size("expert")
-    exchange = choose_exchange(moe, placement.sharding, devices)
+    exchange = get_exchange(placement.sharding, devices)
     if not moe.experts or devices == 1:
         return ""
     buffers = f", with buffers for {placement.sharding.expert_room:g} times an even load"
@@ -55,11 +58,11 @@ def describe_exchange(moe: MoEConfig, placement: Placement) -> str:
 
 
 def count_rows(moe: MoEConfig, placement: Placement, tokens: int) -> int:
-    """Return the number of rows for which a device has room in one round, for a number of tokens per device."""
+    """Return the number of rows for which a device has room in the first round, for a number of tokens per device."""
     devices = placement.size("expert")
-    if choose_exchange(moe, placement.sharding, devices) == "gather":
+    if get_exchange(placement.sharding, devices) == "gather":
         return devices * tokens * min(moe.experts_per_token, moe.experts // devices)
-    return devices * dispatch_plan.round_sizes(moe, placement, tokens)[0]
+    return devices * dispatch_plan.plan_rounds(moe, placement, tokens).first
 
 
 def run_experts(
@@ -77,7 +80,7 @@ def run_experts(
     experts: int32 [B, S, k], moe.experts for a choice that goes nowhere.
     has_cache: generation has few tokens, and always gathers them.
     """
-    exchange, once = choose_exchange(moe, placement.sharding, placement.size("expert")), jnp.int32(1)
+    exchange, once = get_exchange(placement.sharding, placement.size("expert")), jnp.int32(1)
     if has_cache or exchange == "gather":
         return run(params, *inputs, dispatch_plan.make_gather_plan(experts, moe, placement)), once
     by_expert = dispatch_plan.sort_choices(experts, moe, placement)
@@ -85,15 +88,15 @@ def run_experts(
         dispatch_plan.make_round_plan, ragged=exchange == "ragged", moe=moe, placement=placement
     )
     tokens = by_expert.order.shape[1] // moe.experts_per_token
-    per_pair, max_rounds = dispatch_plan.round_sizes(moe, placement, tokens)
-    if max_rounds == 1:
-        return run(params, *inputs, make_plan((experts, by_expert), 0)), once
+    rounds = dispatch_plan.plan_rounds(moe, placement, tokens)
+    if rounds.limit == 1:
+        return run(params, *inputs, make_plan((experts, by_expert), 0, rounds.first)), once
     to_device = by_expert.begins[:, :: moe.experts // placement.size("expert")]  # [N, P + 1]
-    count = jnp.maximum(-(-jnp.max(jnp.diff(to_device, axis=1)) // per_pair), 1)
+    count = rounds.count(jnp.max(jnp.diff(to_device, axis=1)))
     if placement.in_gradient_group:
         count = jax.lax.pmax(count, GROUP_AXIS)
     resting, perturbations = split_perturbations(params)
-    return _run_rounds(run, make_plan, (experts, by_expert), count, resting, perturbations, inputs), count
+    return _run_rounds((run, make_plan, rounds), (experts, by_expert), count, resting, perturbations, inputs), count
 
 
 # --- `dispatch` and `combine` are each other's transposes
@@ -204,17 +207,18 @@ def _all_to_all(mesh: ExpertMesh, slots: jax.Array, sent: jax.Array, received: j
 
 # The first round is like a call without rounds: the remat policy selects its residuals, and it can overlap with other
 # computation. The backward computes further rounds again from their inputs, because their number is only known at run
-# time.
+# time. Further rounds read weights that are gathered before the loop: a loop holds what it reads, which would be the
+# float32 masters.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run_rounds(run, make_plan, choices, count, resting, perturbations, inputs):
-    return _run_rounds_forward(run, make_plan, choices, count, resting, perturbations, inputs)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_rounds(functions, choices, count, resting, perturbations, inputs):
+    return _run_rounds_forward(functions, choices, count, resting, perturbations, inputs)[0]
 
 
-def _make_round(run, make_plan, choices, resting, round_index):
+def _make_round(run, plan, weights):
     def run_round(perturbations, inputs):
-        return run(with_perturbations(resting, perturbations), *inputs, make_plan(choices, round_index))
+        return run(with_perturbations(weights, perturbations), *inputs, plan)
 
     return run_round
 
@@ -230,20 +234,27 @@ def _loop_after_first(count, add, sums):
         return jax.lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(1), sums))[1]
 
 
-def _run_rounds_forward(run, make_plan, choices, count, resting, perturbations, inputs):
-    round_at = functools.partial(_make_round, run, make_plan, choices, resting)
-    y, pull = jax.vjp(round_at(0), perturbations, inputs)
-    y = _loop_after_first(count, lambda index, y: y + round_at(index)(perturbations, inputs), y)
-    return y, (pull, choices, count, resting, inputs)
+def _run_rounds_forward(functions, choices, count, resting, perturbations, inputs):
+    run, make_plan, rounds = functions
+    y, pull = jax.vjp(_make_round(run, make_plan(choices, 0, rounds.first), resting), perturbations, inputs)
+    gathered = gather_once(resting)
+
+    def add(index, y):
+        plan = make_plan(choices, rounds.begin(index), rounds.later)
+        return y + _make_round(run, plan, gathered)(perturbations, inputs)
+
+    return _loop_after_first(count, add, y), (pull, choices, count, resting, inputs)
 
 
-def _run_rounds_backward(run, make_plan, residuals, dy):
+def _run_rounds_backward(functions, residuals, dy):
+    run, make_plan, rounds = functions
     pull, choices, count, resting, inputs = residuals
     first = pull(dy)
-    perturbations = jax.tree.map(jnp.zeros_like, first[0])
+    perturbations, gathered = jax.tree.map(jnp.zeros_like, first[0]), gather_once(resting)
 
-    def add(round_index, sums):
-        _, pull = jax.vjp(_make_round(run, make_plan, choices, resting, round_index), perturbations, inputs)
+    def add(index, sums):
+        plan = make_plan(choices, rounds.begin(index), rounds.later)
+        _, pull = jax.vjp(_make_round(run, plan, gathered), perturbations, inputs)
         return jax.tree.map(jnp.add, sums, pull(dy))
 
     d_perturbations, d_inputs = _loop_after_first(count, add, first)

@@ -15,7 +15,13 @@ from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost, list_saved
-from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
+from jaxopt_llm.planning.search.microbatch import (
+    BYTES,
+    accumulates_gradients,
+    adds_in_place,
+    count_table_rows,
+    count_tokens,
+)
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.state_sizes import StateSizes
@@ -77,7 +83,8 @@ def compute_footprint(config: Config, state: StateSizes) -> Footprint:
 def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) -> float:
     """Return the bytes of one microbatch's gradients, of their sum over microbatches, and of their sum over replicas.
 
-    In a pipeline one microbatch's gradients are those of one chunk. A loop over layers writes the sum over replicas.
+    In a pipeline one microbatch's gradients are those of one chunk. Gradients that are added where they are formed have
+    no arrays of their own. A loop over layers writes the sum over replicas.
     """
     if config.optimizer.in_backward:  # gradients of one layer, whole and divided
         one = (state.layers.trained + state.layers.gradients) / config.model.layers
@@ -87,6 +94,7 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
     stage, replicas = config.sharding.zero_stage, config.mesh.data > 1 and not has_groups(config)
     by_layer = stage >= 2 or (stage == 0 and config.sharding.optimizer_over_data)  # for stage 1 see `reduction`
     between_replicas = EARLY_SHARE * 4 * state.layers.masters * (replicas and by_layer)
+    one = 0 if adds_in_place(config) else one
     return one * reduced + summed * 4 * (accumulates_gradients(config) + passes.unrolled) + between_replicas
 
 
@@ -123,7 +131,8 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
     summed = 4 * (state.layers.gradients + state.non_layer.gradients) if accumulates_gradients(config) else 0
     logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
     # XLA allocates the zeros that the layers' gradients are written into from the beginning.
-    reduced = 0 if config.optimizer.in_backward else BYTES[config.precision.reduce_dtype]
+    has_zeros = not (config.optimizer.in_backward or adds_in_place(config))
+    reduced = has_zeros * BYTES[config.precision.reduce_dtype]
     zeros = reduced * state.layers.gradients / passes.chunks
     ahead = 0.0
     if _gathers_ahead(config):

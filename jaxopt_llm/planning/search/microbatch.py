@@ -24,3 +24,9 @@ def count_table_rows(config: Config) -> int:
 def accumulates_gradients(config: Config) -> bool:
     """Return whether gradients are summed over microbatches in separate float32 arrays."""
     return config.training.accumulation > 1 or config.mesh.pipeline > 1
+
+
+def adds_in_place(config: Config) -> bool:
+    """Return whether a layer's gradients are added to that sum where they are formed (execution/scan.py)."""
+    in_loop = config.mesh.pipeline == 1 and config.training.unroll != "all"
+    return in_loop and config.training.accumulation > 1 and config.precision.reduce_dtype == "float32"

@@ -31,7 +31,7 @@ class MoECost:
             return cls(share, rows=0, exchanged=0, dispatch="all-gather", combine="reduce-scatter")
         # The most choices that can arrive, if all tokens choose this device's experts.
         rows: float = devices * min(model.moe.experts_per_token, model.moe.experts // devices)
-        form = exchange.choose_exchange(model.moe, config.sharding, devices)
+        form = exchange.get_exchange(config.sharding, devices)
         if form == "gather":
             return cls(share, rows, exchanged=devices, dispatch="all-gather", combine="reduce-scatter")
         rows = min(config.sharding.expert_room * model.moe.experts_per_token, rows)

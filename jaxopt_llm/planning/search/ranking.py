@@ -17,6 +17,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
+from jaxopt_llm.planning.search.exchange_choice import resolve_exchange
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (
@@ -68,7 +69,7 @@ class Candidate:
     Work and time are computed when they are read: a search needs them only of settings that may fit. Only the time is
     kept, because the work of all settings would take a gigabyte.
 
-    resolved: the setting with the attention of these GPUs.
+    resolved: the setting with the attention and the experts' exchange of these GPUs.
     """
 
     config: Config
@@ -76,6 +77,12 @@ class Candidate:
     cluster: Cluster
     state: StateSizes
     footprint: Footprint
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether experts exchange tokens in buffers, whose size `sharding.expert_room` sets."""
+        is_exchanged = bool(self.config.model.moe.experts) and self.config.mesh.expert > 1
+        return is_exchanged and self.resolved.sharding.expert_exchange != "gather"
 
     @property
     def work(self) -> Work:
@@ -146,7 +153,7 @@ class SearchResult:
 
 def estimate(config: Config, cluster: Cluster, state: StateSizes) -> Candidate:
     """Estimate memory, work and time of a setting."""
-    resolved = resolve_attention(config, cluster.chip.compute_capability)
+    resolved = resolve_exchange(resolve_attention(config, cluster.chip.compute_capability), cluster)
     return Candidate(config, resolved, cluster, state, compute_footprint(resolved, state))
 
 
@@ -166,7 +173,9 @@ def estimate_all(
         if key not in states:
             states[key] = compute_state_sizes(setting)
         if state := states[key]:
-            found.append(estimate(setting, cluster, state))
+            candidate = estimate(setting, cluster, state)
+            if candidate.has_buffers or setting.sharding.expert_room == config.sharding.expert_room:
+                found.append(candidate)
 
     for mesh in enumerate_meshes(config, cluster):
         for setting in enumerate_settings(config, mesh, allowed, lean):

@@ -118,7 +118,7 @@ class _Step:
             return
         group = math.prod(mesh.size(axis) for axis in axes)
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
-        link, rate = _find_link(axes, kind, mesh, self.cluster)
+        link, rate = find_link_over(axes, kind, mesh, self.cluster)
         waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
         hidden = min(1 - alone, beside * LINK_EFFICIENCY[link] * rate / moved)
         yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else hidden)
@@ -292,5 +292,5 @@ class _Step:
 
 
 @functools.cache
-def _find_link(axes: tuple[str, ...], kind: str, mesh: MeshConfig, cluster: Cluster) -> tuple[str, float]:
+def find_link_over(axes: tuple[str, ...], kind: str, mesh: MeshConfig, cluster: Cluster) -> tuple[str, float]:
     return links.find_link(axes, kind, make_abstract_mesh(mesh), cluster.chip, cluster.gpus_per_host)

@@ -368,6 +368,19 @@ def test_a_small_plan_is_printed_in_mib() -> None:
 STARTS = ("  parameters", "  gradients ", "  peak      ", "  XLA may us", "  fits, spar")
 
 
+def test_a_search_tries_exchanges_and_rooms_of_experts() -> None:
+    """Each mesh with its faster exchange, and rooms only where the exchange has buffers."""
+    qwen, allowed = cli.load_recipe("qwen3_30b_a3b.py"), ("sharding.expert_room",)
+    found = estimate_all(qwen, Cluster("h200", 1, 8), allowed, lean=True)
+    tried = {(each.config.mesh.expert, each.resolved.sharding.expert_exchange) for each in found}
+    assert {(2, "gather"), (8, "all_to_all")} <= tried and not {(2, "all_to_all"), (8, "gather")} & tried
+    rooms = {exchange: set[float]() for _, exchange in tried}
+    for each in found:
+        rooms[each.resolved.sharding.expert_exchange].add(each.config.sharding.expert_room)
+    assert rooms == {"auto": {1.2}, "gather": {1.2}, "all_to_all": {1.2, 1.1}}
+    assert len(found) == len({each.config for each in found})
+
+
 @pytest.mark.parametrize(
     ("reason", "shown"),
     [

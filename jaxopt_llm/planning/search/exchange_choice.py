@@ -1,0 +1,58 @@
+"""Choice of the exchange of experts' tokens (`sharding.expert_exchange=auto`), by the time that it adds to a step.
+
+`gather` sends each token once to every device, and has rows for all choices that can arrive. `all_to_all` sends each
+choice, and has rows for an even load and its room. So the links decide, and the memory's rate: every kernel between the
+experts' matmuls reads and writes all rows, filled or not.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Final, Literal
+
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig
+from jaxopt_llm.planning.search.microbatch import BYTES
+from jaxopt_llm.planning.search.moe_cost import MoECost
+from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, seconds_in_memory
+from jaxopt_llm.planning.search.transfers import find_link_over
+from jaxopt_llm.planning.search.workload import STREAMED_BACKWARD, STREAMED_FORWARD
+
+AUTO: Final = "auto"
+Form = Literal["all_to_all", "gather"]
+FORMS: tuple[Form, ...] = ("all_to_all", "gather")  # `ragged` has not run on a GPU yet
+CROSSINGS = 4  # of the tokens in a layer: there and back, forward and backward
+
+
+def resolve_exchange(config: Config, cluster: Cluster) -> Config:
+    """Replace `auto` by the faster exchange, if the configuration has one."""
+    sharding, dtype = config.sharding, config.precision.compute_dtype
+    if sharding.expert_exchange != AUTO or not config.model.moe.experts or config.mesh.expert == 1:
+        return config
+    fastest = _find_fastest(config.model, config.mesh, sharding.expert_room, dtype, cluster)
+    return replace(config, sharding=replace(sharding, expert_exchange=fastest))
+
+
+@functools.cache
+def _find_fastest(model: ModelConfig, mesh: MeshConfig, room: float, dtype: str, cluster: Cluster) -> Form:
+    def estimate(form: Form) -> float:
+        sharding = ShardingConfig(expert_exchange=form, expert_room=room)
+        return estimate_seconds(Config(model=model, mesh=mesh, sharding=sharding), dtype, cluster)
+
+    return min(FORMS, key=estimate)
+
+
+def estimate_seconds(config: Config, dtype: str, cluster: Cluster) -> float:
+    """Return the time per token of a device that the exchange and its rows take in one MoE layer.
+
+    It is that of one forward and one backward. What no exchange changes is left out.
+
+    dtype: the compute dtype.
+    """
+    model, mesh = config.model, config.mesh
+    cost, value = MoECost.from_config(config), BYTES[dtype]
+    link, rate = find_link_over(("expert",), cost.dispatch, mesh, cluster)
+    sent = CROSSINGS * cost.exchanged * value * model.width * (mesh.expert - 1) / mesh.expert
+    of_row = sum(
+        streamed["rows"] * model.width + streamed["mlp"] * model.moe.expert_width / mesh.tensor
+        for streamed in (STREAMED_FORWARD, STREAMED_BACKWARD)
+    )
+    return sent / (LINK_EFFICIENCY[link] * rate) + seconds_in_memory(value * cost.rows * of_row, cluster.chip)
