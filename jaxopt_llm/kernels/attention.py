@@ -56,7 +56,8 @@ class Implementation(Protocol):
         ...
 
 
-# Each kernel module has `problems(head_dim, dtype, capability)`, which lists what the kernel does not support.
+# Each kernel module has `problems(head_dim, dtype, capability)`, which lists what the kernel does not support, and
+# `skips_keys`: whether a block of queries reads only the keys that its key ranges contain (ring.py).
 KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_triton, "cudnn": attention_cudnn}
 IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
 
@@ -166,7 +167,9 @@ def attention(
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r}: choose one of auto, {', '.join(IMPLEMENTATIONS)}")
     segments = 1 if segment_ids is None else max_segments
-    call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions is not None)
+    call = AttentionCall(
+        q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions=positions is not None
+    )
     selected = select_implementation(implementation, call, q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if segment_ids is None:

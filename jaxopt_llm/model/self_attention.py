@@ -138,7 +138,7 @@ def attend_to_sequence(
         segments=options.max_segments,
     )
     if options.implementation == "auto":
-        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], options.max_segments, window, options.softcap, False)
+        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], options.max_segments, window, options.softcap)
         kernel = select_implementation("auto", call, q, k, v)
     else:
         kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
@@ -168,7 +168,7 @@ def describe_call(
         None if documents_per_row is None else count_segments(documents_per_row),
         model.window if "sliding" in model.pattern else None,
         model.attention_softcap or None,
-        parts > 1,
+        parts,
     )
 
 

@@ -272,7 +272,9 @@ def test_unsupported_calls() -> None:
         ({"segments": None}, HOPPER, "any number of documents"),
         ({"segments": 16, "window": 1}, HOPPER, "window=1"),
         ({"segments": 1, "softcap": 50.0}, HOPPER, "softcap=50"),
-        ({"segments": 1, "in_parts": True}, HOPPER, "ring"),
+        ({"segments": 1, "positions": True}, HOPPER, "positions"),
+        ({"segments": 16, "parts": 8}, HOPPER, ""),
+        ({"segments": 1, "parts": 8, "window": 64}, HOPPER, "ring"),
     ],
 )
 def test_unsupported_masks(call: dict[str, Any], capability: tuple[int, int], problem: str) -> None:
