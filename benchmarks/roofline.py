@@ -71,6 +71,9 @@ CASES = (
     Case("10b fsdp 8", "10b.py", "h100", changes=ONE_DOCUMENT),
     Case("mixtral", "mixtral_8x7b.py", "h200", changes=ONE_DOCUMENT),
     Case("70b", "llama2_70b.py", "h100", 16, changes=ONE_DOCUMENT),
+    Case("8b 128k", "llama3_8b_128k.py", "h200", changes=ONE_DOCUMENT),
+    Case("8b 128k, ring", "llama3_8b_128k.py", "h200", changes={"sharding.context_exchange": "ring"} | ONE_DOCUMENT),
+    Case("8b 1m", "llama3_8b_1m.py", "h200", 8, changes=ONE_DOCUMENT),
 )
 # Columns of the table and the parts that they add up. All other parts are transfers.
 PARTS = {

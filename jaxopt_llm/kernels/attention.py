@@ -56,10 +56,20 @@ class Implementation(Protocol):
         ...
 
 
-# Each kernel module has `problems(head_dim, dtype, capability)`, which lists what the kernel does not support, and
-# `skips_keys`: whether a block of queries reads only the keys that its key ranges contain (ring.py).
+class Kernel(Implementation, Protocol):
+    """Implementation for the arrays of one device.
+
+    skips_keys: a block of queries reads only the keys between the first and the last that it sees; a ring then gives it
+        the whole part of another device (ring.py).
+    """
+
+    @property
+    def skips_keys(self) -> bool: ...
+
+
+# Each kernel module has `problems(head_dim, dtype, capability)`, which lists what the kernel does not support.
 KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_triton, "cudnn": attention_cudnn}
-IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
+IMPLEMENTATIONS: dict[str, Kernel] = {"xla": attention_xla, **KERNELS}
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,12 @@ class Ring:
                 ranges = self._ranges_in_part(residuals.key_ranges, step, q.shape[1])
                 of_part = residuals._replace(k=part[0], v=part[1], key_ranges=ranges)
                 gradients = self.kernel.backward(call, of_part, gradient)
-                d_q, *d_part = (x.astype(jnp.float32) for x in gradients)
-                return d_q, tuple(d_part)
+                d_q, d_k, d_v = (x.astype(jnp.float32) for x in gradients)
+                return d_q, (d_k, d_v)
+            operands = pairs.take_residuals(residuals, part), pairs.take_queries(gradient)
             with attention_scope(None, causal=False):
-                d_q, *d_part = self.kernel.backward(
-                    call, pairs.take_residuals(residuals, part), pairs.take_queries(gradient)
-                )
-            return pairs.sum_of_queries(d_q), tuple(map(pairs.sum_of_keys, d_part))
+                d_q, d_k, d_v = self.kernel.backward(call, *operands)
+            return pairs.sum_of_queries(d_q), (pairs.sum_of_keys(d_k), pairs.sum_of_keys(d_v))
 
         def add(a: Part, b: Part) -> Part:
             return a[0] + b[0], a[1] + b[1]

@@ -30,7 +30,6 @@ from jaxopt_llm.parallel.per_device import PerDevice
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import all_gather_sequence, count_head_shards, reduce_scatter_sequence
 
-CONTEXT_EXCHANGES: dict[str, Callable[[Implementation, str], Implementation]] = {"ring": Ring, "all_to_all": AllToAll}
 BIASED_PROJECTIONS = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
 
 
@@ -191,7 +190,7 @@ def _select_implementation(name: str, placement: Placement, head_dim: int, value
     if name != "xla" and head_dim != value_dim:
         kernel = Padded(kernel, common_size(head_dim, value_dim))
     if placement.size("context") > 1:
-        return PerDevice(CONTEXT_EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
+        return PerDevice((Ring if placement.sharding.has_ring else AllToAll)(kernel, "context"), placement)
     return kernel if name == "xla" else PerDevice(kernel, placement)
 
 
