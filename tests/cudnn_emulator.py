@@ -102,7 +102,10 @@ def _segments(operands: list[Array], options: dict[str, Any]) -> Any:
         assert all(operands[i].dtype == np.int32 and operands[i].shape == q.shape[:1] for i in (4, 5))
         for index, lengths in enumerate(zip(*operands[4:6], strict=True)):
             assert all(0 < length <= x.shape[1] for x, length in zip((q, k), lengths, strict=True))
-            yield index, *(slice(index * x.shape[1], index * x.shape[1] + n) for x, n in zip((q, k), lengths, strict=True))
+            yield (
+                index,
+                *(slice(index * x.shape[1], index * x.shape[1] + n) for x, n in zip((q, k), lengths, strict=True)),
+            )
         return
     lengths, offsets = ([operands[i].reshape(-1) for i in pair] for pair in ((4, 5), (6, 7)))
     assert all(x.dtype == np.int32 for x in (*lengths, *offsets))

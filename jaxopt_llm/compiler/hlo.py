@@ -258,8 +258,8 @@ def count_attention_products(computation: Computation, call: Instruction) -> tup
 
     A query sees the keys up to its own position, (T + 1) / 2 on average, or the keys of its window, or all keys without
     a causal order (see `attention_scope`). If the keys come in parts, each call with a causal order gets its share of
-    these. Document boundaries are ignored. Masked products in the blocks on the diagonal, which a kernel also computes, are not
-    counted.
+    these. Document boundaries are ignored. Masked products in the blocks on the diagonal, which a kernel also computes,
+    are not counted.
     """
     kernel = attention_kernel(computation, call)
     if not kernel:

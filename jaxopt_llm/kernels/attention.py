@@ -177,9 +177,7 @@ def attention(
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r}: choose one of auto, {', '.join(IMPLEMENTATIONS)}")
     segments = 1 if segment_ids is None else max_segments
-    call = AttentionCall(
-        q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions=positions is not None
-    )
+    call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions=positions is not None)
     selected = select_implementation(implementation, call, q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if segment_ids is None:

@@ -12,9 +12,9 @@ from either end. Under a causal mask, each device then has the same work at ever
 arXiv:2407.21783, section 3.3.2). The keys that a query sees in a part are still one range of the part's rows, because
 the two chunks are in the order of the sequence.
 
-The whole part is one call of a kernel that skips the keys that a query does not see. Others get the device's own part in
-a causal call and every other part in rectangles (`_Pairs`): two pairs of a chunk of queries and a chunk of keys, in which
-every query sees every key of its document. This is half of the part, the half that is visible.
+A kernel that skips the keys that a query does not see gets a part as a whole. Others get the device's own part in a
+causal call, and of every other part two pairs of a chunk of queries and a chunk of keys (`_Pairs`). These are the half
+of the part that is visible: in a pair, every query comes after every key, so that it sees all keys of its document.
 
 Letters: B batch, S queries of a device, T its keys, H heads, G key-value heads, K head size, C = S / 2 rows of a chunk.
 """

@@ -5,7 +5,6 @@ Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax

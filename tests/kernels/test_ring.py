@@ -89,8 +89,8 @@ def test_a_flash_kernel_on_each_device(exchange: Any) -> None:
     assert_matches_one_device(exchange, kernel, make_document_ranges(jnp.asarray(ids)).limit_to_window(7))
 
 
-# Lengths of the documents of each row. A chunk has 6 rows: documents of several chunks, of parts of two, of a whole one,
-# within one, and from the first chunk to the last.
+# Lengths of the documents of each row. A chunk has 6 rows: documents of several chunks, of parts of two, of a whole
+# one, within one, and from the first chunk to the last.
 DOCUMENTS = {
     "one document": [[48], [48]],
     "several": [[7, 1, 20, 9, 11], [6, 6, 30, 4, 2]],
@@ -116,7 +116,9 @@ def test_a_causal_ring_of_a_kernel_that_skips_no_keys(by: str, name: str, monkey
 
 def test_a_causal_ring_of_xla_with_a_window() -> None:
     parameters = AttentionParameters(0.5, keys_before=8, keys_after=0, window=9)
-    assert_matches_one_device(Ring, attention_xla, make_document_ranges(documents("several")).limit_to_window(9), parameters)
+    assert_matches_one_device(
+        Ring, attention_xla, make_document_ranges(documents("several")).limit_to_window(9), parameters
+    )
 
 
 def test_rectangles_form_half_of_the_scores_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
