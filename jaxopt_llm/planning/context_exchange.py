@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.prediction import predict_seconds
-from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, resolve_attention
+from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, describe_attention, resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.training import shapes
 
@@ -27,18 +28,23 @@ def resolve_exchange(config: Config, cluster: Cluster | None) -> Config:
     """
     if config.mesh.context == 1 or config.sharding.context_exchange != AUTO:
         return config
-    legal = list_exchanges(config)
+    legal = _list_legal(config)
+    if cluster is None:
+        return legal[0]
+    capability = cluster.chip.compute_capability
 
-    def predict(exchange: Config) -> float:
-        assert cluster is not None
+    def supports_kernel(setting: Config) -> bool:
+        unsupported = find_unsupported(describe_attention(setting), capability)
+        return not unsupported.get(setting.training.attention)  # `auto` is not among them
+
+    def predict(setting: Config) -> float:
         policy = {"remat.policy": "none"} if config.remat.policy == AUTO else {}
-        resolved = resolve_attention(exchange, cluster.chip.compute_capability)
-        return predict_seconds(fields.replace_fields(resolved, policy), cluster)
+        return predict_seconds(fields.replace_fields(resolve_attention(setting, capability), policy), cluster)
 
-    return legal[0] if cluster is None or len(legal) == 1 else min(legal, key=predict)
+    return min([setting for setting in legal if supports_kernel(setting)] or legal, key=predict)
 
 
-def list_exchanges(config: Config) -> Sequence[Config]:
+def _list_legal(config: Config) -> Sequence[Config]:
     """Return the configuration with each exchange that its sizes allow, a ring first; `validate` refuses none."""
     each = (fields.replace_fields(config, {FIELD: exchange}) for exchange in (RING, ALL_TO_ALL))
     return [
