@@ -123,6 +123,15 @@ def test_a_kernel_that_is_wrong_only_in_a_ring_is_found(
     assert bool(failure) == bool(wrong) and all(each in failure for each in wrong), failure
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [1, 17])
+def test_cudnn_is_right_in_a_ring(gpu: jax.Device, segments: int) -> None:
+    call = AttentionCall(128, "bfloat16", 16_384, segments=segments, parts=8)
+    if attention.find_unsupported(call, attention.get_compute_capability(gpu))["cudnn"]:
+        pytest.skip("cuDNN does not support this here")
+    assert kernel_check._compare("cudnn", call, 4) == ""
+
+
 def test_a_kernel_that_cannot_run_is_tried_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise NotImplementedError("no such plan\nat all")
