@@ -26,7 +26,7 @@ def recipe(length: int = 131_072, by: str = "pallas", exchange: Any = "ring", **
 def test_a_kernel_computes_visible_scores_and_stores_none(axes: dict[str, int]) -> None:
     found = AttentionCost.from_config(recipe(**axes))
     assert (found.count_scored_keys("global"), found.live_scores) == ((131_072 + 1) / 2, 0)
-    window = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, window=1024))
+    window = dataclasses.replace(recipe(**axes), model=dataclasses.replace(RECIPE.model, window=1024))
     assert AttentionCost.from_config(window).count_scored_keys("sliding") == pytest.approx(1024, rel=0.01)
 
 
