@@ -81,6 +81,9 @@ CASES = (
     Case("qwen3 30b a3b", "qwen3_30b_a3b.py", "h200", changes=ONE_DOCUMENT),
     Case("deepseek v2 lite", "deepseek_v2_lite.py", "h200", changes=ONE_DOCUMENT),
     Case("70b", "llama2_70b.py", "h100", 16, changes=ONE_DOCUMENT),
+    Case("8b 128k", "llama3_8b_128k.py", "h200", changes=ONE_DOCUMENT),
+    Case("8b 128k, ring", "llama3_8b_128k.py", "h200", changes={"sharding.context_exchange": "ring"} | ONE_DOCUMENT),
+    Case("8b 1m", "llama3_8b_1m.py", "h200", 8, changes=ONE_DOCUMENT),
 )
 # Columns of the table and the parts that they add up. All other parts are transfers.
 PARTS = {

@@ -6,10 +6,10 @@ Hardware: 8 GPUs of 141 GB in one host. Memory and communication per GPU and ste
 
     python -m jaxopt_llm.plan --config llama3_8b_128k.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-are 72.8 GiB at the peak and 869.1 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
-everything that is trained; keys and values travel around a ring (docs/attention.md). A step is 8 sequences, one after
-another: 1,048,576 tokens. Logits are computed for 1024 tokens at a time. Only elementwise operations are recomputed;
-with --remat.policy full the peak is 29.6 GiB.
+are 78.9 GiB at the peak and 616.1 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
+everything that is trained; for attention they exchange their tokens for heads (docs/attention.md). A step is 8
+sequences, one after another: 1,048,576 tokens. Only elementwise operations are recomputed; with --remat.policy full the
+peak is 37.0 GiB.
 
 FOLDER is the downloaded Llama 3.1 8B. Without --model.pretrained the initial weights are random.
 """
@@ -43,7 +43,7 @@ def get_config() -> Config:
                 theta=500_000.0, factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
             ),
         ),
-        training=TrainingConfig(steps=1000, batch_size=8, accumulation=8, sequence_length=131_072, attention="pallas"),
+        training=TrainingConfig(steps=1000, batch_size=8, accumulation=8, sequence_length=131_072),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         schedule=ScheduleConfig(warmup_steps=50),
         mesh=MeshConfig(context=8),

@@ -84,6 +84,7 @@ from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
+from jaxopt_llm.planning.context_exchange import resolve_exchange
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.free_memory import count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
@@ -329,7 +330,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
     clusters = [Cluster(*place, dataclasses.replace(rates, network=each)) for each in options.network or [None]]
     limit = count_chip_bytes(clusters[0].chip)
-    config = _with_policy(config, clusters[0], limit)
+    config = _with_choices(config, clusters[0], limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
     plan_config = functools.partial(make_plans, clusters=clusters)
     spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED * len(clusters))
@@ -358,8 +359,10 @@ def _search(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
-def _with_policy(config: Config, cluster: Cluster, limit: int) -> Config:
-    """Return the recipe with the policy that `auto` means by arithmetic: the search tries all policies."""
+def _with_choices(config: Config, cluster: Cluster, limit: int) -> Config:
+    """Return the recipe with what `auto` means by arithmetic: the search tries all policies and exchanges."""
+    if config.mesh.devices == cluster.devices:
+        config = resolve_exchange(config, cluster)
     (likely, *_), _ = list_candidates(config, cluster, limit)
     return dataclasses.replace(config, remat=likely.config.remat)
 

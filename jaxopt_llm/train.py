@@ -42,10 +42,13 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
+from jaxopt_llm.planning.context_exchange import FIELD as EXCHANGE
+from jaxopt_llm.planning.context_exchange import resolve_exchange
 from jaxopt_llm.planning.device_mesh import Devices, fill_mesh
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
+from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.training.decoder_workload import DecoderWorkload
 from jaxopt_llm.training.initial_weights import open_initial_weights
@@ -146,13 +149,17 @@ def main() -> int:
 
 
 def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -> Config:
-    """Return the configuration with the visible devices in place of `auto`, and print what became of them."""
+    """Return the configuration with what the visible devices mean by `auto`, and print what became of them."""
     found = visible_devices()
     usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
-    config, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
-    if line and processes.first:
+    filled, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
+    on_gpu = found[0].platform == "gpu"
+    resolved = resolve_exchange(filled, describe_cluster(filled.mesh.devices) if on_gpu else None)
+    if processes.first and line:
         print(line, flush=True)
-    return config
+    if processes.first and resolved != filled:
+        print(f"chosen: {EXCHANGE} {resolved.sharding.context_exchange}", flush=True)
+    return resolved
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 The contract is that of XLA's call and of cuDNN's ragged tensors: lengths and offsets of all segments of the batch, one
 after the other, with offsets in elements from the begin of the array; one more offset than segments; unused entries of
 length 0 at the end. Segment n attends within itself, top-left causal. Its softmax statistics are row n of [B·M, H, S].
-Memory that cuDNN does not write is NaN here.
+With lengths and no offsets, row n attends with its first queries to its first keys.
+The backward computes with the statistics, the output and its gradient that it is given, which may be those over more
+keys. Memory that cuDNN does not write is NaN here.
 """
 
 from typing import Any
@@ -61,19 +63,23 @@ def _forward(operands: list[Array], options: dict[str, Any]) -> list[Array]:
 def _backward(operands: list[Array], options: dict[str, Any]) -> list[Array]:
     q, k, v = (x.astype(np.float64) for x in operands[:3])
     given, out, gradient = (x.astype(np.float64) for x in operands[10:])
-    right_out, right = _forward(operands, options)
-    assert given.shape == right.shape and np.isfinite(given).all()  # also behind the ends of segments
-    written = np.isfinite(right)
-    np.testing.assert_allclose(given[written], right[written], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(out, right_out, rtol=1e-2, atol=1e-2)
-    results = [np.full(x.shape, np.nan) for x in (q, k, v)]
-    for _, rows, keys in _segments(operands, options):
-        part_q, part_k, part_v = _part(q, rows), _part(k, keys), _part(v, keys)
-        mask = _visible(part_q, part_k, options)[None]
-        _, pull = reference.attend(part_q[None], part_k[None], part_v[None], mask, options["scale"])
-        gradients = pull(_part(gradient, rows)[None])
+    assert given.shape == _statistics_shape(operands) and np.isfinite(given).all()  # also behind the ends of segments
+    results, copies = [np.full(x.shape, np.nan) for x in (q, k, v)], q.shape[2] // k.shape[2]
+    for index, rows, keys in _segments(operands, options):
+        part_q, d_out, delta = _part(q, rows), _part(gradient, rows), (_part(gradient, rows) * _part(out, rows)).sum(-1)
+        part_k, part_v = (np.repeat(_part(x, keys), copies, axis=1) for x in (k, v))
+        scores = np.einsum("shk,thk->hst", part_q, part_k) * options["scale"] - given[index, :, : len(part_q), None]
+        weights = np.where(_visible(part_q, part_k, options), np.exp(scores), 0)
+        d_scores = weights * (np.einsum("shk,thk->hst", d_out, part_v) - delta.T[..., None]) * options["scale"]
+        gradients = (
+            np.einsum("hst,thk->shk", d_scores, part_k),
+            *(
+                np.einsum("hst,shk->thk", *of).reshape(len(part_k), -1, copies, k.shape[3]).sum(2)
+                for of in ((d_scores, part_q), (weights, d_out))
+            ),
+        )
         for result, part, of in zip(results, (rows, keys, keys), gradients, strict=True):
-            _part(result, part)[:] = of[0]
+            _part(result, part)[:] = of
     return results
 
 
@@ -91,6 +97,15 @@ def _segments(operands: list[Array], options: dict[str, Any]) -> Any:
         assert all(not x.size for x in operands[3:10])
         for index in range(q.shape[0]):
             yield index, *(slice(index * x.shape[1], (index + 1) * x.shape[1]) for x in (q, k))
+        return
+    if not operands[6].size:
+        assert all(operands[i].dtype == np.int32 and operands[i].shape == q.shape[:1] for i in (4, 5))
+        for index, lengths in enumerate(zip(*operands[4:6], strict=True)):
+            assert all(0 < length <= x.shape[1] for x, length in zip((q, k), lengths, strict=True))
+            yield (
+                index,
+                *(slice(index * x.shape[1], index * x.shape[1] + n) for x, n in zip((q, k), lengths, strict=True)),
+            )
         return
     lengths, offsets = ([operands[i].reshape(-1) for i in pair] for pair in ((4, 5), (6, 7)))
     assert all(x.dtype == np.int32 for x in (*lengths, *offsets))

@@ -50,6 +50,16 @@ def test_cudnn_computes_five_products_in_its_backward() -> None:
     assert ours - found == PRODUCT * 2 * (SEQUENCE + 1) / (2 * SEQUENCE)
 
 
+def test_a_ring_of_cudnn_computes_half_of_the_scores_of_another_devices_part() -> None:
+    """Of each query and the keys before it, but that the diagonal is shared out over the calls."""
+    found, ours = (
+        hlo.count_dot_flops(compiled(2, RING, 3, "none", attention=each).text) for each in ("cudnn", "pallas")
+    )
+    product, parts = PRODUCT * 2 // LAYERS, RING.context
+    of_cudnn = ((SEQUENCE + 1) + (parts - 1) * SEQUENCE) / parts
+    assert ours - found == product * (9 * (SEQUENCE + 1) - 7 * of_cudnn) / (2 * SEQUENCE)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in KERNELS.items()])
 @pytest.mark.parametrize("mesh, layers", [(SPLIT, LAYERS), (RING, 2)], ids=["tensor", "ring"])
 @pytest.mark.slow

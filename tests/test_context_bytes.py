@@ -31,7 +31,7 @@ def test_a_layers_activations_fall_with_the_number_of_devices(attention: str) ->
 
 @pytest.mark.core
 @pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2, context=4), *slow((MeshConfig(fsdp=4, context=2),))])
-@pytest.mark.parametrize("attention", ["pallas", *slow(("xla",))])
+@pytest.mark.parametrize("attention", ["pallas", *slow(("cudnn",), ("xla",))])
 def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig, attention: str) -> None:
     step = compiled(LAYERS, mesh, 3, attention=attention)
     sent = [each for each in step.collectives if each.axes == ("context",) and each.array_bytes > 10_000]
@@ -46,16 +46,17 @@ def test_keys_and_values_go_round_and_no_activation_is_gathered(mesh: MeshConfig
 
 @pytest.mark.core
 @pytest.mark.slow
-def test_what_goes_round_is_sent_beside_a_kernel() -> None:
+@pytest.mark.parametrize(("attention", "call"), [("pallas", TRITON), ("cudnn", r'custom_call_target="(__cudnn\$fmha)')])
+def test_what_goes_round_is_sent_beside_a_kernel(attention: str, call: str) -> None:
     """But for gradients on their last way, home. Of sizes that XLA does not combine: what is small waits at a ring's
     ends for what it is sent with."""
     rows, length = 2, 65_536
-    step = compiled(4, MeshConfig(fsdp=2, context=4), 3, "save_attention", attention="pallas", shape=(rows, length))
+    step = compiled(4, MeshConfig(fsdp=2, context=4), 3, "save_attention", attention=attention, shape=(rows, length))
     part = rows // 2 * length // 4 * WIDTH * 2
     started: dict[str, tuple[int, int]] = {}
     beside = alone = kernels = 0
     for computation, instruction, run in instructions.walk_instructions(step.text):
-        kernels += instruction.find(TRITON) is not None
+        kernels += instruction.find(call) is not None
         if instruction.opcode == "collective-permute-start":
             size = sum(array.bytes for name in instruction.operands for array in computation[name].results)
             started[instruction.name] = kernels, size * instructions.count_runs(instruction, run)

@@ -40,6 +40,7 @@ UNTIED: dict[str, Any] = {"tied_head": False, "norm_placement": "post", "qk_norm
 # By which head, the one of two segments and two kinds of block, and with many of the decoder's switches on.
 MODELS = {
     "tied": toy.UNIFORM,
+    "global": replace(toy.UNIFORM, pattern=("global",)),
     "untied": replace(toy.UNIFORM, **UNTIED),
     "segments": replace(toy.CONFIG, **UNTIED),
     "gpt": replace(

@@ -158,6 +158,7 @@ def roofline_bytes(config: Config) -> float:
 LONG = TrainingConfig(batch_size=1, sequence_length=32_768, attention="pallas")
 OVER_SEQUENCES: dict[str, dict[str, Any]] = {
     "ring": {"mesh": MeshConfig(context=8)},
+    "ring, cudnn": {"mesh": MeshConfig(context=8), "training": dataclasses.replace(LONG, attention="cudnn")},
     "with fsdp": {
         "mesh": MeshConfig(fsdp=2, context=4),
         "training": dataclasses.replace(LONG, batch_size=4),
@@ -166,9 +167,12 @@ OVER_SEQUENCES: dict[str, dict[str, Any]] = {
     "two, replicated": {
         "mesh": MeshConfig(data=2, fsdp=2, context=2),
         "training": dataclasses.replace(LONG, batch_size=8, accumulation=2),
-        "sharding": ShardingConfig(2),
+        "sharding": ShardingConfig(2, context_exchange="ring"),
     },
-    "with tensor": {"mesh": MeshConfig(context=4, tensor=2), "sharding": ShardingConfig(sequence_parallel=True)},
+    "with tensor": {
+        "mesh": MeshConfig(context=4, tensor=2),
+        "sharding": ShardingConfig(sequence_parallel=True, context_exchange="ring"),
+    },
     "all_to_all": {"mesh": MeshConfig(context=8), "sharding": ShardingConfig(context_exchange="all_to_all")},
     "xla": {"mesh": MeshConfig(context=8), "training": dataclasses.replace(LONG, attention="xla")},
     "on stages": {
@@ -178,7 +182,7 @@ OVER_SEQUENCES: dict[str, dict[str, Any]] = {
     "whole gradients": {
         "mesh": MeshConfig(fsdp=2, context=4),
         "training": dataclasses.replace(LONG, batch_size=2),
-        "sharding": ShardingConfig(1),
+        "sharding": ShardingConfig(1, context_exchange="ring"),
     },
     "a row each": {"mesh": MeshConfig(fsdp=8), "training": dataclasses.replace(LONG, batch_size=8)},
     "a row each, xla": {
@@ -191,7 +195,8 @@ QUICK = ("ring",)
 
 def over_sequences(case: str) -> Config:
     model = dataclasses.replace(CONFIG.model, kv_heads=4)
-    return dataclasses.replace(CONFIG, **{"model": model, "training": LONG, **OVER_SEQUENCES[case]})
+    ring = ShardingConfig(context_exchange="ring")
+    return dataclasses.replace(CONFIG, **{"model": model, "training": LONG, "sharding": ring, **OVER_SEQUENCES[case]})
 
 
 @functools.cache

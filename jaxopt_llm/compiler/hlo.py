@@ -259,9 +259,9 @@ def count_attention_products(computation: Computation, call: Instruction) -> tup
     computes 3, and one that returns the gradients of k and v computes 4. The one kernel of cuDNN's backward computes 5.
 
     A query sees the keys up to its own position, (T + 1) / 2 on average, or the keys of its window, or all keys without
-    a causal order (see `attention_scope`). If the keys come in parts, each call gets its share of these. Document
-    boundaries are ignored. Masked products in the blocks on the diagonal, which a kernel also computes, are not
-    counted.
+    a causal order (see `attention_scope`). If the keys come in parts, each call with a causal order gets its share of
+    these. Document boundaries are ignored. Masked products in the blocks on the diagonal, which a kernel also computes,
+    are not counted.
     """
     kernel = attention_kernel(computation, call)
     if not kernel:
@@ -272,9 +272,10 @@ def count_attention_products(computation: Computation, call: Instruction) -> tup
     products = 2 if kernel[1] == "forward" else 5 if kernel[0] == "cudnn" else 2 + gradients
     scope = re.search(r"\bwithin_(\w+)_keys_in_(\d+)_parts", call.source)
     window, parts = (scope[1], int(scope[2])) if scope else ("all", 1)
-    keys = parts * (k.shape[-3] if len(k.shape) > 3 else k.shape[-2])
+    of_call = k.shape[-3] if len(k.shape) > 3 else k.shape[-2]
     if ALL_KEYS in call.source:
-        return q.dtype, products * math.prod(q.shape) * keys
+        return q.dtype, products * math.prod(q.shape) * of_call
+    keys = parts * of_call
     visible = keys if window == "all" else min(int(window), keys)
     # The first queries see fewer keys than a window: subtract that triangle. Multiply by `keys` before the division, so
     # that nothing is rounded.

@@ -68,10 +68,11 @@ class ShardingConfig:
     sequence_parallel: bool = False
     """Also split norms and the residual stream along the sequence over mesh.tensor (Korthikanti et al. 2022;
     Megatron-LM: sequence-parallel)."""
-    context_exchange: Literal["ring", "all_to_all"] = "ring"
+    context_exchange: Literal["auto", "ring", "all_to_all"] = "auto"
     """Communication of attention over mesh.context. ring: keys and values go around the devices while attention to
     those that arrived before is computed (ring attention). all_to_all: each device trades its part of the sequence for
-    a part of the heads, and back (DeepSpeed-Ulysses)."""
+    a part of the heads, and back (DeepSpeed-Ulysses). auto: the one with the faster step by the arithmetic of `plan`,
+    with the attention kernel that each can use; on CPUs ring."""
     expert_exchange: Literal["auto", "gather", "all_to_all", "ragged"] = "auto"
     """Communication of MoE layers over mesh.expert. gather: every token goes to all devices of the axis. all_to_all:
     each choice goes to the device of its expert, in buffers of fixed size. ragged: all_to_all without the unused part
@@ -120,6 +121,11 @@ class ShardingConfig:
     """Format in which gradients are reduced over the axes that divide them: mesh.fsdp, mesh.context and mesh.expert.
     exact: precision.reduce_dtype. int8, int4: as data_gradients, in every microbatch (ZeRO++: qgZ). Useful where fsdp
     crosses hosts. It needs mesh.fsdp above 1, and ZeRO stage 2 or 3."""
+
+    @property
+    def has_ring(self) -> bool:
+        """Return whether attention over mesh.context is a ring. `auto` counts as one until the start of a run."""
+        return self.context_exchange != "all_to_all"
 
     def problems(self) -> list[str]:
         return find_out_of_range("sharding", self)

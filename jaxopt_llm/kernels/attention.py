@@ -56,9 +56,20 @@ class Implementation(Protocol):
         ...
 
 
+class Kernel(Implementation, Protocol):
+    """Implementation for the arrays of one device.
+
+    skips_keys: a block of queries reads only the keys between the first and the last that it sees; a ring then gives it
+        the whole part of another device (ring.py).
+    """
+
+    @property
+    def skips_keys(self) -> bool: ...
+
+
 # Each kernel module has `problems(head_dim, dtype, capability)`, which lists what the kernel does not support.
 KERNELS: dict[str, Any] = {"pallas": attention_pallas, "triton": attention_triton, "cudnn": attention_cudnn}
-IMPLEMENTATIONS: dict[str, Implementation] = {"xla": attention_xla, **KERNELS}
+IMPLEMENTATIONS: dict[str, Kernel] = {"xla": attention_xla, **KERNELS}
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,7 @@ def attention(
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r}: choose one of auto, {', '.join(IMPLEMENTATIONS)}")
     segments = 1 if segment_ids is None else max_segments
-    call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions is not None)
+    call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions=positions is not None)
     selected = select_implementation(implementation, call, q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if segment_ids is None:

@@ -36,7 +36,8 @@ class AttentionCall:
         segments: maximum number of segments in a row, padding included; None if any number is possible.
         window: size of the sliding window; None without one.
         softcap: bound of the scores; None or 0 without one.
-        in_parts: the queries have no key each: the keys are a part of those of a ring, or positions are given.
+        parts: number of parts in which a ring brings the keys; `keys` counts those of one part.
+        positions: the queries have no key each, but positions.
     """
 
     head_dim: int
@@ -45,7 +46,8 @@ class AttentionCall:
     segments: int | None = None
     window: int | None = None
     softcap: float | None = None
-    in_parts: bool = False
+    parts: int = 1
+    positions: bool = False
 
 
 @dataclass(frozen=True)

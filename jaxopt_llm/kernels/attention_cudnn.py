@@ -2,7 +2,9 @@
 
 cuDNN takes the mask as constants: a causal order and a window of it. Packed documents are given by their offsets and
 lengths, at most `AttentionParameters.segments` in a row (Hopper and later). A row that is one segment needs neither:
-the causal order hides the padding at its end.
+the causal order hides the padding at its end. A part of a ring is a causal call or rectangles (ring.py): of rows of one
+segment, cuDNN gets these without a mask; of packed documents, with the number of the first queries and of the last keys
+that belong to the same document.
 
 Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, M maximum number of segments in a row.
 """
@@ -17,12 +19,13 @@ from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_mask import KeyRanges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 from jaxopt_llm.kernels.batching import fold_batches
-from jaxopt_llm.kernels.cudnn_primitives import Mask, Segments
+from jaxopt_llm.kernels.cudnn_primitives import Lengths, Mask, Segments
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 # Documents in a row at most, if nothing else is set: each costs memory in the backward (see `count_workspace`).
 DOCUMENTS_PER_ROW = 16
 reads_out = True
+skips_keys = False
 
 
 def problems(head_dim: int, dtype: Any, capability: tuple[int, int]) -> list[str]:
@@ -46,8 +49,12 @@ def call_problems(call: AttentionCall, capability: tuple[int, int]) -> list[str]
     found = []
     if call.softcap:
         found.append(f"softcap={call.softcap:g}: cudnn has none, all others do")
-    if call.in_parts:
-        found.append("keys of a ring, or positions: cudnn requires a query for each key, all others support them")
+    if call.positions:
+        found.append("positions: cudnn requires a query for each key, all others support them")
+    if call.parts > 1 and call.window:
+        found.append(
+            f"window={call.window} in a ring: cudnn has no mask for a part of a window's keys, all others support it"
+        )
     if call.segments is None:
         found.append("any number of documents in a row: cudnn requires a limit, all others support any number")
     elif call.segments > 1 and AMPERE <= capability < HOPPER:
@@ -76,6 +83,8 @@ def forward(
     """See attention.Implementation. The bounds in `parameters` and the first rows of the key ranges are the mask."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if _has_lengths(parameters):
+            return _attend_to_last_keys(parameters.scale, q, k, v, first)
         mask = _make_mask(parameters, first)
         out, log_sums = cudnn_primitives.forward(parameters.scale, mask, q, k, v)
         return out, log_sums if mask.segments is None else _gather(log_sums, first, mask.segments)
@@ -91,6 +100,8 @@ def backward(
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, first, log_sum, out, gradient = arrays
+        if _has_lengths(parameters):
+            return _pull_from_last_keys(parameters.scale, *arrays)
         mask = _make_mask(parameters, first)
         log_sums = log_sum if mask.segments is None else _expand(log_sum, mask.segments)
         return cudnn_primitives.backward(parameters.scale, mask, q, k, v, log_sums, out, gradient)
@@ -98,6 +109,53 @@ def backward(
     q, k, v, (first, _), log_sum, *_ = residuals
     d_q, d_k, d_v = fold_batches(run)(q, k, v, first, log_sum, residuals.out, gradient.astype(q.dtype))
     return d_q, d_k, d_v
+
+
+def _has_lengths(parameters: AttentionParameters) -> bool:
+    """Return whether the call is a rectangle of packed documents."""
+    return parameters.rectangles and parameters.segments != 1
+
+
+def _attend_to_last_keys(
+    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the logs of the softmax sums of rectangles."""
+    out, log_sum = cudnn_primitives.forward(scale, _count_visible(first, k.shape[1]), q, _flip(k), _flip(v))
+    seen = first < k.shape[1]  # what cuDNN writes for the other queries is undefined
+    return jnp.where(seen[..., None, None], out, 0), jnp.where(seen[:, None], log_sum, jnp.inf)
+
+
+def _pull_from_last_keys(
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    log_sum: jax.Array,
+    out: jax.Array,
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v of rectangles."""
+    rows, mask = jnp.arange(k.shape[1], dtype=first.dtype), _count_visible(first, k.shape[1])
+    d_q, *d_kv = cudnn_primitives.backward(scale, mask, q, _flip(k), _flip(v), log_sum, out, gradient)
+    seen = (first < k.shape[1])[..., None, None]
+    read = (first[:, :1] <= rows)[..., None, None]  # by the first query, with which all others agree that see a key
+    d_k, d_v = (jnp.where(read, _flip(x), 0) for x in d_kv)
+    return jnp.where(seen, d_q, 0), d_k, d_v
+
+
+def _count_visible(first: jax.Array, keys: int) -> Mask:
+    """Return the mask of rectangles whose keys are in reverse order, so that the visible ones are the first.
+
+    No length is 0: it is not known what cuDNN does with such a row. The caller ignores the result.
+    """
+    queries = jnp.sum(first < keys, axis=1, dtype=jnp.int32)
+    return Mask(False, None, lengths=Lengths(jnp.maximum(queries, 1), keys - jnp.clip(first[:, 0], 0, keys - 1)))
+
+
+def _flip(x: jax.Array) -> jax.Array:
+    """Reverse the order of the keys, [B, T, G, K]."""
+    return jnp.flip(x, axis=1)
 
 
 def _make_mask(parameters: AttentionParameters, first: jax.Array) -> Mask:

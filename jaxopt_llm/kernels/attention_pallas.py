@@ -34,6 +34,7 @@ BLOCKS = {
     (256, 4): Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
 }
 reads_out = False
+skips_keys = True
 # Specs of the kernels' operands: bounds, first and last, q, k, v; in the backward also d_out, log_sum and delta.
 OPERANDS = "bounds", "key_ranges", "key_ranges", "queries", "keys", "keys", "queries", "statistics", "statistics"
 

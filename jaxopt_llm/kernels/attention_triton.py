@@ -35,6 +35,7 @@ DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
 CACHE_BYTES = 24 * 2**20  # for data that programs read repeatedly while they run together: half of Hopper's L2
 reads_out = False
+skips_keys = True
 INT32_MAX = jnp.iinfo(jnp.int32).max
 ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit requires rows that begin at a multiple of 16 bytes
 # By default, Triton writes PTX for its own assembler. XLA's may be older, and takes this version, that of CUDA 12.9.

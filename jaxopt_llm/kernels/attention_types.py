@@ -43,6 +43,8 @@ class AttentionParameters:
         layers, and the FLOP counter could not tell them apart.
     segments: maximum number of segments in a row, padding included, for kernels that need it at compile time; None if
         any number is possible.
+    rectangles: the visible pairs of a row are one rectangle, of its first queries and its last keys; all of them if
+        `segments` is 1.
     """
 
     scale: float
@@ -51,6 +53,7 @@ class AttentionParameters:
     keys_after: int | None = None
     window: int | None = None
     segments: int | None = None
+    rectangles: bool = False
 
     def kernel_name(self, kernel: str) -> str:
         return kernel if self.window is None else f"{kernel}_within_{self.window}"

@@ -24,6 +24,7 @@ QUERY_BLOCK = 512  # queries of a block: scores are [B, H, QUERY_BLOCK, T] in fl
 CAUSAL_PARTS = 4
 CAUSAL_ROWS = 128  # minimum queries of a part: with fewer, another loop costs more than the scores that it saves
 reads_out = False
+skips_keys = False
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: scores - peak of a query that sees nothing must not be NaN
 
 

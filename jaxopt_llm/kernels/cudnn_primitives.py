@@ -34,24 +34,33 @@ class Segments(NamedTuple):
     lengths: jax.Array
 
 
+class Lengths(NamedTuple):
+    """Numbers of the first queries and of the first keys of each row that take part; int32 [B] each."""
+
+    queries: jax.Array
+    keys: jax.Array
+
+
 class Mask(NamedTuple):
     """Visible keys of a call.
 
     causal: a query sees no key after its own.
     window: number of the last keys that a query sees; None for all keys.
     segments: a query sees the keys of its own segment only; None for rows of one segment.
+    lengths: rows and keys behind them are padding; None for whole rows, or with segments.
     """
 
     causal: bool
     window: int | None
-    segments: Segments | None
+    segments: Segments | None = None
+    lengths: Lengths | None = None
 
 
 def forward(scale: float, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, S, H, K] and the log of the softmax sums, float32.
 
     The logs are [B, H, S], or with segments [B·M, H, S]: those of a segment's queries at their index in the segment.
-    What lies behind the end of a segment is undefined.
+    What lies behind the end of a segment, or behind the length of a row, is undefined.
     """
     out, log_sums = FORWARD.bind(*_operands(mask, q, k, v), is_training=True, **_options(scale, mask))
     return out, log_sums
@@ -67,14 +76,18 @@ def backward(
     out: jax.Array,
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v. log_sums: as `forward` returns them."""
+    """Return the gradients of q, k and v.
+
+    log_sums: as `forward` returns them, or those over more keys. With the output and its gradient over more keys, the
+    result is the part of the gradients that comes from these keys.
+    """
     d_q, d_k, d_v = BACKWARD.bind(*_operands(mask, q, k, v), log_sums, out, gradient, **_options(scale, mask))
     return d_q, d_k, d_v
 
 
 def _options(scale: float, mask: Mask) -> dict[str, object]:
     kinds = private.MaskType
-    if mask.segments is None:
+    if mask.segments is None and mask.lengths is None:
         kind = kinds.CAUSAL if mask.causal else kinds.NO_MASK
     else:
         kind = kinds.PADDING_CAUSAL if mask.causal else kinds.PADDING
@@ -91,6 +104,8 @@ def _options(scale: float, mask: Mask) -> dict[str, object]:
 def _operands(mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """Return q, k, v, the bias, lengths and offsets of queries and keys, and the tables of pages; unused ones empty."""
     unused = jnp.zeros(0, q.dtype)
+    if mask.lengths is not None:
+        return q, k, v, unused, *mask.lengths, *[unused] * 4
     if mask.segments is None:
         return (q, k, v, *[unused] * 7)
     batch, lengths = q.shape[0], mask.segments.lengths.reshape(q.shape[0], -1)

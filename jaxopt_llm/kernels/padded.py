@@ -36,6 +36,10 @@ class Padded:
     def reads_out(self) -> bool:
         return bool(self.kernel.reads_out)
 
+    @property
+    def skips_keys(self) -> bool:
+        return bool(self.kernel.skips_keys)
+
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,6 @@ Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -30,7 +29,6 @@ from jaxopt_llm.parallel.per_device import PerDevice
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import all_gather_sequence, count_head_shards, reduce_scatter_sequence
 
-CONTEXT_EXCHANGES: dict[str, Callable[[Implementation, str], Implementation]] = {"ring": Ring, "all_to_all": AllToAll}
 BIASED_PROJECTIONS = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
 
 
@@ -138,7 +136,7 @@ def attend_to_sequence(
         segments=options.max_segments,
     )
     if options.implementation == "auto":
-        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], options.max_segments, window, options.softcap, False)
+        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], options.max_segments, window, options.softcap)
         kernel = select_implementation("auto", call, q, k, v)
     else:
         kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
@@ -168,7 +166,7 @@ def describe_call(
         None if documents_per_row is None else count_segments(documents_per_row),
         model.window if "sliding" in model.pattern else None,
         model.attention_softcap or None,
-        parts > 1,
+        parts,
     )
 
 
@@ -191,7 +189,7 @@ def _select_implementation(name: str, placement: Placement, head_dim: int, value
     if name != "xla" and head_dim != value_dim:
         kernel = Padded(kernel, common_size(head_dim, value_dim))
     if placement.size("context") > 1:
-        return PerDevice(CONTEXT_EXCHANGES[placement.sharding.context_exchange](kernel, "context"), placement)
+        return PerDevice((Ring if placement.sharding.has_ring else AllToAll)(kernel, "context"), placement)
     return kernel if name == "xla" else PerDevice(kernel, placement)
 
 

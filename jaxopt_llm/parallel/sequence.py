@@ -71,7 +71,7 @@ scatter_positions.defvjp(
 
 def uses_zigzag(placement: Placement) -> bool:
     """Return whether the devices of a ring hold the positions in zigzag order, instead of in their own order."""
-    return placement.size("context") > 1 and placement.sharding.context_exchange == "ring"
+    return placement.size("context") > 1 and placement.sharding.has_ring
 
 
 def to_device_order(tokens: jax.Array, placement: Placement) -> jax.Array:
@@ -92,5 +92,4 @@ def count_key_parts(placement: Placement) -> int:
 
 def count_head_shards(placement: Placement) -> int:
     """Return the number of parts into which attention divides the heads."""
-    exchange = placement.sharding.context_exchange
-    return placement.size("tensor") * (1 if exchange == "ring" else placement.size("context"))
+    return placement.size("tensor") * (1 if placement.sharding.has_ring else placement.size("context"))

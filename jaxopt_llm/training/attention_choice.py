@@ -128,7 +128,7 @@ class _Chooser:
 
     def _describe_call(self, documents: int | None) -> AttentionCall:
         config = self._config
-        parts = config.mesh.context if config.sharding.context_exchange == "ring" else 1
+        parts = config.mesh.context if config.sharding.has_ring else 1
         dtype, length = config.precision.compute_dtype, config.training.sequence_length
         return describe_call(config.model, dtype, length, documents, parts)
 

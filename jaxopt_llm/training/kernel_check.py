@@ -19,8 +19,8 @@ from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters
+from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
 FILE = "attention_checks.json"
 ROWS, LENGTH, KV_HEADS = 2, 320, 2  # no block of a kernel divides this length
@@ -65,19 +65,26 @@ def _make_key(name: str, call: AttentionCall, group: int, device: Any) -> str:
         sources.update(path.read_bytes())
     versions = jax.__version__, device.device_kind, device.client.platform_version, sources.hexdigest()[:16]
     dtype = jnp.dtype(call.dtype).name
-    return "; ".join(map(str, (name, call.head_dim, dtype, call.segments, call.window, call.softcap, group, *versions)))
+    mask = call.segments, call.window, call.softcap, *(["ring"] * (call.parts > 1))
+    return "; ".join(map(str, (name, call.head_dim, dtype, *mask, group, *versions)))
 
 
 def _compare(name: str, call: AttentionCall, group: int) -> str:
-    """Return which arrays are wrong in a small call with the head size, dtype, heads, window and documents of a run."""
+    """Return which arrays are wrong in a small call with the head size, dtype, heads, window and documents of a run.
+
+    In a ring also in a call for the rectangles of another device's part, if the kernel gets these.
+    """
     random = np.random.default_rng(0)
     heads = group * KV_HEADS, KV_HEADS, KV_HEADS, group * KV_HEADS
     arrays = [jnp.asarray(random.normal(size=(ROWS, LENGTH, n, call.head_dim)), call.dtype) for n in heads]
     ids = np.zeros((ROWS, LENGTH), np.int32)
     if call.segments != 1:
         ids[0, 1:], ids[0, 97:], ids[1, 250:] = 1, 2, 1
-    found = _run(name, call, ids, arrays)
-    right = _run(FALLBACK, call, ids, [x.astype(jnp.float32) for x in arrays])
+    wide = [x.astype(jnp.float32) for x in arrays]
+    found, right = _run(name, call, ids, arrays), _run(FALLBACK, call, ids, wide)
+    if call.parts > 1 and not attention.IMPLEMENTATIONS[name].skips_keys:
+        found |= _run_rectangles(name, call, arrays)
+        right |= _run_rectangles(FALLBACK, call, wide)
     wrong = {each: _distance(found[each], right[each]) for each in right}
     # A comparison with NaN is False.
     listed = [f"{each} by {distance:.2g}" for each, distance in wrong.items() if not distance <= TOLERANCE]
@@ -104,6 +111,34 @@ def _run(name: str, call: AttentionCall, ids: np.ndarray, arrays: list[jax.Array
 
     with jax.default_matmul_precision("highest" if name == FALLBACK else None):
         return dict(zip(("the output", "d_q", "d_k", "d_v"), run(*arrays), strict=True))
+
+
+def _run_rectangles(name: str, call: AttentionCall, arrays: list[jax.Array]) -> dict[str, jax.Array]:
+    """Run the call of a ring for another device's part, and its backward by statistics over more than these keys.
+
+    With packed documents, 200 queries see the last 230 keys in the first row, and nothing is visible in the second.
+    """
+    kernel = attention.IMPLEMENTATIONS[name]
+    parameters = AttentionParameters(call.head_dim**-0.5, segments=call.segments, rectangles=True)
+    first = np.zeros((ROWS, LENGTH), np.int32)
+    if call.segments != 1:
+        first[0], first[0, 200:], first[1] = LENGTH - 230, LENGTH, LENGTH
+    ranges = KeyRanges(jnp.asarray(first), jnp.full_like(first, LENGTH - 1))
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        part, log_sum = kernel.forward(parameters, q, k, v, ranges)
+        over_all = jnp.where(jnp.isinf(log_sum), 0.0, log_sum) + 0.7  # the part is half of all
+        residuals = AttentionResiduals(q, k, v, ranges, over_all)
+        if kernel.reads_out:
+            residuals = residuals._replace(out=0.5 * part)
+        else:
+            residuals = residuals._replace(delta=0.5 * jnp.einsum("BSHK,BSHK->BHS", gradient, part))
+        return part, *kernel.backward(parameters, residuals, gradient)
+
+    with jax.default_matmul_precision("highest" if name == FALLBACK else None):
+        names = (f"{each} of another device's part" for each in ("the output", "d_q", "d_k", "d_v"))
+        return dict(zip(names, run(*arrays), strict=True))
 
 
 def _distance(found: jax.Array, right: jax.Array) -> float:

@@ -91,7 +91,7 @@ class Setup:
 
     def with_config(self, config: Config) -> "Setup":
         """Return the setup with another configuration of the same data, mesh and train state."""
-        placement = replace(self.placement, sharding=sharding_within(config))
+        placement = replace(self.placement, sharding=config.sharding)
         program = make_program(config, placement, stores_frozen_weights(config))
         program = replace(program, attention=self.program.attention)
         return replace(self, config=config, placement=placement, program=program)

@@ -4,6 +4,7 @@ import math
 
 from jaxopt_llm.config import BATCH_AXES, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import get_field
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.model.decoder_specs import VOCABULARY_MULTIPLE, pad_vocabulary_size
 
 
@@ -19,10 +20,10 @@ def problems(model: ModelConfig, training: TrainingConfig, mesh: MeshConfig, sha
         found = [f"{found[0]}; or set --training.accumulation {fewer}"]
 
     length = training.sequence_length
-    zigzag = mesh.context > 1 and sharding.context_exchange == "ring"
-    parts, over_context = (2 if zigzag else 1) * mesh.context, f"{'2 × ' * zigzag}mesh.context={mesh.context}"
-    found += _divisibility_problems(f"training.sequence_length={length}", length, parts, over_context)
-    found += _heads_problems(model, mesh) if mesh.context > 1 and not zigzag else []
+    exchanges = ("ring", "all_to_all") if sharding.context_exchange == AUTO else (sharding.context_exchange,)
+    by_exchange = [_context_problems(model, length, mesh, each) for each in exchanges]
+    fewest = min(by_exchange, key=len)
+    found += fewest
 
     if experts := model.moe.experts:
         over_expert = f"mesh.expert={mesh.expert}"
@@ -44,6 +45,14 @@ def _choose_accumulation(training: TrainingConfig, shards: int) -> int:
     """
     most = training.accumulation
     return next((each for each in range(most, 0, -1) if training.batch_size % (each * shards) == 0), 0)
+
+
+def _context_problems(model: ModelConfig, length: int, mesh: MeshConfig, exchange: str) -> list[str]:
+    """Check the sequence that `context` splits, and what an exchange of attention requires."""
+    zigzag = mesh.context > 1 and exchange == "ring"
+    parts, over = (2 if zigzag else 1) * mesh.context, f"{'2 × ' * zigzag}mesh.context={mesh.context}"
+    found = _divisibility_problems(f"training.sequence_length={length}", length, parts, over)
+    return found + (_heads_problems(model, mesh) if mesh.context > 1 and not zigzag else [])
 
 
 def _heads_problems(model: ModelConfig, mesh: MeshConfig) -> list[str]:

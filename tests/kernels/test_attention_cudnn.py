@@ -26,8 +26,8 @@ from jaxopt_llm.kernels import attention as kernels
 from jaxopt_llm.kernels import attention_cudnn, cudnn_primitives
 from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.kernels.attention_auto import AttentionCall
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters
+from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
 
 pytestmark = pytest.mark.core
 
@@ -199,6 +199,32 @@ def test_settings_of_the_calls(call: dict[str, Any], mask: str, window: int, mos
     assert f"{LENGTH}x{LENGTH}" not in text
 
 
+@pytest.mark.parametrize(("most", "mask", "lengths"), [(1, "NO_MASK", 0), (17, "PADDING", 2)], ids=["one", "documents"])
+def test_settings_of_the_calls_for_another_part_of_a_ring(most: int, mask: str, lengths: int) -> None:
+    """Neither has offsets. The statistics of the backward are an operand, in the shape of those of the forward."""
+    q, k = (jax.ShapeDtypeStruct((4, LENGTH, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    row = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32)
+    statistics = jax.ShapeDtypeStruct((4, 8, LENGTH), jnp.float32)
+    parameters = AttentionParameters(0.3, segments=most, rectangles=True)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, log_sum: jax.Array, ranges: KeyRanges) -> tuple[Any, ...]:
+        out, own = attention_cudnn.forward(parameters, q, k, v, ranges)
+        residuals = AttentionResiduals(q, k, v, ranges, log_sum, out=out)
+        return own, attention_cudnn.backward(parameters, residuals, out)
+
+    traced = jax.jit(run).trace(q, k, k, statistics, KeyRanges(row, row))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"@__cudnn\$(\w+)\(.*?\) \{.*?backend_config = \"(.*?)\".*?: \((.*?)\) ->", text)
+    assert [name for name, *_ in calls] == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    whole = [f"tensor<4x{LENGTH}x{heads}x64xbf16>" for heads in (8, 2, 2)]
+    of_backward = [f"tensor<4x8x{LENGTH}xf32>", whole[0], whole[0]]
+    for (_, encoded, types), others in zip(calls, ([], of_backward), strict=True):
+        settings = json.loads(encoded.replace(r"\22", '"'))["cudnn_fmha_backend_config"]
+        found = settings["mask_type"], settings["sliding_window_length"], settings["max_seg_per_batch"]
+        assert found == (mask, 0, 1)
+        assert types.split(", ") == [*whole, *others, *["tensor<4xi32>"] * lengths]
+
+
 def test_offsets_that_do_not_fit_32_bits_are_rejected() -> None:
     q = jax.ShapeDtypeStruct((128, 8192, 32, 64), jnp.bfloat16)
     segments = cudnn_primitives.Segments(*[jax.ShapeDtypeStruct((128 * 4,), jnp.int32)] * 2)
@@ -272,7 +298,9 @@ def test_unsupported_calls() -> None:
         ({"segments": None}, HOPPER, "any number of documents"),
         ({"segments": 16, "window": 1}, HOPPER, "window=1"),
         ({"segments": 1, "softcap": 50.0}, HOPPER, "softcap=50"),
-        ({"segments": 1, "in_parts": True}, HOPPER, "ring"),
+        ({"segments": 1, "positions": True}, HOPPER, "positions"),
+        ({"segments": 16, "parts": 8}, HOPPER, ""),
+        ({"segments": 1, "parts": 8, "window": 64}, HOPPER, "ring"),
     ],
 )
 def test_unsupported_masks(call: dict[str, Any], capability: tuple[int, int], problem: str) -> None:

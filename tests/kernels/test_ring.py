@@ -4,6 +4,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import cudnn_emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import toy
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxopt_llm.kernels import attention_pallas, attention_xla
+from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_xla
 from jaxopt_llm.kernels.all_to_all import AllToAll
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
@@ -22,22 +23,27 @@ pytestmark = pytest.mark.core
 DEVICES, LENGTH, PARAMETERS = 4, 24, AttentionParameters(0.5)
 
 
-def assert_matches_one_device(exchange: Any, kernel: Any, key_ranges: KeyRanges) -> list[jax.Array]:
+def assert_matches_one_device(
+    exchange: Any, kernel: Any, key_ranges: KeyRanges, parameters: AttentionParameters = PARAMETERS
+) -> list[jax.Array]:
     """Compare `exchange` with the kernel, on random arrays, with xla on one device.
 
     Returns out, log_sum and the gradients.
     """
-    random = np.random.default_rng(0)
-    q, k, v, gradient = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (8, 4, 4, 8))
+    random, (rows, length) = np.random.default_rng(0), key_ranges.first.shape
+    q, k, v, gradient = (random.normal(size=(rows, length, heads, 4)).astype(np.float32) for heads in (8, 4, 4, 8))
 
     def both(kernel: Any, *arrays: Any) -> tuple[jax.Array, ...]:
         q, k, v, gradient, key_ranges = arrays
-        out, log_sum = kernel.forward(PARAMETERS, q, k, v, key_ranges)
-        delta = jnp.einsum("BSHK,BSHK->BHS", gradient, out)
-        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
-        return out, log_sum, *kernel.backward(PARAMETERS, residuals, gradient)
+        out, log_sum = kernel.forward(parameters, q, k, v, key_ranges)
+        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum)
+        if kernel.reads_out:
+            residuals = residuals._replace(out=out)
+        else:
+            residuals = residuals._replace(delta=jnp.einsum("BSHK,BSHK->BHS", gradient, out))
+        return out, log_sum, *kernel.backward(parameters, residuals, gradient)
 
-    order = to_zigzag(jnp.arange(LENGTH)[None], DEVICES)[0] if exchange is Ring else jnp.arange(LENGTH)
+    order = to_zigzag(jnp.arange(length)[None], DEVICES)[0] if exchange is Ring else jnp.arange(length)
     arrays = q, k, v, gradient, key_ranges
     mesh = jax.make_mesh((DEVICES,), ("context",), (AxisType.Auto,), devices=jax.devices("cpu")[:DEVICES])
     rows, sums = PartitionSpec(None, "context"), PartitionSpec(None, None, "context")
@@ -73,12 +79,71 @@ def test_a_flash_kernel_on_each_device(exchange: Any) -> None:
     tile = Tile(4, 4, 4, 2)
     settings: Any = {"blocks": Tiles(tile, tile, tile), "interpret": True}
     kernel = SimpleNamespace(
+        reads_out=attention_pallas.reads_out,
+        skips_keys=attention_pallas.skips_keys,
         forward=functools.partial(attention_pallas.forward, **settings),
         backward=functools.partial(attention_pallas.backward, **settings),
     )
     ids = toy.packed(rows=2, length=LENGTH).segment_ids
     assert (ids[:, -1] > 1).all()
     assert_matches_one_device(exchange, kernel, make_document_ranges(jnp.asarray(ids)).limit_to_window(7))
+
+
+# Lengths of the documents of each row. A chunk has 6 rows: documents of several chunks, of parts of two, of a whole
+# one, within one, and from the first chunk to the last.
+DOCUMENTS = {
+    "one document": [[48], [48]],
+    "several": [[7, 1, 20, 9, 11], [6, 6, 30, 4, 2]],
+    "many": [[5, 3, 2, 4, 10, 8, 6, 7, 1, 2], [47, 1]],
+}
+
+
+def documents(name: str) -> jax.Array:
+    """Return the segment ids [2, 48]."""
+    return jnp.stack([jnp.repeat(jnp.arange(len(row)), jnp.array(row)) for row in DOCUMENTS[name]])
+
+
+@pytest.mark.parametrize("name", list(DOCUMENTS))
+@pytest.mark.parametrize("by", ["xla", "cudnn"])
+def test_a_causal_ring_of_a_kernel_that_skips_no_keys(by: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own part in a causal call, the others in rectangles: with cuDNN without a mask, or by lengths."""
+    kernel, most = {"xla": attention_xla, "cudnn": attention_cudnn}[by], max(map(len, DOCUMENTS[name]))
+    directions = cudnn_emulator.emulate(monkeypatch)
+    parameters = AttentionParameters(0.5, keys_after=0, segments=most)
+    assert_matches_one_device(Ring, kernel, make_document_ranges(documents(name)), parameters)
+    assert ({*directions} == {"forward", "backward"}) == (by == "cudnn")
+
+
+def test_a_causal_ring_of_xla_with_a_window() -> None:
+    parameters = AttentionParameters(0.5, keys_before=8, keys_after=0, window=9)
+    assert_matches_one_device(
+        Ring, attention_xla, make_document_ranges(documents("several")).limit_to_window(9), parameters
+    )
+
+
+def test_rectangles_form_half_of_the_scores_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 × 6 rows of a part and as many keys, and all those of its own."""
+    calls: list[tuple[int, ...]] = []
+    forward = attention_xla.forward
+
+    def record(parameters: AttentionParameters, q: jax.Array, k: jax.Array, *of: Any) -> Any:
+        calls.append((q.shape[0] * q.shape[1] * k.shape[1], parameters.keys_after, parameters.rectangles))
+        return forward(parameters, q, k, *of)
+
+    monkeypatch.setattr(attention_xla, "forward", record)
+    parameters = AttentionParameters(0.5, keys_after=0)
+    mesh = jax.sharding.AbstractMesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,))
+    ring, rows = Ring(attention_xla, "context"), PartitionSpec(None, "context")
+    run = jax.shard_map(
+        functools.partial(ring.forward, parameters),
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=(rows, PartitionSpec(None, None, "context")),
+        check_vma=False,
+    )
+    x, row = jax.ShapeDtypeStruct((1, 48, 2, 4), jnp.float32), jax.ShapeDtypeStruct((1, 48), jnp.int32)
+    jax.eval_shape(run, x, x, x, KeyRanges(row, row))
+    assert calls == [(144, 0, False), (72, None, True), (72, None, True)]
 
 
 def test_each_device_of_a_ring_has_the_same_work_at_every_step() -> None:

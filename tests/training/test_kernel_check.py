@@ -32,6 +32,7 @@ class Kernel:
     """XLA's operations, with some of the calls changed."""
 
     reads_out = False
+    skips_keys = False
 
     def __init__(
         self, forward: Callable[..., Any] = attention_xla.forward, backward: Any = attention_xla.backward
@@ -85,6 +86,50 @@ def test_a_wrong_kernel_is_found(
     assert check_attention("pallas", CALL, 2) == failure and kernel.calls == 1, "the verdict is kept"
     check_attention("pallas", AttentionCall(16, "float16", 8192, segments=17, window=64), 2)
     assert kernel.calls == 2 and len(json.loads(cache.read_text())) == 2
+
+
+def without_lengths(parameters: Any, q: jax.Array, k: jax.Array, v: jax.Array, ranges: KeyRanges) -> Any:
+    """Read the keys of another document in rectangles."""
+    first = jnp.where(parameters.rectangles & (ranges.first < k.shape[1]), 0, ranges.first)
+    return attention_xla.forward(parameters, q, k, v, KeyRanges(first, ranges.last))
+
+
+def own_statistics(parameters: Any, residuals: Any, gradient: jax.Array) -> Any:
+    """Use the statistics of the keys of the call in place of those that are given."""
+    _, log_sum = attention_xla.forward(parameters, *residuals[:4])
+    return attention_xla.backward(parameters, residuals._replace(log_sum=log_sum), gradient)
+
+
+@pytest.mark.parametrize("segments", [1, 17])
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        (Kernel(), []),
+        (Kernel(without_lengths), ["the output of another device's part"]),
+        (Kernel(backward=own_statistics), [f"d_{x} of another device's part" for x in "qkv"]),
+    ],
+    ids=["right", "lengths", "statistics"],
+)
+@pytest.mark.usefixtures("cache")
+def test_a_kernel_that_is_wrong_only_in_a_ring_is_found(
+    kernel: Kernel, wrong: list[str], segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "cudnn", kernel)
+    whole, part = (AttentionCall(16, "bfloat16", 8192, segments=segments, parts=parts) for parts in (1, 8))
+    assert check_attention("cudnn", whole, 2) == ""
+    failure = check_attention("cudnn", part, 2)
+    if segments == 1 and kernel._forward is without_lengths:
+        wrong = []  # without documents there are no lengths
+    assert bool(failure) == bool(wrong) and all(each in failure for each in wrong), failure
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [1, 17])
+def test_cudnn_is_right_in_a_ring(gpu: jax.Device, segments: int) -> None:
+    call = AttentionCall(128, "bfloat16", 16_384, segments=segments, parts=8)
+    if attention.find_unsupported(call, attention.get_compute_capability(gpu))["cudnn"]:
+        pytest.skip("cuDNN does not support this here")
+    assert kernel_check._compare("cudnn", call, 4) == ""
 
 
 def test_a_kernel_that_cannot_run_is_tried_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def resolve_attention(config: Config, capability: tuple[int, int] | None) -> Con
 def describe_attention(config: Config) -> AttentionCall:
     """Return the properties of a configuration's attention, as `make_program` finds them."""
     documents = config.data.documents_per_row or DOCUMENTS_PER_ROW
-    parts = config.mesh.context if config.sharding.context_exchange == RING else 1
+    parts = config.mesh.context if config.sharding.has_ring else 1
     dtype, length = config.precision.compute_dtype, config.training.sequence_length
     return describe_call(config.model, dtype, length, documents, parts)
 
@@ -54,7 +54,7 @@ class AttentionCost:
     implementation: name in kernels/attention.py, or auto, which counts as xla until `resolve_attention` replaces it.
     segments: maximum number of segments in a row, as cuDNN is compiled for it.
     sequence_shards: devices that divide a sequence.
-    exchange: what these devices exchange, a value of `sharding.context_exchange`; "" for a single device.
+    exchange: how these devices exchange, ring or all_to_all; "" for a single device.
     heads, kv_heads: heads of a device, before heads are exchanged.
     """
 
@@ -70,7 +70,7 @@ class AttentionCost:
     @classmethod
     def from_config(cls, config: Config) -> "AttentionCost":
         model, mesh = config.model, config.mesh
-        exchange = config.sharding.context_exchange if mesh.context > 1 else ""
+        exchange = (RING if config.sharding.has_ring else ALL_TO_ALL) if mesh.context > 1 else ""
         shards = mesh.tensor * (mesh.context if exchange == ALL_TO_ALL else 1)
         return cls(
             model=model,
@@ -89,25 +89,31 @@ class AttentionCost:
         return self.implementation in KERNELS
 
     @property
+    def by_pairs(self) -> bool:
+        """Return whether a ring copies chunks of its parts, as it does for an implementation that skips no keys."""
+        return self.exchange == RING and not (self.flash and KERNELS[self.implementation].skips_keys)
+
+    @property
     def cudnn(self) -> bool:
         return self.implementation == "cudnn"
 
     def count_scored_keys(self, kind: Kind) -> float:
         """Return the mean number of keys for which a query's scores are computed.
 
-        A kernel computes only the scores of keys that the query sees. `xla` also computes masked scores: those of all
-        keys in a ring, otherwise those of the query's part or block (kernels/attention_xla.py).
+        A kernel computes only the scores of keys that the query sees. `xla` also computes masked scores of the query's
+        part or block (kernels/attention_xla.py).
         """
         model, sequence = self.model, self.sequence
         if self.flash:
             window = model.window if kind == "sliding" else sequence
             return flops.mean_visible_keys(sequence, min(window, sequence), causal=True)
-        if self.exchange == RING:
-            return float(sequence)
+        # In a ring these are the keys of the device's own part, and half of those of every other part (ring.py).
+        own = sequence // self.sequence_shards if self.exchange == RING else sequence
+        others = (sequence - own) / 2
         if kind == "sliding":
-            return float(min(QUERY_BLOCK + model.window - 1, sequence))
-        parts = min(CAUSAL_PARTS, -(-sequence // CAUSAL_ROWS))
-        return sequence * (parts + 1) / (2 * parts)
+            return others + min(QUERY_BLOCK + model.window - 1, own)
+        parts = min(CAUSAL_PARTS, -(-own // CAUSAL_ROWS))
+        return others + own * (parts + 1) / (2 * parts)
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -118,7 +124,8 @@ class AttentionCost:
     @property
     def workspace(self) -> float:
         """Bytes that cuDNN's backward of a row works in."""
-        heads = self.heads / (self.sequence_shards if self.exchange == ALL_TO_ALL else 1)
+        # Each device has a part of the heads, or in a ring of the rows.
+        heads = self.heads / (self.sequence_shards if self.exchange else 1)
         return count_workspace(self.segments, self.sequence, heads, kernel_head_dim(self.model))
 
     @property

@@ -167,8 +167,8 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     # Without scores XLA holds the arrays before attention and those of the MLP at the same time.
     residual = compute * tokens * (9 if cost.flash else 5) * model.width
     weights = compute * state.layers.weights / (passes.layers * passes.chunks)
-    # The four parts of attention see 1/4, 2/4, 3/4 and all of the keys. In a ring there are no parts.
-    masks = 4 * scores * (1.0 if cost.exchange == RING else (CAUSAL_PARTS + 1) / 2)
+    # The four parts of attention see 1/4, 2/4, 3/4 and all of the keys. A ring also has the masks of other parts.
+    masks = 4 * scores * ((CAUSAL_PARTS + 1) / 2 + (cost.exchange == RING))
     # Masks are held within attention, then the next layer's weights.
     ahead = max(masks, weights) if _gathers_ahead(config) else 0
     waiting, running = (compute * tokens * elements for elements in _mlp_elements(config))

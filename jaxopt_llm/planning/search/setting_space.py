@@ -116,8 +116,7 @@ def enumerate_meshes(config: Config, cluster: Cluster) -> Iterator[MeshConfig]:
 def list_mesh_problems(config: Config, mesh: MeshConfig) -> list[str]:
     """Return the reasons why no setting on this mesh is legal."""
     training = replace(config.training, accumulation=1)
-    shardings = [ShardingConfig(context_exchange=exchange) for exchange in _list_exchanges(config, mesh)]
-    found = min((shapes.problems(config.model, training, mesh, sharding) for sharding in shardings), key=len)
+    found = shapes.problems(config.model, training, mesh, ShardingConfig())
     found += stage_layout.split_problems(list_segments(config.model), mesh.pipeline, PipelineConfig())
     if mesh.pipeline > 1 and config.optimizer.in_backward:
         found.append(f"mesh.pipeline={mesh.pipeline} cannot be combined with optimizer.in_backward")
@@ -194,7 +193,7 @@ def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> It
                 yield sharding
 
 
-def _list_exchanges(config: Config, mesh: MeshConfig) -> Sequence[Literal["ring", "all_to_all"]]:
+def _list_exchanges(config: Config, mesh: MeshConfig) -> Sequence[Literal["auto", "ring", "all_to_all"]]:
     return (RING, ALL_TO_ALL) if mesh.context > 1 else (config.sharding.context_exchange,)
 
 

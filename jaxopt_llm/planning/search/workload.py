@@ -31,6 +31,7 @@ SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 20, 26
 STREAMED_FORWARD = {"residual": 10, "heads": 2, "mlp": 3, "rows": 3}
 STREAMED_BACKWARD = {"residual": 22, "heads": 4, "mlp": 9, "rows": 7}  # elementwise results are first recomputed
 MERGE_BYTES = 12  # bytes per element to add the results or gradients of a ring's part to the others', in float32
+PAIR_BYTES = 4  # bytes per element to copy chunks of a part for a kernel that skips no keys
 LOGIT_BYTES = 22  # bytes read and written per logit, from the matmul that makes it to the matmuls of its gradient
 
 
@@ -148,6 +149,9 @@ def _streamed_bytes(
         queries, keys = (tokens * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
         merged = queries * (attention_forwards + passes.backwards) + 2 * keys * passes.backwards
         streamed += layers * (config.mesh.context - 1) * MERGE_BYTES * merged
+    if attention.by_pairs:  # queries, keys and values; in the backward also the output and its gradient
+        copied = (queries + 2 * keys) * (attention_forwards + passes.backwards) + 2 * queries * passes.backwards
+        streamed += layers * (config.mesh.context - 1) * PAIR_BYTES * copied
     rows = count_table_rows(config)
     chunks = -(-tokens // (config.training.logit_tokens or tokens))
     streamed += LOGIT_BYTES * passes.microbatches * tokens * rows

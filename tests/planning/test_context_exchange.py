@@ -1,0 +1,72 @@
+"""Choice between a ring and an all-to-all for attention over a divided sequence."""
+
+from typing import Any
+
+import pytest
+
+from jaxopt_llm.compiler.chips import LinkRates
+from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.planning.context_exchange import FIELD, resolve_exchange
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.step_plan import make_plan
+from jaxopt_llm.training.validation import validate
+
+RECIPE = cli.load_recipe("llama3_8b_128k.py")  # 32 heads, 8 key-value heads, context 8
+EIGHT = Cluster("h200", 1, 8)
+SLOW = Cluster("h200", 1, 8, LinkRates(nvlink=40))
+WINDOW: dict[str, Any] = {"model.pattern": ("sliding",), "model.window": 65_536}
+
+
+def with_settings(settings: dict[str, Any]) -> Config:
+    config: Config = fields.replace_fields(RECIPE, settings)
+    validate(config)
+    return config
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("cluster", "settings", "expected"),
+    [
+        (EIGHT, {}, "all_to_all"),
+        (SLOW, {}, "ring"),
+        (SLOW, WINDOW, "all_to_all"),
+        (SLOW, WINDOW | {"training.attention": "pallas"}, "ring"),
+        (SLOW, WINDOW | {"training.attention": "cudnn"}, "all_to_all"),
+        (EIGHT, {FIELD: "ring"}, "ring"),
+        (SLOW, {FIELD: "all_to_all"}, "all_to_all"),
+        (Cluster("h200", 8, 8), {"mesh.context": 64}, "ring"),
+        (SLOW, {"training.sequence_length": 32_760}, "all_to_all"),
+        (EIGHT, {"mesh.context": 1, "mesh.fsdp": 8, "training.accumulation": 1}, "auto"),
+        (None, {}, "ring"),
+    ],
+    ids=[
+        "fast links",
+        "slow links",
+        "a window, without cuDNN in a ring",
+        "a window, by a kernel that supports both",
+        "a window, by a kernel that supports one",
+        "given",
+        "given too",
+        "more devices than heads",
+        "odd parts",
+        "no context",
+        "CPUs",
+    ],
+)
+def test_the_choice(cluster: Cluster | None, settings: dict[str, Any], expected: str) -> None:
+    config = with_settings(settings)
+    resolved = resolve_exchange(config, cluster)
+    assert resolved == fields.replace_fields(config, {FIELD: expected})
+    validate(resolved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cluster", "faster"), [(EIGHT, "all_to_all"), (SLOW, "ring")], ids=["fast links", "slow links"]
+)
+def test_the_compiled_steps_agree(cluster: Cluster, faster: str) -> None:
+    seconds = {
+        exchange: make_plan(with_settings({FIELD: exchange}), "h200", 1, 8, cluster.links).speed.step_seconds
+        for exchange in ("ring", "all_to_all")
+    }
+    assert min(seconds, key=seconds.__getitem__) == faster
