@@ -5,7 +5,7 @@ query and to one key that all heads share. Over a sequence, keys and values are 
 With a cache they are not: the cache holds only the latent and the rotary key of each token, and heads read them
 directly. The projection of keys is absorbed into the queries, and that of values into the output (section 2.1.2).
 
-Letters: B batch, S sequence, T cache length, L layers, D width, H heads, Q rank of queries, R rank of keys and values,
+Letters: B batch, S sequence, T slots of the cache, D width, H heads, Q rank of queries, R rank of keys and values,
 N size of the part of a key that has no positions, P size of the rotary part, K = N + P, V head size of values.
 """
 
@@ -29,7 +29,6 @@ from jaxopt_llm.model.self_attention import (
     attend_to_cache,
     attend_to_sequence,
     constrain_heads,
-    read_cache,
     write_cache,
 )
 from jaxopt_llm.parallel.placement import Placement
@@ -40,7 +39,7 @@ NORM_EPSILON = 1e-6  # of the latents' norms: fixed as in DeepSeek's code, indep
 
 @struct.dataclass
 class LatentCache:
-    """Cache of a segment, one slot per token: normed latents [L, B, 1, T, R] and rotary keys [L, B, 1, T, P].
+    """Cache of a layer, one slot per token: normed latents [B, 1, T, R] and rotary keys [B, 1, T, P].
 
     Both are in the form of one head, which all heads read. Devices along `tensor` hold them whole.
     """
@@ -110,7 +109,7 @@ def latent_attention(
         to_latent, to_value = (weights.gather_merged(params[name], (0,)) for name in ("key", "value"))
         latent_query = by_head(jnp.einsum("BSHN,RHN->BSHR", plain_query, to_latent), "heads")
         latents, rotary_keys = (
-            _pin_layout(read_cache(array, context), placement) for array in (cache.latent, cache.rotary_key)
+            _pin_layout(jnp.swapaxes(array, 1, 2), placement) for array in (cache.latent, cache.rotary_key)
         )
         q, k = jnp.concatenate([latent_query, rotary_query], -1), jnp.concatenate([latents, rotary_keys], -1)
         mixed = attend_to_cache(q, k, latents, context, options)

@@ -1,0 +1,70 @@
+"""Parameters by layer, as they rest for generation and evaluation.
+
+In training, parameters of the same kind in all layers are one stack [R, ...]. By layer, a segment is a tuple with the
+parameters of each of its R periods, and each parameter is an array of its own. A program then reads every weight where
+it rests.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxopt_llm.core import tree
+from jaxopt_llm.execution.layer_groups import select_period
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel import offload
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a stack, in the place of the stack in a tree."""
+
+    arrays: tuple[jax.Array, ...]
+
+
+def split_layers(params: Params) -> Params:
+    """Return stacked parameters by layer. The stacks are deleted one by one, so that only one is there twice."""
+
+    def split(stack: jax.Array) -> Rows:
+        rows = split_stack(stack)
+        stack.delete()
+        return rows
+
+    return gather_periods({name: part if name == "non_layer" else jax.tree.map(split, part) for name, part in params.items()})
+
+
+def split_stack(stack: jax.Array, dtype: DTypeLike | None = None) -> Rows:
+    """Return the rows of a stack, each divided over devices like the stack, in the same memory.
+
+    dtype: of the rows; by default the stack's.
+    """
+    resting = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
+    read = _make_reader(resting, np.dtype(dtype or stack.dtype))
+    rows = (read(stack, row) for row in range(stack.shape[0]))
+    kind = stack.sharding.memory_kind
+    return Rows(tuple(jax.device_put(row, resting.with_memory_kind(kind)) for row in rows))
+
+
+@functools.cache
+def _make_reader(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[jax.Array, int], jax.Array]:
+    def read(stack: jax.Array, row: int) -> jax.Array:
+        array: jax.Array = offload.fetch_to_device(select_period(stack, row))
+        return array.astype(dtype)
+
+    return jax.jit(read, out_shardings=sharding)
+
+
+def gather_periods(params: Params) -> Params:
+    """Return the parameters by layer, given segments whose leaves are Rows."""
+
+    def by_period(segment: tree.Tree) -> tuple[tree.Tree, ...]:
+        leaves, structure = jax.tree.flatten(segment)
+        return tuple(structure.unflatten(period) for period in zip(*(rows.arrays for rows in leaves), strict=True))
+
+    return {name: part if name == "non_layer" else by_period(part) for name, part in params.items()}
