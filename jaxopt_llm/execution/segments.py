@@ -113,12 +113,14 @@ def _run_by_layer(
         x, cache, added = runner.run(weights, nothing, constants, carry[0], cache)
         return (x, carry[1] + added), cache
 
-    written = []
+    written, before = [], carry
     for span in _precision_spans(model, segment, context):
         for row in range(span.start, span.stop):
+            # XLA would gather the weights of all layers first. It may gather those of a layer while the one before runs.
+            weights, before = jax.lax.optimization_barrier((periods[row], before))[0], carry
             constants = {name: values[row] for name, values in segment.per_layer.items()}
             cache = caches[row] if caches else None
-            carry, cache = run_period(span.quantised, periods[row], constants, carry, cache, context)
+            carry, cache = run_period(span.quantised, weights, constants, carry, cache, context)
             written.append(cache)
     return carry, tuple(written)
 
