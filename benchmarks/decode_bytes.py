@@ -2,9 +2,9 @@
 
     python benchmarks/decode_bytes.py [--only NAME ...] [--json FILE]
 
-Each case is a recipe's model in bfloat16 with a full cache, compiled for its GPUs. The least is each weight once (of the
-embedding only the rows that are looked up, not counted), and the slots of the cache once. The time is the roofline of
-`plan`. No GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
+Each case is a recipe's model in bfloat16 with a full cache, compiled for its GPUs. The least is each weight once, but
+for the embedding, of which only rows are looked up, and each slot of the cache once. The time is the roofline of `plan`. No
+GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
 """
 
 import functools
@@ -71,9 +71,7 @@ class Compiled:
     cache: int
 
 
-def compile_step(
-    config: ModelConfig, gpu: str, mesh: MeshConfig, rows: int, slots: int, tokens: int = 1
-) -> Compiled:
+def compile_step(config: ModelConfig, gpu: str, mesh: MeshConfig, rows: int, slots: int, tokens: int = 1) -> Compiled:
     """Compile the step that reads `tokens` tokens of each row and writes one, with weights in bfloat16."""
     model, devices = Decoder(config), topology.gpu_topology(gpu, 1, mesh.devices)
     placement = Placement(make_mesh(mesh, devices), ShardingConfig(3), PrecisionConfig(compute_dtype="bfloat16"))
@@ -118,7 +116,7 @@ def _abstract(name: str, specs: Params, placement: Placement) -> Any:
 
 
 def count_work(program: jax.stages.Compiled, gpu: str) -> tuple[int, float]:
-    """Return the bytes that the kernels of a device move, and their seconds by the roofline. Collectives are left out."""
+    """Return the bytes that the kernels of a device move, and their seconds by the roofline, without collectives."""
     module, moved, seconds = parse_module(str(program.as_text())), 0, 0.0
     for computation, kernel, runs in walk_kernels(module):
         if kernel.opcode.removesuffix("-start") not in hlo.COLLECTIVES:
@@ -128,10 +126,10 @@ def count_work(program: jax.stages.Compiled, gpu: str) -> tuple[int, float]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    step = compile_step(
-        cli.load_recipe(case.recipe).model, case.gpu, MeshConfig(**case.mesh), case.rows, case.slots
-    )
+    step = compile_step(cli.load_recipe(case.recipe).model, case.gpu, MeshConfig(**case.mesh), case.rows, case.slots)
     moved, seconds = count_work(step.program, case.gpu)
+    memory = step.program.memory_analysis()
+    assert memory is not None
     return {
         "case": case.name,
         "recipe": case.recipe,
@@ -145,7 +143,7 @@ def measure(case: Case) -> dict[str, Any]:
         "ratio": moved / (step.weights + step.cache),
         "step_seconds": seconds,
         "tokens_per_second": case.rows / seconds,
-        "temporary_bytes": step.program.memory_analysis().temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": step.seconds,
     }
 
@@ -157,11 +155,13 @@ HEADER = (
 
 
 def format_row(row: Mapping[str, Any]) -> str:
-    gigabytes = [row[name] / 1e9 for name in ("weight_bytes", "cache_bytes", "bytes")]
+    weights, cache, moved, temporary = (
+        row[name] / 1e9 for name in ("weight_bytes", "cache_bytes", "bytes", "temporary_bytes")
+    )
     return (
-        f"{row['case']:18} {row['recipe']:14} {row['slots']:5} | {gigabytes[0]:10.2f} {gigabytes[1]:8.2f} "
-        f"{gigabytes[2]:8.2f} {row['ratio']:5.2f} | {1e3 * row['step_seconds']:7.2f} {row['tokens_per_second']:8,.0f} | "
-        f"{row['temporary_bytes'] / 1e9:14.2f} {row['compile_seconds']:9.1f}"
+        f"{row['case']:18} {row['recipe']:14} {row['slots']:5} | {weights:10.2f} {cache:8.2f} {moved:8.2f} "
+        f"{row['ratio']:5.2f} | {1e3 * row['step_seconds']:7.2f} {row['tokens_per_second']:8,.0f} | "
+        f"{temporary:14.2f} {row['compile_seconds']:9.1f}"
     )
 
 

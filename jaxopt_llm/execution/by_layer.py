@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -36,7 +37,9 @@ def split_layers(params: Params) -> Params:
         stack.delete()
         return rows
 
-    return gather_periods({name: part if name == "non_layer" else jax.tree.map(split, part) for name, part in params.items()})
+    return gather_periods(
+        {name: part if name == "non_layer" else jax.tree.map(split, part) for name, part in params.items()}
+    )
 
 
 def split_stack(stack: jax.Array, dtype: DTypeLike | None = None) -> Rows:
@@ -44,16 +47,23 @@ def split_stack(stack: jax.Array, dtype: DTypeLike | None = None) -> Rows:
 
     dtype: of the rows; by default the stack's.
     """
-    resting = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
-    read = _make_reader(resting, np.dtype(dtype or stack.dtype))
-    rows = (read(stack, row) for row in range(stack.shape[0]))
-    kind = stack.sharding.memory_kind
-    return Rows(tuple(jax.device_put(row, resting.with_memory_kind(kind)) for row in rows))
+    sharding = stack.sharding
+    assert isinstance(sharding, NamedSharding)
+    mesh, spec = sharding.mesh, PartitionSpec(*sharding.spec[1:])
+    read = _make_reader(NamedSharding(mesh, spec), np.dtype(dtype or stack.dtype))
+    resting = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+
+    def select(row: int) -> jax.Array:
+        array = jax.device_put(read(stack, jnp.int32(row)), resting)
+        # The devices may be too small for all rows on their way to the host.
+        return jax.block_until_ready(array) if sharding.memory_kind == offload.HOST else array
+
+    return Rows(tuple(map(select, range(stack.shape[0]))))
 
 
 @functools.cache
-def _make_reader(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[jax.Array, int], jax.Array]:
-    def read(stack: jax.Array, row: int) -> jax.Array:
+def _make_reader(sharding: NamedSharding, dtype: np.dtype[Any]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def read(stack: jax.Array, row: jax.Array) -> jax.Array:
         array: jax.Array = offload.fetch_to_device(select_period(stack, row))
         return array.astype(dtype)
 
@@ -65,6 +75,7 @@ def gather_periods(params: Params) -> Params:
 
     def by_period(segment: tree.Tree) -> tuple[tree.Tree, ...]:
         leaves, structure = jax.tree.flatten(segment)
-        return tuple(structure.unflatten(period) for period in zip(*(rows.arrays for rows in leaves), strict=True))
+        periods = zip(*(rows.arrays for rows in leaves), strict=True)
+        return tuple(jax.tree.unflatten(structure, period) for period in periods)
 
     return {name: part if name == "non_layer" else by_period(part) for name, part in params.items()}

@@ -121,8 +121,8 @@ def make_step(
 class TokenGenerator:
     """Generator of tokens after prompts.
 
-    The cache grows with the text, up to `length` slots. The keys and values of prompts and generated tokens stay in the cache between calls. If the next prompts start with
-    the same tokens, only the rest is computed.
+    The keys and values of prompts and generated tokens stay in the cache between calls. If the next prompts start with
+    the same tokens, only the rest is computed. The cache grows with the text, up to `length` slots.
 
     Args:
         model: the model.
@@ -228,7 +228,7 @@ class TokenGenerator:
             self._caches = None
             for i, x in enumerate(leaves):
                 leaves[i] = _grow(x.sharding)(x, self._slots)
-            self._caches = structure.unflatten(leaves)
+            self._caches = jax.tree.unflatten(structure, leaves)
 
     def _advance(self, tokens: Any, padding: NDArray[np.int32], first: int, last: int) -> jax.Array:
         """Write tokens [B, S] to the slots from `first`, and return the token after position `last` of them, [B]."""

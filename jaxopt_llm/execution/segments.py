@@ -1,7 +1,7 @@
 """Runs the layers of a model, or of one stage of a pipeline: one `lax.scan` for each segment.
 
-Without training, the layers rest apart (by_layer.py) and run one after the other, without a loop. XLA copies what a loop
-selects from a stack before it uses it: two more times the bytes of all weights and caches, for every generated token.
+Without training, the layers rest apart (by_layer.py) and run one after the other, without a loop. XLA copies what a
+loop selects from a stack before it uses it: two more times the bytes of all weights and caches, for every token.
 
 Words of this folder:
 
@@ -107,7 +107,12 @@ def _run_by_layer(
     # All periods of the same precisions are one function, which JAX traces and lowers once.
     @functools.partial(jax.jit, static_argnums=0)
     def run_period(
-        quantised: tuple[bool, ...], weights: Params, constants: Mapping[str, Any], carry: Carry, cache: Any, context: Any
+        quantised: tuple[bool, ...],
+        weights: Params,
+        constants: Mapping[str, Any],
+        carry: Carry,
+        cache: Any,
+        context: Any,
     ) -> tuple[Carry, tree.Tree]:
         runner = PeriodRunner(model, segment, context, remat, quantised=quantised)
         x, cache, added = runner.run(weights, nothing, constants, carry[0], cache)
@@ -116,7 +121,7 @@ def _run_by_layer(
     written, before = [], carry
     for span in _precision_spans(model, segment, context):
         for row in range(span.start, span.stop):
-            # XLA would gather the weights of all layers first. It may gather those of a layer while the one before runs.
+            # Otherwise XLA gathers the weights of all layers first. A layer may be gathered while the one before runs.
             weights, before = jax.lax.optimization_barrier((periods[row], before))[0], carry
             constants = {name: values[row] for name, values in segment.per_layer.items()}
             cache = caches[row] if caches else None
