@@ -3,8 +3,8 @@
     python benchmarks/decode_bytes.py [--only NAME ...] [--json FILE]
 
 Each case is a recipe's model in bfloat16 with a full cache, compiled for its GPUs. The least is each weight once, but
-for the embedding, of which only rows are looked up, and each slot of the cache once. The time is the roofline of `plan`. No
-GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
+for the embedding, of which only rows are looked up, and each slot of the cache once. The time is the roofline of
+`plan`. No GPU is needed; nothing runs, so no time is measured. With --only, the other cases keep their rows of FILE.
 """
 
 import functools
