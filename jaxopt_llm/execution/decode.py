@@ -81,7 +81,7 @@ def sample_tokens(logits: jax.Array, sampling: Sampling, seed: jax.Array, index:
 
 def choose_slots(needed: int, most: int) -> int:
     """Return the smallest size of a cache with at least `needed` slots; at most `most`."""
-    size = SMALLEST_CACHE
+    size = SMALLEST_CACHE  # a power of two
     while size < needed:
         # 2^n -> 3 · 2^(n - 1) -> 2^(n + 1)
         size = size * 4 // 3 if size % 3 == 0 else size * 3 // 2
