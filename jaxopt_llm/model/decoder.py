@@ -136,7 +136,7 @@ class Decoder:
             return placement.constrain(empty, "batch", "kv_heads", None, "head_dim")
 
         if config.mla.kv_rank:
-            return latent_attention.LatentCache(zeros(1, config.mla.kv_rank), zeros(1, config.mla.rotary_head_dim))
+            return latent_attention.LatentCache(zeros(1, config.mla.kv_rank + config.mla.rotary_head_dim))
         key, value = (zeros(config.kv_heads, config.head_dim) for _ in range(2))
         return Cache(key, value)
 

@@ -96,7 +96,7 @@ def test_devices_that_split_heads_hold_the_whole_cache(axes: dict[str, int]) -> 
     np.testing.assert_array_equal(found, expected)
     rows = len(prompts) // axes.get("fsdp", 1), 1, 12
     shards = [{part.data.shape for part in cache.addressable_shards} for cache in jax.tree.leaves(caches)]
-    assert shards == [{(*rows, 16)}, {(*rows, 6)}] * CONFIG.layers
+    assert shards == [{(*rows, 16 + 6)}] * CONFIG.layers
 
 
 @pytest.mark.parametrize(
