@@ -33,7 +33,7 @@ SEED = 0  # of weights and prompts
 SMALL = ModelConfig(
     vocabulary_size=8192, width=512, layers=8, heads=8, kv_heads=4, head_dim=64, mlp_width=1408, tied_head=False
 )
-MODELS = {"28m": SMALL, "0.2b": dataclasses.replace(SMALL, width=1024, layers=14, heads=16, kv_heads=8, mlp_width=2816)}
+MODELS = {"32m": SMALL, "0.2b": dataclasses.replace(SMALL, width=1024, layers=14, heads=16, kv_heads=8, mlp_width=2816)}
 
 
 def write_model(path: Path, model: str) -> int:
@@ -173,7 +173,7 @@ def save(file: Path, report: Mapping[str, Any]) -> None:
 def main() -> int:
     parser = errors.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", nargs="+", choices=MODELS, default=["28m"], help="sizes of the model (default: 28m)")
+    add("--model", nargs="+", choices=MODELS, default=["32m"], help="sizes of the model (default: 32m)")
     add("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="prompts at once (default: 1 8)")
     add("--prompt", type=int, default=16, metavar="N", help="tokens of a prompt (default: 16)")
     add("--tokens", type=int, default=128, metavar="N", help="new tokens of each prompt (default: 128)")
