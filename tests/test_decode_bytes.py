@@ -1,22 +1,18 @@
-"""What writing a token needs beside weights and cache, read off the program compiled for H200s."""
+"""What writing a token reads, writes and needs beside weights and cache, read off programs compiled for GPUs."""
 
 import math
 import re
-from typing import Any
 
+import decode_bytes
 import jax
 import jax.numpy as jnp
 import pytest
+import toy
 
-from jaxopt_llm.compiler import topology
-from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config import MeshConfig, ModelConfig
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import Sampling, make_step
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator, make_step
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.parallel.mesh import make_mesh
-from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.zero import parameter_sharding
 
 ROWS, LENGTH, LAYERS = 4, 2048, 16
 CONFIG = ModelConfig(vocabulary_size=512, width=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, mlp_width=256)
@@ -37,51 +33,83 @@ LATENT = replace_fields(
 )
 LATENT_CACHE = LAYERS * ROWS * LENGTH * (48 + 16) * 2
 MESHES: list[dict[str, int]] = [{}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}]
+# Layers of Llama 3 8B. In a narrower model, activations are more of all bytes.
+LLAMA = ModelConfig(
+    vocabulary_size=16_384, width=4096, layers=4, heads=32, kv_heads=8, head_dim=128, mlp_width=14_336, tied_head=False
+)
+WINDOWS = replace_fields(LLAMA, {"pattern": ("sliding", "global"), "window": 512, "qk_norm": "head"})
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_the_cache_is_there_once_and_divided(axes: dict[str, int]) -> None:
-    memory = compiled(CONFIG, MeshConfig(**axes)).memory_analysis()
+    memory = compiled(CONFIG, axes).memory_analysis()
     devices = MeshConfig(**axes).devices
     assert memory.alias_size_in_bytes == CACHE // devices
-    # Of one layer keys and values are read out of it, and two layers are on their way.
-    assert memory.temp_size_in_bytes < 4 * CACHE // LAYERS // devices
+    assert memory.temp_size_in_bytes < CACHE // LAYERS // devices  # less than one layer's
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_of_latents_nothing_else_is_kept_and_no_key_is_formed(axes: dict[str, int]) -> None:
     """They are whole on the devices along `tensor`, and 18 times smaller than keys and values of the heads."""
-    program, rows = compiled(LATENT, MeshConfig(**axes)), ROWS // axes.get("fsdp", 1)
+    program, rows = compiled(LATENT, axes), ROWS // axes.get("fsdp", 1)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == LATENT_CACHE * rows // ROWS
     assert memory.temp_size_in_bytes < 4 * LATENT_CACHE * rows // ROWS // LAYERS
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"bf16\[([0-9,]+)\]", program.as_text())}
-    caches = {(LAYERS, rows, 1, LENGTH, size) for size in (48, 16)}
-    assert caches <= shapes
+    cache = rows, 1, LENGTH, 48 + 16
+    assert cache in shapes
     keys = rows * LENGTH * LATENT.heads // axes.get("tensor", 1) * min(LATENT.key_dim, LATENT.value_dim)
-    assert max(math.prod(shape) for shape in shapes - caches) < keys
+    assert max(math.prod(shape) for shape in shapes - {cache}) < keys
 
 
-def compiled(config: ModelConfig, mesh: MeshConfig) -> Any:
+@pytest.mark.parametrize(
+    ("config", "axes", "rows", "slots"),
+    [
+        (LLAMA, {}, 1, 4096),
+        (LLAMA, {}, 32, 4096),
+        (LLAMA, {}, 256, 2048),
+        (WINDOWS, {}, 32, 4096),
+        (LLAMA, {"tensor": 2}, 256, 2048),
+    ],
+    ids=["1", "32", "256", "windows", "tensor"],
+)
+def test_a_token_reads_each_weight_and_each_filled_slot_about_once(
+    config: ModelConfig, axes: dict[str, int], rows: int, slots: int
+) -> None:
+    """The rest are the scores of attention and activations. Out of stacks, XLA moves 2.9 to 4.8 times the bytes."""
+    step = decode_bytes.compile_step(config, "h100", MeshConfig(**axes), rows, slots)
+    moved, _ = decode_bytes.count_work(step.program, "h100")
+    assert step.weights + step.cache <= moved <= 1.25 * (step.weights + step.cache)
+
+
+def test_a_token_reads_latents_as_keys_and_as_values_and_copies_nothing() -> None:
+    """If latents and rotary keys were two arrays, they would be joined: as many bytes again."""
+    sizes = {"kv_heads": 32, "mla.kv_rank": 512, "mla.rotary_head_dim": 64, "mla.value_head_dim": 128}
+    config = replace_fields(LLAMA, sizes | {"head_dim": 192})
+    step = decode_bytes.compile_step(config, "h100", MeshConfig(), 32, 4096)
+    moved, _ = decode_bytes.count_work(step.program, "h100")
+    assert moved <= 1.25 * (step.weights + 2 * step.cache)
+
+
+def test_weights_that_fsdp_divides_are_gathered_layer_by_layer() -> None:
+    config = replace_fields(LLAMA, {"layers": 12, "vocabulary_size": 512})
+    step = decode_bytes.compile_step(config, "h100", MeshConfig(fsdp=8), 8, 256)
+    layer = step.weights // config.layers
+    assert step.program.memory_analysis().temp_size_in_bytes < 3 * layer
+
+
+def test_all_layers_of_a_kind_are_traced_and_lowered_once() -> None:
+    config = replace_fields(toy.CONFIG, {"layers": 17})  # 8 periods of two kinds, and a segment of one
+    model, placement = Decoder(config), toy.placement()
+    params = toy.by_layer(jax.tree.map(lambda spec: jnp.zeros(spec.shape), model.specs))
+    generator = TokenGenerator(model, params, placement, config.vocabulary_size, Sampling(), 1, 16)
+    step = make_step(model, placement, config.vocabulary_size, Sampling(), generator._caches)
+    numbers = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), *(jnp.int32(0) for _ in range(4))
+    text = step.lower(params, generator._caches, *numbers).as_text()
+    assert len(re.findall(r"func\.func private @run_period", text)) == 2
+    assert len(re.findall(r"call @run_period", text)) == 9
+
+
+def compiled(config: ModelConfig, axes: dict[str, int]) -> jax.stages.Compiled:
     """The program that writes a token."""
-    parts = Decoder(config)
-    devices = topology.gpu_topology("h200", 1, mesh.devices)
-    placement = Placement(make_mesh(mesh, devices), ShardingConfig(3), PrecisionConfig(compute_dtype="bfloat16"))
-
-    def abstract(x: jax.Array, *axes: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.activation(*axes))
-
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=parameter_sharding(spec, placement)),
-        parts.specs,
-    )
-    kept = (None, "batch", "kv_heads" if not config.mla.kv_rank else None, None, "head_dim")
-    empty = jax.eval_shape(lambda: scan.make_caches(parts, ROWS, LENGTH, jnp.bfloat16, placement))
-    caches = jax.tree.map(lambda x: abstract(x, *kept), empty)
-    step = make_step(parts, placement, config.vocabulary_size, Sampling(), caches)
-    tokens, padding = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.replicated) for shape in ((ROWS, 1), (ROWS,))
-    )
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=placement.replicated)
-    lowered = topology.lower_without_gpu(step, params, caches, tokens, padding, number, number, number, number)
-    return topology.compile_without_gpu(lowered)
+    return decode_bytes.compile_step(config, "h200", MeshConfig(**axes), ROWS, LENGTH).program

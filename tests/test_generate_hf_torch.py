@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import toy
 from test_families_hf_torch import CASES, WINDOW
 
 import jaxopt_llm
@@ -110,7 +111,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, lengths: Sequence[in
     here = jaxopt_llm.load_pretrained(tmp_path)
     decoder = TokenGenerator(
         here.model,
-        here.params,
+        toy.by_layer(here.params),
         here.placement,
         here.config.vocabulary_size,
         Sampling(),

@@ -1,11 +1,13 @@
 """Validation sets of one's own (`evaluation.paths`) and the samples that a run writes at each evaluation."""
 
 import json
+import operator
 import re
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -134,19 +136,23 @@ def test_samples_do_not_depend_on_the_mesh(
     assert {each["set"] for each in written[0]} == {"held-out"}
 
 
-def test_weights_that_are_in_place_are_not_copied(tmp_path: Path) -> None:
-    """Generation during a run must not need the memory of a second model."""
+def test_samples_need_one_divided_copy_of_the_layers_in_the_compute_dtype(tmp_path: Path) -> None:
+    """Weights outside the layers that are in place are not copied."""
     for mesh, copied in ((MeshConfig(fsdp=4, tensor=2), False), (MeshConfig(fsdp=4, data=2), True)):
         directory = tmp_path / str(copied) / "run"
         directory.parent.mkdir()
-        config: Config = replace_fields(tiny(directory), {"mesh": mesh, "evaluation.samples": 1})
+        settings = {"mesh": mesh, "evaluation.samples": 1, "precision.compute_dtype": "bfloat16"}
+        config: Config = replace_fields(tiny(directory), settings)
         setup = prepare_run(config, SINGLE_PROCESS)
         program = setup.program
         state = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.state)
         read = samples.make_weight_reader(program.specs, setup.placement, samples.make_sampling_placement(setup))
-        pairs = zip(jax.tree.leaves(read(state)), jax.tree.leaves(state.masters), strict=True)
-        large = [(new, old) for new, old in pairs if old.size >= 8 * toy.UNIFORM.width]
-        assert all((new is not old) == copied for new, old in large)
+        found, masters = read(state), state.masters
+        tables = (each["non_layer"]["embedding"]["table"] for each in (found, masters))
+        assert operator.is_not(*tables) == copied
+        layers = [x for x in jax.tree.leaves(found["segment_0"]) if x.size >= 8 * toy.UNIFORM.width]
+        assert {x.dtype for x in layers} == {jnp.dtype("bfloat16")}
+        assert {x.size // x.addressable_shards[0].data.size for x in layers} == {8}
 
 
 def test_a_conversation_is_asked_its_first_question(tmp_path: Path) -> None:

@@ -107,6 +107,16 @@ def make_step(
     return step.BoundStep(jitted, None, placement)
 
 
+def by_layer(params: Params) -> Params:
+    """Return stacked parameters by layer, as they rest for generation."""
+
+    def split(segment: Params) -> tuple[Params, ...]:
+        periods = jax.tree.leaves(segment)[0].shape[0]
+        return tuple(jax.tree.map(lambda x, row=row: x[row], segment) for row in range(periods))
+
+    return {name: part if name == "non_layer" else split(part) for name, part in params.items()}
+
+
 def params(specs: Params) -> Params:
     """Return random values of the size of an initialisation.
 

@@ -24,6 +24,11 @@ from jaxopt_llm.parallel.placement import Placement
 
 PADDING_ID = -1  # marks padded slots
 MIN_PREFILL = 16  # minimum length of a prompt's computation; fewer tokens would not be cheaper
+# A step reads all slots of the cache, so the cache grows with the text. Each of its sizes needs a program of its own:
+# the sizes are SMALLEST_CACHE times 1, 1.5, 2, 3, 4, 6 and so on, and begin where the cache has this share of the
+# weights' bytes. Below it there is little to save.
+SMALLEST_CACHE = 256
+SMALL_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,15 @@ def sample_tokens(logits: jax.Array, sampling: Sampling, seed: jax.Array, index:
     return jax.vmap(jax.random.categorical)(keys, filter_logits(logits, sampling)).astype(jnp.int32)
 
 
+def choose_slots(needed: int, most: int) -> int:
+    """Return the smallest size of a cache with at least `needed` slots; at most `most`."""
+    size = SMALLEST_CACHE  # a power of two
+    while size < needed:
+        # 2^n -> 3 · 2^(n - 1) -> 2^(n + 1)
+        size = size * 4 // 3 if size % 3 == 0 else size * 3 // 2
+    return min(size, most)
+
+
 def make_step(
     model: Model, placement: Placement, vocabulary_size: int, sampling: Sampling, caches: tree.Tree
 ) -> Callable[..., tuple[jax.Array, tree.Tree]]:
@@ -108,16 +122,16 @@ class TokenGenerator:
     """Generator of tokens after prompts.
 
     The keys and values of prompts and generated tokens stay in the cache between calls. If the next prompts start with
-    the same tokens, only the rest is computed.
+    the same tokens, only the rest is computed. The cache grows with the text, up to `length` slots.
 
     Args:
         model: the model.
-        params: its parameters.
+        params: its parameters by layer.
         placement: shardings of parameters and cache.
         vocabulary_size: V, without padding.
         sampling: settings of sampling.
         rows: prompts per call.
-        length: slots of the cache, enough for the longest prompt and the tokens generated after it.
+        length: maximum slots of the cache, enough for the longest prompt and the tokens generated after it.
     """
 
     def __init__(
@@ -133,7 +147,14 @@ class TokenGenerator:
         self._rows, self._length = rows + -rows % placement.size(*BATCH_AXES), length  # the batch is split over devices
         self._rope = model.rope
         self._seed, dtype = jnp.uint32(sampling.seed), placement.precision.compute_dtype
-        self._make_caches = jax.jit(lambda: scan.make_caches(model, self._rows, length, dtype, placement))
+        self._make_caches = jax.jit(
+            lambda slots: scan.make_caches(model, self._rows, slots, dtype, placement), static_argnums=0
+        )
+        one_slot = jax.eval_shape(functools.partial(self._make_caches, 1))
+        slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_slot))
+        # Devices divide the rows of the cache. The weights are gathered.
+        share = SMALL_SHARE * sum(x.nbytes for x in jax.tree.leaves(params)) * placement.size(*BATCH_AXES)
+        self._small = int(share // slot)
         self.load(params)
         self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)
 
@@ -143,7 +164,8 @@ class TokenGenerator:
         # Ids in the slots of the cache, [B, slots]. Rows are padded on the left. Two rows with different padding differ
         # at the slot where the first of them starts, because padded slots hold PADDING_ID.
         self._cached_ids = np.empty((self._rows, 0), np.int32)
-        self._caches: tree.Tree = self._make_caches()
+        self._slots = choose_slots(self._small, self._length)
+        self._caches: tree.Tree = self._make_caches(self._slots)
 
     def unload(self) -> None:
         """Free the cache and the parameters, until `load` is called. The compiled programs stay."""
@@ -170,6 +192,7 @@ class TokenGenerator:
             if self._rope.scaling == "longrope" and self._frequencies_differ(slot - padding, slot + 1 - padding):
                 tokens = self._fill(self._append(previous), padding, 0)
             else:
+                self._reserve(slot + 1)
                 tokens = self._advance(previous[:, None], padding, slot, 0)
                 self._cached_ids = self._append(previous)
             yield self._cached_ids[:given, -1]
@@ -189,11 +212,23 @@ class TokenGenerator:
         overwritten before a query attends to them. If the computation would extend beyond the cache, it starts earlier.
         """
         slots = ids.shape[1]
-        size = min(max(MIN_PREFILL, 1 << (slots - begin - 1).bit_length()), self._length)
-        begin = min(begin, self._length - size)
+        self._reserve(slots)
+        size = min(max(MIN_PREFILL, 1 << (slots - begin - 1).bit_length()), self._slots)
+        begin = min(begin, self._slots - size)
         rest = np.pad(np.maximum(ids[:, begin:], 0), ((0, 0), (0, size - (slots - begin))))
         self._cached_ids = ids
         return self._advance(rest, padding, begin, slots - 1 - begin)
+
+    def _reserve(self, slots: int) -> None:
+        """Let the cache grow until it has this number of slots."""
+        if slots > self._slots:
+            self._slots = choose_slots(slots, self._length)
+            # Array by array, so that only one is there twice.
+            leaves, structure = jax.tree.flatten(self._caches)
+            self._caches = None
+            for i, x in enumerate(leaves):
+                leaves[i] = _grow(x.sharding)(x, self._slots)
+            self._caches = jax.tree.unflatten(structure, leaves)
 
     def _advance(self, tokens: Any, padding: NDArray[np.int32], first: int, last: int) -> jax.Array:
         """Write tokens [B, S] to the slots from `first`, and return the token after position `last` of them, [B]."""
@@ -201,6 +236,16 @@ class TokenGenerator:
         self._sampled += 1
         sampled, self._caches = self._step(self._params, self._caches, tokens, padding, *bounds, self._seed, index)
         return sampled
+
+
+@functools.cache
+def _grow(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, int], jax.Array]:
+    """Return a function that gives an array of a cache more slots."""
+
+    def grow(x: jax.Array, slots: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
+
+    return jax.jit(grow, static_argnums=1, out_shardings=sharding)
 
 
 def _common_prefix(cached: NDArray[np.int32], ids: NDArray[np.int32]) -> int:

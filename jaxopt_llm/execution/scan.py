@@ -13,18 +13,19 @@ import jax.numpy as jnp
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import (
-    Sums,
-    add_sums,
-    constrain_gradients,
-    sum_over_groups,
-    zero_sums,
+from jaxopt_llm.execution.gradients import Sums, add_sums, constrain_gradients, sum_over_groups, zero_sums
+from jaxopt_llm.execution.segments import (
+    LocalSegment,
+    attach_non_layer,
+    model_segments,
+    name_segments,
+    no_perturbations,
+    run_segments,
 )
-from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, model_segments, no_perturbations, run_segments
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Model, Params, Segment
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import uses_zigzag
@@ -153,7 +154,8 @@ def forward(
 ) -> tuple[jax.Array, tree.Tree]:
     """Return the logits of tokens [B, S], float32 [B, S, V], and the caches with these tokens written.
 
-    caches: see `make_caches`. only: index of a position; the logits are then those of this position, [B, 1, V].
+    params: stacked, or by layer. caches: see `make_caches`; they need parameters by layer.
+    only: index of a position; the logits are then those of this position, [B, 1, V].
     """
     assert not uses_zigzag(context.placement), "logits would be in zigzag order"
     perturbations = no_perturbations(model.specs)
@@ -167,13 +169,16 @@ def forward(
     return model.logits(non_layer, x, context), caches
 
 
-def make_caches(model: Model, batch: int, length: int, dtype: Any, placement: Placement) -> tree.Tree:
-    """Return the empty caches of every layer for `batch` sequences of `length` tokens, stacked as the layers are."""
+def make_caches(model: Model, batch: int, slots: int, dtype: Any, placement: Placement) -> tree.Tree:
+    """Return the empty cache of each layer for `batch` sequences of up to `slots` tokens, as parameters by layer."""
 
-    def make_cache(segment: LocalSegment, position: int) -> tree.Tree:
-        return model.make_cache(segment.kinds[position], segment.periods, batch, length, dtype, placement)
+    def make_period(segment: Segment) -> tree.Tree:
+        return {
+            f"block_{position}": model.make_cache(kind, batch, slots, dtype, placement)
+            for position, kind in enumerate(segment.kinds)
+        }
 
     return {
-        name: {f"block_{position}": make_cache(segment, position) for position in range(len(segment.kinds))}
-        for name, segment in model_segments(model).items()
+        name: tuple(make_period(segment) for _ in range(segment.repeats))
+        for name, segment in name_segments(model).items()
     }

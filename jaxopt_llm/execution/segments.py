@@ -1,5 +1,8 @@
 """Runs the layers of a model, or of one stage of a pipeline: one `lax.scan` for each segment.
 
+Without training, the layers rest apart (by_layer.py) and run one after the other, without a loop. XLA copies what a
+loop selects from a stack before it uses it: two more times the bytes of all weights and caches, for every token.
+
 Words of this folder:
 
 segment: consecutive layers whose parameters are stacked: a period, repeated R times (see model.Segment).
@@ -13,7 +16,7 @@ Letters: R periods of a segment, B batch, S sequence, D width.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +40,7 @@ from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.placement import Placement
 
-Carry = tuple[jax.Array, Auxiliary, tree.Tree]  # x, the auxiliary sums, and the segment's caches
+Carry = tuple[jax.Array, Auxiliary]  # x and the auxiliary sums
 
 
 @dataclass(frozen=True)
@@ -76,15 +79,57 @@ def run_segments(
     remat: RematConfig,
     caches: tree.Tree = None,
 ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
-    """Run x [B, S, D] through every segment. Return x, the caches with what was written, and the auxiliary sums."""
-    auxiliary, new_caches = model.zero_auxiliary(), {}
+    """Run x [B, S, D] through every segment. Return x, the caches with what was written, and the auxiliary sums.
+
+    params: stacked, or by layer, which have no gradient. Only those by layer can have caches.
+    """
+    carry, written = (x, model.zero_auxiliary()), {}
     for name, segment in segments.items():
-        # Caches are carried, and each layer writes to its place in them. What a loop takes and returns layer by layer,
-        # it holds twice.
-        carry = (x, auxiliary, caches[name] if caches else None)
-        carry = _run_segment(model, segment, params[name], perturbations[name], carry, context, remat)
-        x, auxiliary, new_caches[name] = carry
-    return x, new_caches, auxiliary
+        if isinstance(params[name], tuple):
+            cache = caches[name] if caches else None
+            carry, written[name] = _run_by_layer(model, segment, params[name], carry, context, remat, cache)
+        else:
+            assert not caches, "caches need parameters by layer"
+            carry = _run_segment(model, segment, params[name], perturbations[name], carry, context, remat)
+    return carry[0], written if caches else None, carry[1]
+
+
+def _run_by_layer(
+    model: Model,
+    segment: LocalSegment,
+    periods: Sequence[Params],
+    carry: Carry,
+    context: Context,
+    remat: RematConfig,
+    caches: Sequence[tree.Tree] | None,
+) -> tuple[Carry, tuple[tree.Tree, ...]]:
+    """Run the periods of a segment one after the other, each with its own arrays. Return x, the sums and the caches."""
+    nothing = no_perturbations(segment.specs)
+
+    # All periods of the same precisions are one function, which JAX traces and lowers once.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_period(
+        quantised: tuple[bool, ...],
+        weights: Params,
+        constants: Mapping[str, Any],
+        carry: Carry,
+        cache: Any,
+        context: Any,
+    ) -> tuple[Carry, tree.Tree]:
+        runner = PeriodRunner(model, segment, context, remat, quantised=quantised)
+        x, cache, added = runner.run(weights, nothing, constants, carry[0], cache)
+        return (x, carry[1] + added), cache
+
+    written, before = [], carry
+    for span in _precision_spans(model, segment, context):
+        for row in range(span.start, span.stop):
+            # Otherwise XLA gathers the weights of all layers first. A layer may be gathered while the one before runs.
+            weights, before = jax.lax.optimization_barrier((periods[row], before))[0], carry
+            constants = {name: values[row] for name, values in segment.per_layer.items()}
+            cache = caches[row] if caches else None
+            carry, cache = run_period(span.quantised, weights, constants, carry, cache, context)
+            written.append(cache)
+    return carry, tuple(written)
 
 
 def _run_segment(
@@ -108,7 +153,7 @@ def _run_segment(
         # from the host.
         remat = replace(remat, policy=SAVED_BY_POLICY["none"])
     rows = jnp.arange(segment.periods) if segment.rows is None else segment.rows
-    others = (segment.per_layer, segment.occupied, rows if carry[2] else None)
+    others = (segment.per_layer, segment.occupied)
     runner = functools.partial(PeriodRunner, model, segment, context, remat)
     stacked, by_period = (weights, rows) if selects_periods or remat.every > 1 else (None, weights)
     scan_body, scanned = runner(stacked, spans[0].quantised).scan_body, (by_period, perturbations, *others)
@@ -168,29 +213,28 @@ class PeriodRunner:
     def scan_body(self, carry: Carry, scanned: Any) -> tuple[Carry, None]:
         """Run a period as the body of a scan.
 
-        scanned: the period's weights (or their row in `stacked`), perturbations, constants, whether its slot is
-            occupied, and its row in the caches.
+        scanned: the period's weights (or their row in `stacked`), perturbations, constants, and whether its slot is
+            occupied.
         """
-        weights, perturbations, per_layer, occupied, cache_row = scanned
-        x, auxiliary, caches = carry
-        context = replace(self.context, cache_layer=cache_row)
+        weights, perturbations, per_layer, occupied = scanned
+        x, auxiliary = carry
+        context = self.context
         if occupied is not None and context.token_mask is not None:
             # The router of an empty slot is all zeros and would send every token to the first experts.
             context = replace(context, token_mask=context.token_mask & occupied)
         runner = replace(self, context=context)
-        x, caches, added = runner.run(weights, perturbations, per_layer, x, caches)
+        x, _, added = runner.run(weights, perturbations, per_layer, x)
         auxiliary = auxiliary + added
         if occupied is not None:
-            x, auxiliary = jax.tree.map(lambda new, old: jnp.where(occupied, new, old), (x, auxiliary), carry[:2])
-        return (x, auxiliary, caches), None
+            x, auxiliary = jax.tree.map(lambda new, old: jnp.where(occupied, new, old), (x, auxiliary), carry)
+        return (x, auxiliary), None
 
     def run(
         self, weights: Any, perturbations: Params, per_layer: Mapping[str, Any], x: jax.Array, caches: tree.Tree = None
     ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
         """Run x [B, S, D] through a period. Return x, the caches and the auxiliary sums.
 
-        weights: the period's, or its row in `stacked`. perturbations, per_layer: the period's.
-        caches: the segment's; `context.cache_layer` is the period's row in them. They are returned whole.
+        weights: the period's, or its row in `stacked`. perturbations, per_layer, caches: the period's.
         """
         auxiliary, written = self.model.zero_auxiliary(), {}
         for position in range(len(self.segment.kinds)):

@@ -27,6 +27,7 @@ from jaxopt_llm.core import errors, hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokenizer_folder import VOCABULARY
+from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.inference import card
 from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
 from jaxopt_llm.inference.devices import check_tensor, choose_local_grouped_matmul, count_bytes, make_placement
@@ -52,9 +53,9 @@ class LoadedModel:
         config: configuration of the run; for a folder, defaults.
         tokenizer: the tokenizer.
         model: the model.
-        params: parameters in the compute dtype, or as quantisation codes.
+        params: parameters by layer, in the compute dtype, or as quantisation codes.
         placement: shardings of `params`: one device, all devices over `fsdp`, or the requested number over `tensor`. If
-            the devices do not have enough memory together, the stacks rest in host memory.
+            the devices do not have enough memory together, the layers rest in host memory.
         step: step of the checkpoint; 0 for a folder.
     """
 
@@ -206,7 +207,7 @@ def load_model(
         )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, dtype)
-    return LoadedModel(config, tokenizer, model, params, placement, restored)
+    return LoadedModel(config, tokenizer, model, split_layers(params), placement, restored)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, size: int) -> None:

@@ -15,7 +15,6 @@ class Context:
     positions: int32 [B, S].
     key_ranges: the rows, or slots of the cache, that each token sees without a window.
     cache_index: int32 scalar, the slot of the first token; None without a cache.
-    cache_layer: int32 scalar, the index of the layer in its segment's cache; None without a cache.
     noise: uint32 [B, S], see Batch; None without dropout.
     loss_mask: bool [B, S], the tokens that the loss counts; None with a cache.
     token_mask: bool [B, S], False for padding; None with a cache and in a model without experts.
@@ -27,7 +26,6 @@ class Context:
     key_ranges: KeyRanges
     placement: Placement = struct.field(pytree_node=False)
     cache_index: Leaf = None
-    cache_layer: Leaf = None
     noise: Leaf = None
     loss_mask: Leaf = None
     token_mask: Leaf = None

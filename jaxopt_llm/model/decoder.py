@@ -128,15 +128,15 @@ class Decoder:
         classifier = Classifier(self.config.vocabulary_size, self.config.logit_softcap, self.z_loss, self.loss_chunk)
         return vocabulary.cross_entropy(*self._head(non_layer, x, context), tokens, loss_weight, classifier, placement)
 
-    def make_cache(self, kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
+    def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         config = self.config
 
         def zeros(heads: int, size: int) -> jax.Array:
-            empty = jnp.zeros((repeats, batch, heads, length, size), dtype)
-            return placement.constrain(empty, None, "batch", "kv_heads", None, "head_dim")
+            empty = jnp.zeros((batch, heads, slots, size), dtype)
+            return placement.constrain(empty, "batch", "kv_heads", None, "head_dim")
 
         if config.mla.kv_rank:
-            return latent_attention.LatentCache(zeros(1, config.mla.kv_rank), zeros(1, config.mla.rotary_head_dim))
+            return latent_attention.LatentCache(zeros(1, config.mla.kv_rank + config.mla.rotary_head_dim))
         key, value = (zeros(config.kv_heads, config.head_dim) for _ in range(2))
         return Cache(key, value)
 

@@ -5,7 +5,7 @@ query and to one key that all heads share. Over a sequence, keys and values are 
 With a cache they are not: the cache holds only the latent and the rotary key of each token, and heads read them
 directly. The projection of keys is absorbed into the queries, and that of values into the output (section 2.1.2).
 
-Letters: B batch, S sequence, T cache length, L layers, D width, H heads, Q rank of queries, R rank of keys and values,
+Letters: B batch, S sequence, T slots of the cache, D width, H heads, Q rank of queries, R rank of keys and values,
 N size of the part of a key that has no positions, P size of the rotary part, K = N + P, V head size of values.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
@@ -29,7 +28,6 @@ from jaxopt_llm.model.self_attention import (
     attend_to_cache,
     attend_to_sequence,
     constrain_heads,
-    read_cache,
     write_cache,
 )
 from jaxopt_llm.parallel.placement import Placement
@@ -40,13 +38,13 @@ NORM_EPSILON = 1e-6  # of the latents' norms: fixed as in DeepSeek's code, indep
 
 @struct.dataclass
 class LatentCache:
-    """Cache of a segment, one slot per token: normed latents [L, B, 1, T, R] and rotary keys [L, B, 1, T, P].
+    """Cache of a layer, [B, 1, T, R + P], one slot per token: its normed latent, then its rotary key.
 
-    Both are in the form of one head, which all heads read. Devices along `tensor` hold them whole.
+    It has the form of the keys of one head, which all heads read. Devices along `tensor` hold it whole. In two arrays,
+    the keys would be joined for every token, which moves twice the bytes of the whole cache.
     """
 
-    latent: jax.Array
-    rotary_key: jax.Array
+    key: jax.Array
 
 
 def latent_attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
@@ -104,16 +102,12 @@ def latent_attention(
         out = attend_to_sequence(q, k, value, context, options)
     else:
         normed = latent_norm(latent)[:, :, None]
-        cache = LatentCache(
-            write_cache(cache.latent, normed, context), write_cache(cache.rotary_key, rotary_key, context)
-        )
+        cache = LatentCache(write_cache(cache.key, jnp.concatenate([normed, rotary_key], -1), context))
         to_latent, to_value = (weights.gather_merged(params[name], (0,)) for name in ("key", "value"))
         latent_query = by_head(jnp.einsum("BSHN,RHN->BSHR", plain_query, to_latent), "heads")
-        latents, rotary_keys = (
-            _pin_layout(read_cache(array, context), placement) for array in (cache.latent, cache.rotary_key)
-        )
-        q, k = jnp.concatenate([latent_query, rotary_query], -1), jnp.concatenate([latents, rotary_keys], -1)
-        mixed = attend_to_cache(q, k, latents, context, options)
+        q, k = jnp.concatenate([latent_query, rotary_query], -1), jnp.swapaxes(cache.key, 1, 2)
+        # Rotary keys are mixed, too, and left out: XLA would copy the latents out of the cache.
+        mixed = attend_to_cache(q, k, k, context, options)[..., : latent.shape[-1]]
         out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
     out = reduce_scatter_sequence(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"), placement)
     return tag(out, "attention_output"), cache
@@ -144,14 +138,3 @@ def _project_in(
 
     query, latent, rotary_key = project_down(x)
     return (query if "query" in params else project_query_up(query)), latent, rotary_key
-
-
-def _pin_layout(x: jax.Array, placement: Placement) -> jax.Array:
-    """Pin the row-major layout of a cache's part [B, T, 1, R].
-
-    Matmuls would prefer another layout, for which XLA would transpose the caches of all layers and back for every
-    token. In a manual region, because XLA would gather a divided array.
-    """
-    spec = placement.activation("batch", None, None, None).spec
-    row_major = functools.partial(with_layout_constraint, layouts=Layout((0, 1, 2, 3)))
-    return placement.shard_map(row_major, (spec,), spec)(x)

@@ -81,8 +81,11 @@ class Model(Protocol):
         and is multiplied by loss_weight, float32 scalar.
         """
 
-    def make_cache(self, kind: Kind, repeats: int, batch: int, length: int, dtype: Any, placement: Placement) -> Any:
-        """Return the empty caches of `repeats` layers of a kind, stacked, for `batch` sequences of `length` tokens."""
+    def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
+        """Return the empty cache of a layer of this kind, for `batch` sequences of up to `slots` tokens.
+
+        Its arrays are [batch, heads, slots, size].
+        """
 
     def zero_auxiliary(self) -> Auxiliary:
         """Return the auxiliary sums of a block that adds nothing to them."""

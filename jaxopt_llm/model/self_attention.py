@@ -1,6 +1,6 @@
 """Grouped-query self-attention with its projections and its KV cache.
 
-Letters: B batch, S sequence, T cache length, L layers, D width, H heads, G key-value heads, K head size.
+Letters: B batch, S sequence, T slots of the cache, D width, H heads, G key-value heads, K head size.
 """
 
 import functools
@@ -51,7 +51,7 @@ class AttentionOptions:
 
 @struct.dataclass
 class Cache:
-    """Keys and values of the tokens so far in the layers of a segment, [L, B, G, T, K], one slot per token.
+    """Keys and values of the tokens so far in one layer, [B, G, T, K], one slot per token.
 
     The order of dimensions is the one in which attention reads. In another order XLA would transpose the whole cache,
     twice for every token.
@@ -104,7 +104,7 @@ def self_attention(
         q, k = (options.rotary(x, context.positions, context.lengths) for x in (q, k))
     if cache is not None:
         cache = Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
-        k, v = read_cache(cache.key, context), read_cache(cache.value, context)
+        k, v = (jnp.swapaxes(written, 1, 2) for written in (cache.key, cache.value))
     copies = math.lcm(k.shape[2], count_head_shards(context.placement)) // k.shape[2]
     if copies > 1:
         # More devices than key-value heads: a device holds whole heads, so several devices share one. Also constrained
@@ -194,11 +194,6 @@ def _select_implementation(name: str, placement: Placement, head_dim: int, value
 
 
 def write_cache(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
-    """Write [B, S, G, K] into the layer's slots of [L, B, G, T, K], from `context.cache_index` on."""
-    by_head = jnp.swapaxes(new, 1, 2)[None].astype(cache.dtype)
-    return jax.lax.dynamic_update_slice(cache, by_head, (context.cache_layer, 0, 0, context.cache_index, 0))
-
-
-def read_cache(cache: jax.Array, context: Context) -> jax.Array:
-    """Return the layer's part of a cache, [B, T, G, K]."""
-    return jnp.swapaxes(jax.lax.dynamic_index_in_dim(cache, context.cache_layer, keepdims=False), 1, 2)
+    """Write [B, S, G, K] into the slots of [B, G, T, K] from `context.cache_index` on."""
+    by_head = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    return jax.lax.dynamic_update_slice(cache, by_head, (0, 0, context.cache_index, 0))

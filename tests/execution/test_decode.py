@@ -12,8 +12,9 @@ import pytest
 import toy
 
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator, filter_logits, sample_tokens
+from jaxopt_llm.execution import decode, scan
+from jaxopt_llm.execution.by_layer import split_layers
+from jaxopt_llm.execution.decode import Sampling, TokenGenerator, choose_slots, filter_logits, sample_tokens
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.core
 
 PARTS = Decoder(toy.CONFIG)
 PARAMS = toy.params(PARTS.specs)
+BY_LAYER = toy.by_layer(PARAMS)
 PLACEMENT = toy.placement()
 SIZE = toy.CONFIG.vocabulary_size
 GREEDY = Sampling()
@@ -38,7 +40,7 @@ def written(
 ) -> np.ndarray:
     """[B, count]"""
     length = max(prompt.size for prompt in prompts) + count
-    generator = TokenGenerator(PARTS, PARAMS, placement, SIZE, sampling, len(prompts), length)
+    generator = TokenGenerator(PARTS, BY_LAYER, placement, SIZE, sampling, len(prompts), length)
     return np.stack([*generator(prompts, count)], axis=1)
 
 
@@ -68,7 +70,7 @@ def test_a_continuation_does_not_depend_on_other_prompts(greedy: np.ndarray) -> 
 def test_learned_positions_begin_at_a_prompts_first_token() -> None:
     """Rotary positions would not reveal an offset."""
     parts = Decoder(dataclasses.replace(toy.UNIFORM, positions="learned", max_positions=16))
-    params = toy.params(parts.specs)
+    params = toy.by_layer(toy.params(parts.specs))
 
     def continued(prompts: list[np.ndarray]) -> np.ndarray:
         generator = TokenGenerator(parts, params, PLACEMENT, SIZE, GREEDY, len(prompts), 12)
@@ -87,7 +89,7 @@ def by_length(scaling: str) -> Decoder:
 
 
 def generate_with(parts: Decoder, prompts: Sequence[np.ndarray], count: int) -> TokenGenerator:
-    return TokenGenerator(parts, PARAMS, PLACEMENT, SIZE, GREEDY, len(prompts), 24)
+    return TokenGenerator(parts, BY_LAYER, PLACEMENT, SIZE, GREEDY, len(prompts), 24)
 
 
 def test_keys_are_rotated_again_when_a_row_outgrows_its_short_factors() -> None:
@@ -133,14 +135,14 @@ def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int],
     )
     tables = params["non_layer"]["embedding"]["table"], params["segment_0"]["block_0"]["mlp"]["up"]
     assert all(part.data.size * placement.mesh.size == leaf.size for leaf in tables for part in leaf.addressable_shards)
-    generator = TokenGenerator(PARTS, params, placement, SIZE, GREEDY, len(PROMPTS), 12)
+    generator = TokenGenerator(PARTS, split_layers(params), placement, SIZE, GREEDY, len(PROMPTS), 12)
     np.testing.assert_array_equal(np.stack([*generator(PROMPTS, 6)], axis=1), greedy)
     split, rows = axes.get("tensor", 1), axes.get("fsdp", 1)
     heads = toy.CONFIG.kv_heads // split or toy.CONFIG.kv_heads  # fewer heads than devices: each device has all of them
     for cache in jax.tree.leaves(generator._caches):
-        layers, batch, *_ = cache.shape
+        batch = cache.shape[0]
         assert batch >= len(PROMPTS) and batch % rows == 0
-        shape = (layers, batch // rows, heads, 12, toy.CONFIG.head_dim)
+        shape = (batch // rows, heads, 12, toy.CONFIG.head_dim)
         assert {part.data.shape for part in cache.addressable_shards} == {shape}
 
 
@@ -169,7 +171,7 @@ def test_sharded_experts_give_the_same_tokens(axes: dict[str, int]) -> None:
         )
         ups = placed["segment_0"]["block_0"]["mlp"]["up"]
         assert ups.addressable_shards[0].data.size * placement.mesh.size == ups.size
-        generator = TokenGenerator(parts, placed, placement, SIZE, GREEDY, len(PROMPTS), 12)
+        generator = TokenGenerator(parts, split_layers(placed), placement, SIZE, GREEDY, len(PROMPTS), 12)
         return np.stack([*generator(PROMPTS, 6)], axis=1)
 
     alone = answered(toy.placement())
@@ -193,7 +195,7 @@ class Watched(TokenGenerator):
 
 
 def watched(rows: int = 1, length: int = 80, sampling: Sampling = GREEDY) -> Watched:
-    return Watched(PARTS, PARAMS, PLACEMENT, SIZE, sampling, rows, length)
+    return Watched(PARTS, BY_LAYER, PLACEMENT, SIZE, sampling, rows, length)
 
 
 def generate(generator: TokenGenerator, prompts: Sequence[np.ndarray], count: int) -> np.ndarray:
@@ -255,6 +257,55 @@ def test_rows_share_a_common_prefix() -> None:
         found = generate(generator, prompts, 4)
         assert generator.computed[0] == (begin, 16)
         np.testing.assert_array_equal(found, afresh(prompts))
+
+
+# ---- The cache grows with the text.
+
+
+@pytest.mark.parametrize(
+    ("needed", "slots"), [(1, 256), (256, 256), (257, 384), (385, 512), (513, 768), (3000, 3072), (3073, 4000)]
+)
+def test_a_cache_has_at_most_half_more_slots_than_needed(needed: int, slots: int) -> None:
+    assert choose_slots(needed, 4000) == slots
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"fsdp": 2}, {"fsdp": 2, "tensor": 4}], ids=str)
+def test_a_growing_cache_gives_the_same_tokens(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    placement, prompts = toy.placement(3, **axes), [LONG[:9], LONG[20:24], LONG[30:39], LONG[40:42]]
+    params = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), PARAMS, PARTS.specs
+    )
+    by_layer = split_layers(params)
+
+    def make() -> TokenGenerator:
+        return TokenGenerator(PARTS, by_layer, placement, SIZE, GREEDY, len(prompts), 50)
+
+    expected = generate(make(), prompts, 30)
+    monkeypatch.setattr(decode, "SMALLEST_CACHE", 8)
+    monkeypatch.setattr(decode, "SMALL_SHARE", 0)
+    generator = make()
+    tokens, slots = [], []
+    for token in generator(prompts, 30):
+        tokens.append(token)
+        slots.append(jax.tree.leaves(generator._caches)[0].shape[2])
+    np.testing.assert_array_equal(np.stack(tokens, axis=1), expected)
+    # The first token and the next step are on their way when the first one is yielded; the last one needs no step.
+    assert slots == [choose_slots(9 + written, 50) for written in [*range(1, 30), 29]]
+    assert {*slots} == {12, 16, 24, 32, 48}
+    # What is in the cache is used again after it has grown, and by the next call.
+    longer = [np.concatenate([prompt, row[:-1]]) for prompt, row in zip(prompts, expected, strict=True)]
+    np.testing.assert_array_equal(generate(generator, longer, 4), generate(make(), longer, 4))
+    assert jax.tree.leaves(generator._caches)[0].shape[2] == 48
+
+
+def test_weights_that_are_read_anyway_allow_for_a_larger_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below an eighth of their bytes, the slots of a cache take no time to speak of."""
+    monkeypatch.setattr(decode, "SMALLEST_CACHE", 2)
+    weights = sum(x.nbytes for x in jax.tree.leaves(BY_LAYER))
+    generator = TokenGenerator(PARTS, BY_LAYER, PLACEMENT, SIZE, GREEDY, 1, 100_000)
+    caches = jax.tree.leaves(generator._caches)
+    cache, slots = sum(x.nbytes for x in caches), caches[0].shape[2]
+    assert weights / 8 * (1 - 1 / slots) < cache < 1.5 * weights / 8
 
 
 def test_sampling_continues_between_calls() -> None:

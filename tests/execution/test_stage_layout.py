@@ -165,13 +165,13 @@ def test_in_an_empty_slot_every_token_is_padding(occupied: bool, monkeypatch: py
     runner = PeriodRunner(model, cast(Any, None), model.make_context(packed, toy.placement()), RematConfig())
     masks = []
 
-    def run(runner: PeriodRunner, weights: Any, perturbations: Any, per_layer: Any, x: Any, caches: Any) -> Any:
+    def run(runner: PeriodRunner, weights: Any, perturbations: Any, per_layer: Any, x: Any) -> Any:
         masks.append(runner.context.token_mask)
         return x, None, model.zero_auxiliary()
 
     monkeypatch.setattr(PeriodRunner, "run", run)
-    carry = jnp.zeros((2, 12, config.width)), model.zero_auxiliary(), None
-    runner.scan_body(carry, ({}, {}, {}, jnp.bool(occupied), None))
+    carry = jnp.zeros((2, 12, config.width)), model.zero_auxiliary()
+    runner.scan_body(carry, ({}, {}, {}, jnp.bool(occupied)))
     np.testing.assert_array_equal(masks[0], (packed.segment_ids != 0) & occupied)
 
 

@@ -96,7 +96,7 @@ def test_codes_write_what_the_dequantised_weights_write(base: Any, dtype: Any, s
         return array if array.dtype in (np.int8, np.uint8) or path.endswith("scales") else array.astype(dtype)
 
     params = tree.map_with_path(store, adapted)
-    assert_the_codes_write_the_same(config, params, toy.placement(compute_dtype=dtype))
+    assert_the_codes_write_the_same(config, toy.by_layer(params), toy.placement(compute_dtype=dtype))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from chats import write_tokenizer
 from commands import train
 
@@ -55,7 +56,8 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
     monkeypatch.setattr(devices, "choose_devices", lambda needed, devices, limit, tensor: devices)
     loaded = run.load_model(tmp_path)
     dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
-    assert [dtypes.pop(f"segment_0/block_0/mlp/{name}") for name in ("router", "router_bias")] == [jnp.float32] * 2
+    exact = [path for path in dtypes if path.endswith(("mlp/router", "mlp/router_bias"))]
+    assert exact and {dtypes.pop(path) for path in exact} == {jnp.dtype("float32")}
     assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
     table = loaded.params["non_layer"]["embedding"]["table"]
     assert table.sharding.num_devices == 8 and not table.is_fully_replicated
@@ -80,7 +82,7 @@ def test_a_hugging_face_folder_is_loaded_unchanged(tmp_path: Path) -> None:
     assert source.step == 0 and source.placement.mesh.size == 1
     assert source.placement.precision.compute_dtype == "bfloat16"
     assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
-    chex.assert_trees_all_equal(source.params, load_pretrained(path).params)
+    chex.assert_trees_all_equal(source.params, toy.by_layer(load_pretrained(path).params))
     assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
     with pytest.raises(InputError, match="--step best: .* is a model folder, which has no steps; leave it out"):
         run.load_model(path, step="best")

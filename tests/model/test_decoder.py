@@ -161,7 +161,7 @@ def test_cached_logits_match_uncached_logits() -> None:
         context = Context(
             positions, KeyRanges(jnp.zeros_like(positions), positions), PLACEMENT, cache_index=jnp.int32(first)
         )
-        piece, caches = forward(params(tied=False), tokens[:, first:end], context, caches)
+        piece, caches = forward(toy.by_layer(params(tied=False)), tokens[:, first:end], context, caches)
         pieces.append(piece)
     np.testing.assert_allclose(
         np.concatenate(pieces, axis=1), logits(tokens, ones, ROW_POSITIONS), rtol=1e-5, atol=1e-5

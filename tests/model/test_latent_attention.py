@@ -14,6 +14,7 @@ from jaxopt_llm.config import LoraConfig, MLAConfig, ModelConfig, PrecisionConfi
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
 from jaxopt_llm.model.context import Context
@@ -70,7 +71,7 @@ def test_cached_logits_match_uncached_logits_with_other_leaf_classes(name: str) 
         part = slice(first, first + 4)
         key_ranges = KeyRanges(jnp.zeros((ROWS, 4), jnp.int32), positions[:, part])
         context = Context(positions[:, part], key_ranges, placement, jnp.int32(first))
-        piece, caches = forward(params, tokens[:, part], context, caches)
+        piece, caches = forward(toy.by_layer(params), tokens[:, part], context, caches)
         pieces.append(piece)
     found = np.concatenate(pieces, axis=1)
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
@@ -86,15 +87,16 @@ def test_devices_that_split_heads_hold_the_whole_cache(axes: dict[str, int]) -> 
         placed = jax.tree.map(
             lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), params, model.specs
         )
-        generator = TokenGenerator(model, placed, placement, CONFIG.vocabulary_size, Sampling(), len(prompts), 12)
+        by_layer = split_layers(placed)
+        generator = TokenGenerator(model, by_layer, placement, CONFIG.vocabulary_size, Sampling(), len(prompts), 12)
         return np.stack([*generator(prompts, 6)], axis=1), generator._caches
 
     expected, _ = generate({})
     found, caches = generate(axes)
     np.testing.assert_array_equal(found, expected)
-    rows = CONFIG.layers, len(prompts) // axes.get("fsdp", 1), 1, 12
+    rows = len(prompts) // axes.get("fsdp", 1), 1, 12
     shards = [{part.data.shape for part in cache.addressable_shards} for cache in jax.tree.leaves(caches)]
-    assert shards == [{(*rows, 16)}, {(*rows, 6)}]
+    assert shards == [{(*rows, 16 + 6)}] * CONFIG.layers
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_cached_logits_match_uncached_logits(name: str) -> None:
             jnp.int32(first),
             lengths=jnp.full((len(tokens), 1), 8),
         )
-        piece, caches = forward(params(name), tokens[:, part], context, caches)
+        piece, caches = forward(toy.by_layer(params(name)), tokens[:, part], context, caches)
         pieces.append(piece[..., : toy.CONFIG.vocabulary_size])
     expected = reference.logits(params(name), toy.reference_config(MODELS[name]), tokens, ones, positions)
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), expected, rtol=1e-5, atol=2e-5)
