@@ -68,7 +68,7 @@ class Engine:
         self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
         self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
         self._lent: list[jax.Array] = []  # arrays of the state that `model` returned
-        self._running: Metrics | None = None  # of the last step that `step` started
+        self._running: jax.Array | None = None  # loss of the last step that `step` started
         captured_arrays.register_engine(self, lambda engine: jax.tree.leaves(engine._state))
 
     @property
@@ -116,6 +116,11 @@ class Engine:
     def _placed_hyperparameters(self) -> dict[str, Hyperparameters | None]:
         replicated = self.program.placement.replicated
         return {name: place_hyperparameters(values, replicated) for name, values in self.hyperparameters.items()}
+
+    @functools.cached_property
+    def _on_cpu(self) -> bool:
+        platform: str = self.program.placement.mesh.devices.flat[0].platform
+        return platform == "cpu"
 
     def run_step(self, state: TrainState, placed: Microbatches, loss: str | None = None) -> tuple[TrainState, Metrics]:
         """Return the state and the metrics after a step. placed: a batch from `place`. The state is donated."""
@@ -182,13 +187,13 @@ class Engine:
         Raises:
             InputError: the batch does not fit, or the loss fails with its shapes.
         """
-        self._state, metrics = self.run_step(self.state, self.place(batch, loss), loss)
+        self._state, metrics = self.run_step(self.state, self.steps.place(loss, batch, lazily=True), loss)
         # Simulated devices share the threads of one machine. Many steps in flight starve those that wait in a
         # collective, and XLA aborts the process after 40 s. The loop of `fit` also reads one step late.
-        if self._running is not None and self.program.placement.mesh.devices.flat[0].platform == "cpu":
+        if self._running is not None and self._on_cpu:
             with self.processes.main.wait():
-                jax.block_until_ready(self._running)
-        self._running = metrics
+                self._running.block_until_ready()
+        self._running = metrics["loss"]
         return {name: read_value(metric) for name, metric in metrics.items()}
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True, loss: str | None = None) -> dict[str, float]:
