@@ -49,8 +49,16 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
         InputError: an array is missing, or has another number of dimensions or another kind of dtype; or a part of the
             pytree differs.
     """
+    (leaves, structure), (targets, wanted) = map(jax.tree.flatten, (batch, example))
+    if structure == wanted and all(map(_fits, leaves, targets)):
+        return batch
     fitted = [_fit_array(*each, name) for each in _pair_leaves(batch, example, name)]
-    return jax.tree.unflatten(jax.tree.structure(example), fitted)
+    return jax.tree.unflatten(wanted, fitted)
+
+
+def _fits(leaf: Any, target: Any) -> bool:
+    """Return whether a leaf is what `_fit_array` returns."""
+    return type(leaf) is np.ndarray and leaf.dtype == target.dtype and leaf.ndim == len(target.shape)
 
 
 def _fit_array(path: str, leaf: Any, target: Any, name: str) -> np.ndarray:

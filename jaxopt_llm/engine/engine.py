@@ -1,6 +1,8 @@
 """Engine: the training of any model in Flax NNX, in Linen or as plain functions, by the settings of a `Config`."""
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +46,6 @@ from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step import Metrics
 from jaxopt_llm.training.update import WHOLE
 
-PREDICTIONS = 16  # functions of `predict` whose compiled programs are kept
-
 
 class Engine:
     """A model under training. `initialize` makes it.
@@ -65,10 +65,10 @@ class Engine:
         self._state: TrainState | None = None
         self._identity: Identity | None = None  # of the run, if it belongs to one
         self._gradients: dict[str, Any] = {}  # by loss
-        self._predictions: dict[Callable[[Any, Any], Any], Any] = {}
+        self._predictions: dict[weakref.ref[Any], Any] = {}  # by function
         self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
         self._lent: list[jax.Array] = []  # arrays of the state that `model` returned
-        self._running: Metrics | None = None  # of the last step that `step` started
+        self._running: jax.Array | None = None  # loss of the last step that `step` started
         captured_arrays.register_engine(self, lambda engine: jax.tree.leaves(engine._state))
 
     @property
@@ -116,6 +116,11 @@ class Engine:
     def _placed_hyperparameters(self) -> dict[str, Hyperparameters | None]:
         replicated = self.program.placement.replicated
         return {name: place_hyperparameters(values, replicated) for name, values in self.hyperparameters.items()}
+
+    @functools.cached_property
+    def _on_cpu(self) -> bool:
+        platform: str = self.program.placement.mesh.devices.flat[0].platform
+        return platform == "cpu"
 
     def run_step(self, state: TrainState, placed: Microbatches, loss: str | None = None) -> tuple[TrainState, Metrics]:
         """Return the state and the metrics after a step. placed: a batch from `place`. The state is donated."""
@@ -182,13 +187,13 @@ class Engine:
         Raises:
             InputError: the batch does not fit, or the loss fails with its shapes.
         """
-        self._state, metrics = self.run_step(self.state, self.place(batch, loss), loss)
+        self._state, metrics = self.run_step(self.state, self.steps.place(loss, batch, lazily=True), loss)
         # Simulated devices share the threads of one machine. Many steps in flight starve those that wait in a
         # collective, and XLA aborts the process after 40 s. The loop of `fit` also reads one step late.
-        if self._running is not None and self.program.placement.mesh.devices.flat[0].platform == "cpu":
+        if self._running is not None and self._on_cpu:
             with self.processes.main.wait():
-                jax.block_until_ready(self._running)
-        self._running = metrics
+                self._running.block_until_ready()
+        self._running = metrics["loss"]
         return {name: read_value(metric) for name, metric in metrics.items()}
 
     def evaluate(self, batches: Iterable[Any], ema: bool = True, loss: str | None = None) -> dict[str, float]:
@@ -254,8 +259,9 @@ class Engine:
     def predict(self, function: Callable[[Any, Any], Any], batch: Any, ema: bool = True) -> Any:
         """Return what a function (model, batch) returns for a batch, such as logits. Nothing is updated.
 
-        The function is compiled at its first call, and at that with another shape of the batch; call it by the same
-        object, because each lambda is another function. The devices divide the rows of the batch if their number
+        The function is compiled at its first call, and at that with another shape of the batch. The compiled programs
+        live as long as the function, so give the same object each time: a lambda that is written in the call is
+        compiled at every call. The devices divide the rows of the batch if their number
         allows it. An NNX model is in evaluation mode, and the parameters are read in `precision.compute_dtype`. In a
         job of several processes all of them call it with the same whole batch, and each gets the whole results.
 
@@ -267,12 +273,12 @@ class Engine:
         state, program, kept = self.state, self.program, self._predictions
         if ema:
             state = training_state.use_average(state, program.specs, program.placement)
-        if function not in kept:
-            if len(kept) == PREDICTIONS:
-                del kept[next(iter(kept))]
+        make_reference = weakref.WeakMethod if inspect.ismethod(function) else weakref.ref
+        reference = make_reference(function, lambda dead: kept.pop(dead, None))
+        if reference not in kept:
             whole = program.placement.replicated if self.processes.count > 1 else None
-            kept[function] = jit_prediction(self._job, program, function, whole)
-        return kept[function](state, place_rows(batch, program.placement))
+            kept[reference] = jit_prediction(self._job, program, reference, whole)
+        return kept[reference](state, place_rows(batch, program.placement))
 
     @property
     def learning_rate(self) -> float | dict[str, float]:

@@ -200,6 +200,16 @@ class BatchPlaces:
         return LocalRows(arrays[0].shape[:2], arrays[0].sharding) if arrays else None
 
     @functools.cached_property
+    def _targets(self) -> tuple[list[Any], Any]:
+        """The arrays of `target`, those with rows first, and its structure."""
+        return jax.tree.flatten(self.target)
+
+    @functools.cached_property
+    def _with_rows(self) -> int:
+        """Number of arrays with rows."""
+        return len(jax.tree.leaves(self.target.rows))
+
+    @functools.cached_property
     def _order(self) -> list[int]:
         """Indices of the arrays of `target` among those of a batch."""
         indices = itertools.count()
@@ -207,16 +217,28 @@ class BatchPlaces:
         parts = self.target.rows, self.target.pieces, self.target.whole
         return jax.tree.leaves([tree.restrict(numbered, part) for part in parts])
 
-    def put(self, batch: Any) -> Microbatches:
-        """Return a batch on the devices. batch: its arrays, those with rows with the rows of this process only."""
-        given, (targets, structure) = jax.tree.leaves(batch), jax.tree.flatten(self.target)
-        with_rows = len(jax.tree.leaves(self.target.rows))
+    @functools.cached_property
+    def _is_local(self) -> bool:
+        """Whether this process has all the devices."""
+        return all(target.sharding.is_fully_addressable for target in jax.tree.leaves(self.target))
 
-        def put_array(position: int, target: jax.ShapeDtypeStruct) -> jax.Array:
+    def put(self, batch: Any, lazily: bool = False) -> Microbatches:
+        """Return a batch on the devices.
+
+        Args:
+            batch: its arrays, those with rows with the rows of this process only.
+            lazily: leave the arrays on the host, if this process has all the devices. A compiled function with the
+                shardings of `target` moves its arguments in less time than any other function of JAX does.
+        """
+        given, (targets, structure) = jax.tree.leaves(batch), self._targets
+        stays = lazily and self._is_local
+
+        def put_array(position: int, target: jax.ShapeDtypeStruct) -> Any:
             x = given[self._order[position]].astype(target.dtype, copy=False)
-            if position < with_rows and self.local_rows is not None:
-                rows: jax.Array = self.local_rows.make_global(x)
-                return rows
+            if stays:
+                return x.reshape(target.shape)
+            if position < self._with_rows and self.local_rows is not None:
+                return self.local_rows.make_global(x)
             return jax.make_array_from_callback(x.shape, target.sharding, lambda index: x[index])
 
         return jax.tree.unflatten(structure, [put_array(*each) for each in enumerate(targets)])

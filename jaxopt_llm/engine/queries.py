@@ -1,7 +1,6 @@
 """Queries of an engine, which change nothing: the gradients of its loss, and any function of its model."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,12 +51,11 @@ def rebuild_gradients(program: EngineProgram, gradients: Params) -> Any:
     return program.model.frontend.rebuild_parameters([rebuild(each) for each in program.model.flatten(gradients)])
 
 
-def jit_prediction(
-    job: Job, program: EngineProgram, function: Callable[[Any, Any], Any], out_sharding: NamedSharding | None
-) -> Any:
+def jit_prediction(job: Job, program: EngineProgram, reference: Any, out_sharding: NamedSharding | None) -> Any:
     """Return the jitted (state, batch) -> what a function (model, batch) returns in evaluation mode.
 
     Args:
+        reference: weak one to the function, which its compiled programs must not keep alive.
         out_sharding: of its results; None leaves it to XLA.
     """
     model = replace(program.model, frontend=job.frontend.for_evaluation())
@@ -67,7 +65,7 @@ def jit_prediction(
     @functools.partial(correct_partitioning, placement=placement)
     def predict(state: TrainState, batch: Any) -> Any:
         params = tree.merge(state.trainable, state.frozen)
-        return model.run(function, params, nothing, state.variables, batch, placement)[0]
+        return model.run(reference(), params, nothing, state.variables, batch, placement)[0]
 
     return jax.jit(predict, out_shardings=out_sharding, compiler_options=_compiler_options(job, program))
 

@@ -169,8 +169,10 @@ class Steps:
             self._rows[job.loss_name] = BatchRows(job.example, local, job.replicated)
         return self._rows[job.loss_name]
 
-    def place(self, loss: str | None, batch: Any, evaluates: bool = False) -> Microbatches:
+    def place(self, loss: str | None, batch: Any, evaluates: bool = False, lazily: bool = False) -> Microbatches:
         """Return a batch on the devices, as the step takes it, or as the evaluation does.
+
+        lazily: see BatchPlaces.put.
 
         Raises:
             InputError: its arrays do not fit those of the example, or its rows are not divisible by the microbatches.
@@ -182,7 +184,7 @@ class Steps:
             shares = rows.shares and not job.in_one_piece
             whole = with_rows(local, count_rows(job.example, job.replicated), job.replicated) if shares else local
             self._places[key] = self._find_places(job, whole, evaluates)
-        return self._places[key].put(local)
+        return self._places[key].put(local, lazily)
 
     def _find_places(self, job: Job, batch: Any, evaluates: bool = False) -> BatchPlaces:
         """Return the places of a whole batch. An evaluation may have fewer microbatches than a step."""

@@ -170,20 +170,14 @@ def attention(
         ValueError: shapes, dtypes or numbers do not match, or the implementation does not support the call.
         InputError: the same under `initialize`, if the implementation does not support the call or the devices.
     """
-    _check_call(q, k, v, causal=causal, window=window, segment_ids=segment_ids, positions=positions)
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name}={value}: give a finite number above 0, or None")
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"implementation={implementation!r}: choose one of auto, {', '.join(IMPLEMENTATIONS)}")
+    _check_numbers(implementation, causal, window, scale=scale, softcap=softcap)
+    _check_arrays(q, k, v, causal, segment_ids, positions)
     segments = 1 if segment_ids is None else max_segments
     call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions=positions is not None)
     selected = select_implementation(implementation, call, q, k, v)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if segment_ids is None:
-        segment_ids = jnp.zeros(k.shape[:2], jnp.int32)
-    key_ranges = make_document_ranges(segment_ids, causal).limit_to_window(window)
-    parameters = AttentionParameters(scale, softcap, segments=segments)
+    ids = jnp.zeros(k.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    key_ranges = make_document_ranges(ids, causal).limit_to_window(window)
+    parameters = AttentionParameters(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, segments=segments)
     if positions is None and q.shape[1] == k.shape[1]:
         keys_before, keys_after = None if window is None else window - 1, 0 if causal else None
         parameters = replace(parameters, keys_before=keys_before, keys_after=keys_after)
@@ -202,17 +196,28 @@ def select_implementation(
     return select(AttentionRequest(requested, call, q.shape[0], q.shape[2], k.shape[2], v.shape[-1]))
 
 
-def _check_call(
+def _check_numbers(implementation: str, causal: bool, window: int | None, **factors: float | None) -> None:
+    """Raise ValueError for an implementation or a number that has no meaning. factors: the numbers above 0."""
+    if implementation not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"implementation={implementation!r}: choose one of auto, {', '.join(IMPLEMENTATIONS)}")
+    if window is not None and not causal:
+        raise ValueError(f"window={window} with causal=False: a window ends at the query's own key; set causal=True")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: give at least 1, the query's own key, or None")
+    for name, value in factors.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}: give a finite number above 0, or None")
+
+
+def _check_arrays(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
     causal: bool,
-    window: int | None,
     segment_ids: jax.Array | None,
     positions: jax.Array | None,
 ) -> None:
-    """Raise ValueError for a call that has no meaning for any implementation."""
+    """Raise ValueError for arrays whose shapes or dtypes no implementation supports."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         with refuse(f"{name} has shape {x.shape}: give [batch, sequence, heads, head_dim]"):
             chex.assert_rank(x, 4)
@@ -225,10 +230,6 @@ def _check_call(
         chex.assert_shape(v, (*k.shape[:3], None))
     if heads % groups:
         raise ValueError(f"q {q.shape} has {heads} heads: give a multiple of the {groups} heads of k and v")
-    if window is not None and not causal:
-        raise ValueError(f"window={window} with causal=False: a window ends at the query's own key; set causal=True")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: give at least 1, the query's own key, or None")
     for name, ids, shape in (("segment_ids", segment_ids, (batch, keys)), ("positions", positions, (batch, queries))):
         if ids is not None:
             with refuse(f"{name} is {ids.dtype}{list(ids.shape)}: give integers {list(shape)}"):

@@ -97,14 +97,62 @@ def main():
 jaxopt_llm.run_job(main)
 """
 
+# Its arguments: number of devices of the process, and the lengths of the batches that it gives.
+SHAPES_SCRIPT = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import jaxopt_llm
+
+devices, *lengths = map(int, sys.argv[1:])
+jax.config.update("jax_num_cpu_devices", devices)
+
+class Pair(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.actor, self.critic = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(4, 8, rngs=rngs)
+
+def act(model, batch):
+    return jnp.mean((model.actor(batch["x"]).mean(1) - model.critic(batch["x"]).max(1)) ** 2)
+
+def judge(model, batch):
+    error = (model.critic(batch["x"]).mean((1, 2)) - batch["y"]) ** 2
+    return error.sum(), jnp.float32(len(error))
+
+def draw(step, length):
+    random = np.random.default_rng(step)
+    return {"x": random.normal(size=(16, length, 4)).astype(np.float32), "y": random.normal(size=16).astype(np.float32)}
+
+def main():
+    config = jaxopt_llm.Config(
+        mesh=dict(fsdp=4), training=dict(accumulation=2), precision=dict(compute_dtype="float32")
+    )
+    engine = jaxopt_llm.initialize(
+        Pair, {"actor": act, "critic": judge}, draw(0, 3), config, {"actor": optax.adam(1e-2), "critic": optax.sgd(0.1)}
+    )
+    for step, length in enumerate(lengths):
+        for loss in engine.losses:
+            local = np.asarray(engine.rows.by_loss[loss].local)
+            own = jax.tree.map(lambda x: x[local], draw(step, length))
+            metrics = engine.step(own, loss)
+            print(loss, len(local), float(metrics["loss"]), float(metrics["grad_norm"]))
+
+jaxopt_llm.run_job(main)
+"""
+
 
 def start_job(directory: Path, count: int, kind: str, *arguments: object) -> list[subprocess.Popen[str]]:
     """Start processes with four devices in all. Each argument is for all processes, or a list of one for each."""
+    return start_script(SCRIPT, count, directory, 4 // count, kind, *arguments)
+
+
+def start_script(script: str, count: int, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start processes of a job. Each argument is for all of them, or a list of one for each."""
     address, port = free_address().split(":")
     job = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     return [
         start_python(
-            *("-c", SCRIPT, directory, 4 // count, kind),
+            *("-c", script),
             *(each[index] if isinstance(each, list) else each for each in arguments),
             RANK=str(index),
             **job,
@@ -151,6 +199,28 @@ def test_each_process_reads_its_own_rows(kind: str, tmp_path: Path) -> None:
             {"reads 0 1 2 3 8 9 10 11"},
             {"reads 4 5 6 7 12 13 14 15"},
         ]
+
+
+def test_two_losses_train_on_batches_of_two_shapes_as_in_one_process() -> None:
+    lengths = 3, 5, 3, 5
+    alone, (together, silent) = (
+        [finish(process) for process in start_script(SHAPES_SCRIPT, count, 4 // count, *lengths)] for count in (1, 2)
+    )
+    lines = [
+        [line.split() for line in text.splitlines() if "critic" in line or "actor" in line]
+        for text in (alone[0][0], together[0])
+    ]
+    names, numbers = ([[line[:1] for line in each] for each in lines], [[line[2:] for line in each] for each in lines])
+    assert names[0] == names[1] and len(names[0]) == 2 * len(lengths)
+    assert [{line[1] for line in each} for each in lines] == [{"16"}, {"8"}]
+    np.testing.assert_allclose(*(np.asarray(each, float) for each in numbers), rtol=1e-6)
+    assert together[1].count("compiles another step, for batches of x float32[16,5,4]") == 2 and not silent[1]
+
+
+def test_processes_that_give_batches_of_other_new_shapes_are_refused() -> None:
+    for process in start_script(SHAPES_SCRIPT, 2, 2, 3, [5, 6]):
+        (line,) = finish(process, 2)[1].splitlines()
+        assert "the shapes of a batch differs between process 0 and process 1; all processes must give" in line
 
 
 def test_processes_with_other_models_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Gradients, predictions, learning rates and chosen devices of an engine, against plain JAX and optax."""
 
 import functools
+import gc
 from typing import Any
 
 import jax
@@ -192,16 +193,49 @@ def test_a_linen_model_predicts() -> None:
     assert_close(engine.predict(call, make_batch(1)), wanted)
 
 
-def test_predictions_of_an_average_and_of_few_functions_are_kept() -> None:
+def test_predictions_of_an_average() -> None:
     engine = start(optax.sgd(0.5), training={"ema_decay": 0.5})
     for step in range(3):
         engine.step(make_batch(step))
     batch = make_batch(9)
     assert_close(engine.predict(apply, batch), apply(engine.model(), batch))
     assert_close(engine.predict(apply, batch, ema=False), apply(engine.model(ema=False), batch))
-    for _ in range(20):
+
+
+class Heads:
+    """Its method is a new object wherever it is read."""
+
+    def __init__(self) -> None:
+        self.traced = 0
+
+    def apply(self, params: Any, batch: Any) -> jax.Array:
+        self.traced += 1
+        return apply(params, batch)
+
+
+def test_compiled_predictions_live_as_long_as_their_functions() -> None:
+    engine, batch, heads = start(optax.sgd(0.5)), make_batch(9), Heads()
+    functions = [
+        functools.partial(lambda factor, params, batch: factor * apply(params, batch), each) for each in range(20)
+    ]
+
+    def count_programs() -> int:
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    wanted = np.asarray(apply(make_params(), batch))
+    engine.predict(functions[0], batch)
+    before = count_programs()
+    for _ in range(2):
+        for factor, function in enumerate(functions):
+            assert_close(np.asarray(engine.predict(function, batch)), factor * wanted)
+            engine.predict(heads.apply, batch)
+    assert heads.traced == 1 and count_programs() == before + 20
+    del function, functions, heads
+    assert count_programs() == before - 1 and not engine._predictions
+    for _ in range(3):
         engine.predict(lambda params, batch: batch["y"], batch)
-    assert len(engine._predictions) == 16
+    assert count_programs() == before - 1
 
 
 # --- Learning rates

@@ -239,6 +239,11 @@ def test_invalid_calls_are_rejected(call: dict[str, Any], message: str) -> None:
         attention(**{"q": Q, "k": K, "v": K} | call)
 
 
+def test_settings_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional arguments"):
+        attention(Q, K, K, True)  # type: ignore[misc]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize(
