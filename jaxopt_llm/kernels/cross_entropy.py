@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxopt_llm.kernels import products
+
 Tokens = tuple[jax.Array, jax.Array]  # targets, int [B, S], and mask of the tokens that count, bool [B, S]
 Losses = tuple[jax.Array, jax.Array]  # objective and cross-entropy, float32 [B, S]; 0 for tokens that do not count
 Arrays = Sequence[jax.Array]  # an input or a table each
@@ -30,12 +32,14 @@ class Classifier:
     z_loss: coefficient of log(Z)², where Z is the softmax sum, added to the cross-entropy in the objective (Chowdhery
         et al. 2022, arXiv:2204.02311).
     chunk: number of tokens whose logits exist at a time; 0: all tokens.
+    on_one_cpu: whether the products run on one CPU device (products.py).
     """
 
     vocabulary_size: int
     softcap: float
     z_loss: float
     chunk: int
+    on_one_cpu: bool = False
 
 
 def compute_losses(
@@ -77,9 +81,11 @@ def compute_losses_and_gradients(
         xs, tokens = arrays
         part = _Chunk.make(classifier, xs, tables, tokens, axes)
         gradient = part.gradient(loss_weight).astype(xs[0].dtype)
-        d_xs = tuple(_einsum("TV,VD->TD", gradient, table, table.dtype) for table in tables)
+        d_xs = tuple(
+            products.einsum("TV,VD->TD", gradient, table, table.dtype, classifier.on_one_cpu) for table in tables
+        )
         totals = tuple(
-            None if total is None else total + _einsum("TV,TD->VD", gradient, x)
+            None if total is None else total + products.sum_over_rows(gradient, x, jnp.float32, classifier.on_one_cpu)
             for total, x in zip(totals, xs, strict=True)
         )
         return totals, (part.losses, d_xs)
@@ -108,8 +114,11 @@ class _Chunk:
         cls, classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...]
     ) -> "_Chunk":
         targets, counts = tokens
-        products = (_einsum("TD,VD->TV", x, table) for x, table in zip(xs, tables, strict=True))
-        logits = functools.reduce(operator.add, products)
+        terms = (
+            jnp.einsum("TD,VD->TV", x, table, preferred_element_type=jnp.float32)
+            for x, table in zip(xs, tables, strict=True)
+        )
+        logits = functools.reduce(operator.add, terms)
         if classifier.softcap:
             logits = classifier.softcap * jnp.tanh(logits / classifier.softcap)
         first = jax.lax.axis_index(axes) * logits.shape[-1]
@@ -164,7 +173,3 @@ def _scan_chunks(size: int, chunk: Any, carry: Any, arrays: Any) -> tuple[Any, A
     split_arrays = jax.tree.map(split, arrays)
     carry, outputs = jax.lax.scan(chunk, carry, split_arrays)
     return carry, jax.tree.map(join, outputs)
-
-
-def _einsum(subscripts: str, x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.einsum(subscripts, x, y, preferred_element_type=dtype)

@@ -17,6 +17,7 @@ from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.kernels.attention_types import attention_scope
 from jaxopt_llm.kernels.cross_entropy import Classifier
+from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
@@ -125,7 +126,13 @@ class Decoder:
     ) -> tuple[jax.Array, jax.Array]:
         placement = context.placement
         tokens = to_device_order(batch.targets, placement), to_device_order(batch.loss_mask, placement)
-        classifier = Classifier(self.config.vocabulary_size, self.config.logit_softcap, self.z_loss, self.loss_chunk)
+        classifier = Classifier(
+            self.config.vocabulary_size,
+            self.config.logit_softcap,
+            self.z_loss,
+            self.loss_chunk,
+            on_one_cpu=runs_on_one_cpu(placement.mesh),
+        )
         return vocabulary.cross_entropy(*self._head(non_layer, x, context), tokens, loss_weight, classifier, placement)
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.block_format import Bits
+from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.parallel import blocks, zero
 from jaxopt_llm.parallel.coded_sums import CodedSum, find_coded_sum
 from jaxopt_llm.parallel.placement import Dims, Placement, Spec
@@ -58,6 +59,10 @@ class WeightShardings:
     trainable: bool
     grouped: bool
     pipeline_stage_rows: bool
+
+    @property
+    def on_one_cpu(self) -> bool:
+        return runs_on_one_cpu(self.resting.mesh)
 
 
 @struct.dataclass

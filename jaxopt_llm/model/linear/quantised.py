@@ -17,6 +17,7 @@ from flax import struct
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
+from jaxopt_llm.kernels import products
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import GROUP_AXIS, gathered_sharding
 
@@ -113,6 +114,7 @@ def einsum(
     dtype: Any,
     split: tuple[str, int] | None = None,
     added: jax.Array | float = 0.0,
+    on_one_cpu: bool = False,
 ) -> jax.Array:
     """Compute `jnp.einsum` with result `dtype`.
 
@@ -123,6 +125,7 @@ def einsum(
         and rounds it to `dtype`, as it does in 16 bits; otherwise XLA would send the 32-bit integers between devices.
     added: float32, added to a product of integers before it is rounded to `dtype`: one array for each part, along the
         first axis, with `split`.
+    on_one_cpu: whether the product runs on one CPU device (kernels/products.py).
     """
     if isinstance(x, Quantised) and isinstance(y, Quantised) and x.codes.dtype == y.codes.dtype == jnp.int8:
         operands, result = subscripts.split("->")
@@ -138,7 +141,7 @@ def einsum(
         # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
         return y if split is None else jax.lax.reduce(y, jnp.zeros((), y.dtype), jax.lax.add, (0,))
     left, right = (dequantise(operand, compute_dtype) for operand in (x, y))
-    return jnp.einsum(subscripts, left, right, preferred_element_type=dtype)
+    return products.einsum(subscripts, left, right, dtype, on_one_cpu)
 
 
 def problems(matmul: Matmul, specs: tree.Tree, placement: Placement) -> list[str]:

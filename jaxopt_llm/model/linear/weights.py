@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import tree
+from jaxopt_llm.kernels import products
 from jaxopt_llm.kernels.grouped_matmul import Implementation
 from jaxopt_llm.model.linear import dropout, outliers, quantised
 from jaxopt_llm.model.linear.leaves import (
@@ -284,7 +285,9 @@ def _einsum_forward(subscripts, dtype, x, weight, perturbation):
         y, inputs = outliers.einsum(subscripts, x, weight, gathered, dtype, split)
         return y, (inputs, weight, _keep_gathered(gathered, shardings))
     operand = quantised.quantise_inputs(shardings.matmul, x, _contracted_dims(left, result), shardings.grouped)
-    y = quantised.einsum(subscripts, operand, gathered, shardings.compute_dtype, dtype, split)
+    y = quantised.einsum(
+        subscripts, operand, gathered, shardings.compute_dtype, dtype, split, on_one_cpu=shardings.on_one_cpu
+    )
     return y, (operand, weight, _keep_gathered(gathered, shardings))
 
 
@@ -295,7 +298,8 @@ def _einsum_backward(subscripts, dtype, residuals, dy):
     gathered = _gather_operand(weight, _contracted_dims(right, result)) if gathered is None else gathered
     x_dtype = shardings.compute_dtype if isinstance(x, Quantised | SplitInputs) else x.dtype
     dy = quantised.quantise_gradient(shardings.matmul, dy.astype(x_dtype), shardings.grouped)
-    dx = quantised.einsum(f"{result},{right}->{left}", dy, gathered, shardings.compute_dtype, x_dtype)
+    backward = f"{result},{right}->{left}"
+    dx = quantised.einsum(backward, dy, gathered, shardings.compute_dtype, x_dtype, on_one_cpu=shardings.on_one_cpu)
     if not shardings.trainable:
         return dx, None, None
     dequantise_x = outliers.dequantise if isinstance(x, SplitInputs) else quantised.dequantise
@@ -347,9 +351,10 @@ def form_gradient(left: str, result: str, right: str, x: jax.Array, dy: jax.Arra
         # As a matmul of two matrices: with more dimensions XLA for CPUs transposes a copy of x or dy.
         shape = [dict(zip(left + result, x.shape + dy.shape, strict=True))[axis] for axis in right]
         x, dy = (array.reshape(math.prod(array.shape[: len(rows)]), -1) for array in (x, dy))
-        product = "RI,RO->IO" if right == inputs + outputs else "RI,RO->OI"
-        return jnp.einsum(product, x, dy, preferred_element_type=shardings.reduce_dtype).reshape(shape)
-    return jnp.einsum(f"{left},{result}->{right}", x, dy, preferred_element_type=shardings.reduce_dtype)
+        if right != inputs + outputs:
+            x, dy = dy, x
+        return products.sum_over_rows(x, dy, shardings.reduce_dtype, shardings.on_one_cpu).reshape(shape)
+    return products.einsum(f"{left},{result}->{right}", x, dy, shardings.reduce_dtype, shardings.on_one_cpu)
 
 
 _einsum.defvjp(_einsum_forward, _einsum_backward)
