@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_sums, sum_over_groups, zero_sums
+from jaxopt_llm.execution.gradients import (
+    Sums,
+    add_sums,
+    join_periods,
+    split_periods,
+    sum_over_groups,
+    zero_sums,
+)
 from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, model_segments, no_perturbations, run_segments
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
@@ -62,10 +69,19 @@ def loss_and_gradients(
         if batch.tokens.shape[0] == 1:
             return one_microbatch(first)  # in the reduction's dtype: a sum of one needs no float32 accumulator
 
-        def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
-            return add_sums(total, one_microbatch(microbatch), specs, inside), None
+        split = functools.partial(split_periods, specs) if unrolled else lambda leaves: leaves
+        summed_specs = split(specs)
 
-        return jax.lax.scan(accumulate, zero_sums(jax.eval_shape(one_microbatch, first), specs, inside), batch)[0]
+        def to_add(microbatch: Batch) -> Sums:
+            loss, auxiliary, gradients = one_microbatch(microbatch)
+            return loss, auxiliary, split(gradients)
+
+        def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
+            return add_sums(total, to_add(microbatch), summed_specs, inside), None
+
+        zeros = zero_sums(jax.eval_shape(to_add, first), summed_specs, inside)
+        loss, auxiliary, gradients = jax.lax.scan(accumulate, zeros, batch)[0]
+        return loss, auxiliary, join_periods(gradients)
 
     loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
     return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
