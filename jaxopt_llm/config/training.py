@@ -55,8 +55,8 @@ class TrainingConfig:
     unroll: Unroll = setting("auto", resume="freely")
     """Unrolling of the loop over the layers. none: one loop, which copies what the backward needs into stacks and back.
     all: no loop and no stacks, at the price of a longer compilation and more memory; requires remat.policy none and one
-    stage. auto: all on a single GPU if the memory suffices and the run is longer than 10 minutes, otherwise none.
-    Resolved like remat.policy."""
+    stage. auto: all on GPUs if the memory suffices and the run is longer than 10 minutes, otherwise none. Resolved like
+    remat.policy."""
     attention: Literal["auto", "xla", "cudnn", "pallas", "triton"] = setting(
         "auto",
         resume="freely",

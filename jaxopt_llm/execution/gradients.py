@@ -3,12 +3,14 @@
 Letters: M microbatches, G gradient groups (see zero.gradient_group_axes), B batch, S sequence.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
@@ -48,6 +50,35 @@ def add_gradients(total: Params, added: Params, specs: Params, inside: Placement
 def constrain_gradients(gradients: Params, specs: Params, inside: Placement) -> Params:
     """Pin the sharding that gradients have within a gradient group."""
     return jax.lax.with_sharding_constraint(gradients, gradient_sharding(specs, inside))
+
+
+def split_periods(specs: Params, leaves: tree.Tree) -> tree.Tree:
+    """Return sections of leaves with the list of its periods in place of each segment; the inverse of `join_periods`.
+
+    A sum of gradients in this form is added to by cuBLAS itself (beta = 1), in place, if the layers are unrolled. In a
+    stack it would cost a kernel for the sum, or copies of each layer out of the stack and into it.
+    """
+
+    def split(section: str) -> tree.Tree:
+        periods, part = param.layer_indices(specs[section]), leaves[section]
+        if periods is None:
+            return part
+        return [jax.tree.map(functools.partial(_read_period, row), part) for row in range(len(periods))]
+
+    return {section: split(section) for section in leaves}
+
+
+def _read_period(row: int, leaf: ParamSpec | jax.Array) -> ParamSpec | jax.Array:
+    return leaf.unstack() if isinstance(leaf, ParamSpec) else leaf[row]
+
+
+def join_periods(leaves: tree.Tree) -> Params:
+    """Return the sections with each segment's periods as a stack."""
+
+    def stack(*periods: jax.Array) -> jax.Array:
+        return jnp.stack(periods)
+
+    return {name: jax.tree.map(stack, *part) if isinstance(part, list) else part for name, part in leaves.items()}
 
 
 def sum_of_squares(gradients: Params, specs: Params, by_period: bool = False) -> jax.Array:

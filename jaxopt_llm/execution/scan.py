@@ -4,7 +4,7 @@ Letters: M microbatches, G gradient groups, B batch, S sequence, V vocabulary (p
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_sums, constrain_gradients, sum_over_groups, zero_sums
+from jaxopt_llm.execution.gradients import (
+    Sums,
+    add_sums,
+    constrain_gradients,
+    join_periods,
+    split_periods,
+    sum_over_groups,
+    zero_sums,
+)
 from jaxopt_llm.execution.segments import (
     LocalSegment,
     attach_non_layer,
@@ -30,6 +38,9 @@ from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import uses_zigzag
 from jaxopt_llm.parallel.zero import inside_gradient_group
+
+# (perturbations, microbatch) -> (the objective, (loss, auxiliary sums))
+Objective = Callable[[Params, Batch], tuple[jax.Array, tuple[jax.Array, Auxiliary]]]
 
 
 def make_executor(remat: RematConfig, unrolled: bool = False) -> Executor:
@@ -69,35 +80,54 @@ def loss_and_gradients(
         return loss, auxiliary, gradients
 
     def one_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
-        first = jax.tree.map(lambda x: x[0], batch)
-        if not is_sum:
-            return one_microbatch(first)  # in the reduction's dtype: a sum of one needs no float32 accumulator
-        zeros = zero_sums(jax.eval_shape(one_microbatch, first), specs, inside)
+        if not is_sum:  # in the reduction's dtype: a sum of one needs no float32 accumulator
+            return one_microbatch(jax.tree.map(lambda x: x[0], batch))
         if adds_in_place:
-            return sum_in_place(zeros, batch)
-
-        def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
-            return add_sums(total, one_microbatch(microbatch), specs, inside), None
-
-        return jax.lax.scan(accumulate, zeros, batch)[0]
-
-    def sum_in_place(zeros: Sums, batch: Batch) -> Sums:
-        # Each gradient is added where it is formed, layer by layer. A microbatch's own stacks would be filled with
-        # zeros, written, and added as a whole.
-        sums = jax.tree.map(jax.new_ref, zeros[2])
-
-        def accumulate(total: tuple[jax.Array, Auxiliary], microbatch: Batch) -> tuple[Any, None]:
-            pull_back: Any
-            perturbations = make_perturbations(specs, inside)
-            _, pull_back, added = jax.vjp(lambda each: objective(each, microbatch), perturbations, has_aux=True)
-            pull_back.with_refs(sums)(jnp.float32(1))
-            return (total[0] + added[0], total[1] + added[1]), None
-
-        loss, auxiliary = jax.lax.scan(accumulate, zeros[:2], batch)[0]
-        return loss, auxiliary, constrain_gradients(jax.tree.map(jax.freeze, sums), specs, inside)
+            return _sum_in_place(objective, batch, specs, inside)
+        return _sum_microbatches(one_microbatch, batch, specs, inside, by_period=unrolled)
 
     loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
     return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
+
+
+def _sum_microbatches(
+    one_microbatch: Callable[[Batch], Sums], batch: Batch, specs: Params, inside: Placement, by_period: bool
+) -> Sums:
+    """Return the sums over microbatches, fields [M, B, S]. by_period: sum the periods apart; see `split_periods`."""
+    split = functools.partial(split_periods, specs) if by_period else lambda leaves: leaves
+    summed_specs = split(specs)
+
+    def to_add(microbatch: Batch) -> Sums:
+        loss, auxiliary, gradients = one_microbatch(microbatch)
+        return loss, auxiliary, split(gradients)
+
+    def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
+        return add_sums(total, to_add(microbatch), summed_specs, inside), None
+
+    shapes = jax.eval_shape(to_add, jax.tree.map(lambda x: x[0], batch))
+    loss, auxiliary, gradients = jax.lax.scan(accumulate, zero_sums(shapes, summed_specs, inside), batch)[0]
+    return loss, auxiliary, join_periods(gradients) if by_period else gradients
+
+
+def _sum_in_place(objective: Objective, batch: Batch, specs: Params, inside: Placement) -> Sums:
+    """Return the sums over microbatches, fields [M, B, S]. Each gradient is added to its sum where it is formed.
+
+    A microbatch's own stacks of gradients would be filled with zeros, written, and added as a whole.
+    """
+    perturbations = make_perturbations(specs, inside)
+    shapes = jax.eval_shape(objective, perturbations, jax.tree.map(lambda x: x[0], batch))[1]
+    loss, auxiliary, zeros = zero_sums((*shapes, perturbations), specs, inside)
+    sums = jax.tree.map(jax.new_ref, zeros)
+
+    def accumulate(total: tuple[jax.Array, Auxiliary], microbatch: Batch) -> tuple[Any, None]:
+        pull_back: Any
+        perturbations = make_perturbations(specs, inside)
+        _, pull_back, added = jax.vjp(lambda each: objective(each, microbatch), perturbations, has_aux=True)
+        pull_back.with_refs(sums)(jnp.float32(1))
+        return (total[0] + added[0], total[1] + added[1]), None
+
+    loss, auxiliary = jax.lax.scan(accumulate, (loss, auxiliary), batch)[0]
+    return loss, auxiliary, constrain_gradients(jax.tree.map(jax.freeze, sums), specs, inside)
 
 
 def _are_float32(specs: Params, placement: Placement) -> bool:

@@ -234,9 +234,9 @@ def _order_policies(config: Config) -> list[Any]:
 def _list_unrolling(config: Config, cluster: Cluster, on_gpu: bool) -> Iterable[str]:
     if config.training.unroll != AUTO:
         return [config.training.unroll]
-    # Over several GPUs XLA would schedule the collectives of all layers at once, and hold more than the stacks. CPUs
-    # compile slowly.
-    if not on_gpu or config.mesh.devices > 1 or config.unroll_problems():
+    # CPUs compile slowly, and so does the exchange of experts: unrolled, deepseek_v2_lite.py takes minutes.
+    exchanges = bool(config.model.moe.experts) and config.mesh.devices > 1
+    if not on_gpu or exchanges or config.unroll_problems():
         return ["none"]
     steps = config.training.steps
     is_long = not steps or steps * predict_seconds(_resolve(config, cluster), cluster) >= UNROLLED_RUN_SECONDS

@@ -140,7 +140,7 @@ def _make_settings(config: Config, own_optimizer: bool) -> StepSettings:
         skip_outliers=training.skip_outliers,
         spike_factor=training.spike_limit,
         ema_decay=training.ema_decay,
-        gradients_by_period=training.unroll == "all" and training.accumulation == 1,
+        gradients_by_period=training.unroll == "all",
         in_backward=config.optimizer.in_backward,
         dropout_seed=config.run.seed if config.lora.dropout else None,
     )

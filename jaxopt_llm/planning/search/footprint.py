@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, Intermediate
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
@@ -108,9 +108,10 @@ def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
     per_layer = sum(block.elements[name] for name in names)
     if "attention" in names:
         per_layer += 2 * config.model.heads / config.mesh.tensor  # the log-sum-exp of the softmax, in float32
-    if config.training.unroll == "all":  # XLA keeps the elementwise results that a loop would compute again
-        per_layer += sum(block.elements[name] for name in ("attention_input", "mlp_input", "mlp_up"))
     every, tensor = config.remat.every, config.mesh.tensor
+    if config.training.unroll == "all":  # XLA keeps the elementwise results that a loop would compute again
+        norms: tuple[Intermediate, ...] = ("attention_input", "mlp_input") if tensor == 1 else ()
+        per_layer += sum(block.elements[name] for name in (*norms, "mlp_up"))
     layers = passes.layers * per_layer
     if every > 1:
         layers = passes.layers / every * block.residual + every * per_layer
