@@ -280,7 +280,7 @@ def _drop_dims(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
 
 
 def _reshape(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
-    """Return the rows after a reshape. Rows that it divides among several dimensions are unknown."""
+    """Return the rows after a reshape. Of rows that it divides into groups, [N, K], those of the groups count."""
     before, after = typeof(eqn.invars[0]).shape, typeof(eqn.outvars[0]).shape
     rows: Rows = {}
     for dim, span in inputs[0].rows.items():
@@ -289,6 +289,8 @@ def _reshape(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
             below = math.prod(after[new + 1 :])
             if size > 1 and one % below == 0 and all_of_them <= below * size:
                 rows[new] = one // below, all_of_them // below
+            elif size > 1 and below % one == 0 and below < all_of_them == below * size:
+                rows[new] = 1, size
     return [rows]
 
 

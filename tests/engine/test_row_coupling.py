@@ -157,14 +157,27 @@ def squares_and_penalty(w: jax.Array, batch: Batch) -> jax.Array:
     return each @ each / ROWS + jnp.sum((w.T @ w) ** 2) + jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
 
 
+def contrast_between_groups(w: jax.Array, batch: Batch) -> jax.Array:
+    """The rows are pairs of two views each, one after the other."""
+    codes = encode(w, batch["x"]).reshape(ROWS // 2, 2, CLASSES)
+    return cross_entropy(codes[:, 0] @ codes[:, 1].T, jnp.arange(ROWS // 2)).mean()
+
+
+def preferences(w: jax.Array, batch: Batch) -> jax.Array:
+    """Each chosen row is followed by the rejected one, as in DPO, and attention is within such a pair."""
+    scores = (batch["x"] @ w).reshape(ROWS // 2, 2, CLASSES)
+    mixed = jax.nn.softmax(jnp.einsum("pkc,pqc->pkq", scores, scores)) @ scores
+    return -jax.nn.log_sigmoid(mixed[:, 0].sum(-1) * scores[:, 0].sum(-1) - scores[:, 1].sum(-1)).mean()
+
+
 COUPLED = {
     **dict.fromkeys((contrast, contrast_views, triplets, contrast_by_vmap, contrast_by_map), PAIRS),
-    **dict.fromkeys((contrast_within_calls, contrast_after_layers, kernel_distance), PAIRS),
+    **dict.fromkeys((contrast_within_calls, contrast_after_layers, kernel_distance, contrast_between_groups), PAIRS),
     decorrelate: MOMENTS,
 }
 UNCOUPLED = (
     *(masked_mean, batch_norm, experts, attention, inner_step, picked_labels, groups_of_rows, quantised, mixed_up),
-    squares_and_penalty,
+    *(squares_and_penalty, preferences),
 )
 
 
