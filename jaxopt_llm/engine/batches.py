@@ -49,7 +49,8 @@ def fit_to_example(batch: Any, example: Any, name: str = "batch") -> Any:
         InputError: an array is missing, or has another number of dimensions or another kind of dtype; or a part of the
             pytree differs.
     """
-    (leaves, structure), (targets, wanted) = map(jax.tree.flatten, (batch, example))
+    flattened: Any = [jax.tree.flatten(each) for each in (batch, example)]
+    (leaves, structure), (targets, wanted) = flattened
     if structure == wanted and all(map(_fits, leaves, targets)):
         return batch
     fitted = [_fit_array(*each, name) for each in _pair_leaves(batch, example, name)]

@@ -3,12 +3,13 @@
 The gradients of microbatches add up to those of the batch only if the loss is a mean, or a sum, over rows. A
 contrastive loss compares each row with all others, so the loss of a microbatch has other terms than that of the batch.
 
-A walk of the jaxpr follows the dimensions that count the rows. Two things couple rows:
+A walk of the jaxpr follows the dimensions that count the rows. Three things couple rows:
 
 pairs: a value has two dimensions that count rows, such as the [B, B] logits of a contrastive loss, pairwise distances,
     or the Gram matrix of a kernel.
 moments: the loss is a nonlinear function of a product that sums over rows, such as the [D, D] matrix of correlations
     of Barlow Twins (Zbontar et al. 2021, arXiv:2103.03230).
+softmax: a sum of exponentials over rows is a divisor, or its logarithm is taken.
 
 Only values that depend on the parameters count. A mean over rows that goes back into the rows, as in BatchNorm, does
 not count either: each microbatch then has statistics of its own, as with accumulation everywhere. What an operation
@@ -51,6 +52,8 @@ class _Value:
     batch, trained: whether it depends on the batch, and on the parameters.
     product: a product that summed over rows, of which this is a function; None if this has rows of its own.
     linear: whether it is a linear function of the product.
+    exponential: whether it is a linear function of exponentials that depend on the parameters. Without rows of its own,
+        it is one of their sum over rows.
     """
 
     rows: Rows = field(default_factory=dict)
@@ -59,6 +62,7 @@ class _Value:
     trained: bool = False
     product: JaxprEqn | None = None
     linear: bool = True
+    exponential: bool = False
 
     @property
     def has_pairs(self) -> bool:
@@ -115,6 +119,8 @@ def describe_coupling(closed: ClosedJaxpr, result: int, parameters: int, have_ro
     (loss,) = walk.run(needed.jaxpr, arguments)
     if walk.pairs is not None:
         return f"it compares all rows with each other, {_locate(walk.pairs)}"
+    if walk.softmax is not None:
+        return f"it normalises by a sum of exponentials over rows, {_locate(walk.softmax)}"
     if loss.product is not None and not loss.linear:
         return f"it is a nonlinear function of a product that sums over rows, {_locate(loss.product)}"
     return None
@@ -127,9 +133,14 @@ def _locate(eqn: JaxprEqn) -> str:
 
 @dataclass
 class _Walk:
-    """Walks a jaxpr. pairs: the first equation whose result has two dimensions of rows."""
+    """Walks a jaxpr.
+
+    pairs: the first equation whose result has two dimensions of rows.
+    softmax: the first one that divides by a sum of exponentials over rows, or takes its logarithm.
+    """
 
     pairs: JaxprEqn | None = None
+    softmax: JaxprEqn | None = None
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
@@ -153,11 +164,17 @@ class _Walk:
             each = [self.run(branch.jaxpr, inputs[1:]) for branch in eqn.params["branches"]]
             return [_join(results) for results in zip(*each, strict=True)]
         if inner := _find_inner(eqn):
-            return self.run(inner, inputs)
+            results = self.run(inner, inputs)
+            # The equations of JAX's own jitted functions may have no line of the user's code.
+            if self.softmax is not None and not source_info_util.summarize(self.softmax.source_info):
+                self.softmax = eqn
+            return results
         results = [_Value(rows) for rows in _RULES.get(name, _keep_rows)(eqn, inputs)]
         results = [_follow(eqn, inputs, result) for result in results]
         if self.pairs is None and any(result.has_pairs for result in results):
             self.pairs = eqn
+        if self.softmax is None and name in ("div", "log") and inputs[-1].exponential and not inputs[-1].rows:
+            self.softmax = eqn
         return results
 
     def _scan(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
@@ -203,6 +220,7 @@ def _join(values: Sequence[_Value]) -> _Value:
         any(value.trained for value in values),
         products[0].product if products else None,
         all(value.linear for value in values),
+        any(value.exponential for value in values),
     )
 
 
@@ -218,7 +236,8 @@ def _find_inner(eqn: JaxprEqn) -> Jaxpr | None:
 def _follow(eqn: JaxprEqn, inputs: Sequence[_Value], result: _Value) -> _Value:
     """Complete the description of a result, which has its rows, from those of the inputs."""
     looped, batch, trained = (any(getattr(value, name) for value in inputs) for name in ("looped", "batch", "trained"))
-    made = replace(result, looped=looped, batch=batch, trained=trained)
+    exponential = _is_exponential(eqn, inputs, result)
+    made = replace(result, looped=looped, batch=batch, trained=trained, exponential=exponential)
     if made.rows or made.looped:
         return made
     found = next((value.product for value in inputs if value.product is not None), None)
@@ -229,6 +248,17 @@ def _follow(eqn: JaxprEqn, inputs: Sequence[_Value], result: _Value) -> _Value:
     one = one and not (name == "div" and inputs[1].batch)
     linear = (name in _LINEAR or one) and all(value.linear for value in inputs)
     return replace(made, product=found, linear=linear)
+
+
+def _is_exponential(eqn: JaxprEqn, inputs: Sequence[_Value], result: _Value) -> bool:
+    """Return whether a result is a linear function of exponentials with rows, or of their sum over rows."""
+    name = eqn.primitive.name
+    if name == "exp":
+        return inputs[0].trained and bool(inputs[0].rows)
+    given = [value for value in inputs if value.exponential]
+    if not given or name not in _LINEAR | _LINEAR_IN_ONE:
+        return False
+    return bool(result.rows) or name in ("reduce_sum", "dot_general") or not any(value.rows for value in given)
 
 
 def _sums_trained_rows(eqn: JaxprEqn, inputs: Sequence[_Value]) -> bool:
@@ -280,7 +310,7 @@ def _drop_dims(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
 
 
 def _reshape(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
-    """Return the rows after a reshape. Rows that it divides among several dimensions are unknown."""
+    """Return the rows after a reshape. Of rows that it divides into groups, [N, K], those of the groups count."""
     before, after = typeof(eqn.invars[0]).shape, typeof(eqn.outvars[0]).shape
     rows: Rows = {}
     for dim, span in inputs[0].rows.items():
@@ -289,6 +319,8 @@ def _reshape(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
             below = math.prod(after[new + 1 :])
             if size > 1 and one % below == 0 and all_of_them <= below * size:
                 rows[new] = one // below, all_of_them // below
+            elif size > 1 and below % one == 0 and below < all_of_them == below * size:
+                rows[new] = 1, size
     return [rows]
 
 

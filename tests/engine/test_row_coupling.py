@@ -16,6 +16,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.row_coupling import describe_coupling
 
 ROWS, WIDTH, CLASSES = 8, 5, 6
+SOFTMAX = "it normalises by a sum of exponentials over rows"
 PAIRS, MOMENTS = "it compares all rows with each other", "it is a nonlinear function of a product that sums over rows"
 BATCH = {
     "x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
@@ -157,14 +158,45 @@ def squares_and_penalty(w: jax.Array, batch: Batch) -> jax.Array:
     return each @ each / ROWS + jnp.sum((w.T @ w) ** 2) + jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
 
 
+def contrast_between_groups(w: jax.Array, batch: Batch) -> jax.Array:
+    """The rows are pairs of two views each, one after the other."""
+    codes = encode(w, batch["x"]).reshape(ROWS // 2, 2, CLASSES)
+    return cross_entropy(codes[:, 0] @ codes[:, 1].T, jnp.arange(ROWS // 2)).mean()
+
+
+def weights_over_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    return jax.nn.softmax((batch["x"] @ w).sum(-1)) @ (batch["y"] @ w).sum(-1)
+
+
+def listwise(w: jax.Array, batch: Batch) -> jax.Array:
+    """ListNet's, over the rows as one list (Cao et al. 2007)."""
+    return -jnp.mean(jax.nn.log_softmax(jnp.tanh(batch["x"] @ w), axis=0)[:, 0])
+
+
+def divergence(w: jax.Array, batch: Batch) -> jax.Array:
+    """A VAE's: exponentials are summed over rows, and temperatures divide."""
+    mean, log_variance = jnp.split(batch["x"] @ w, 2, axis=-1)
+    drawn = mean / jnp.exp(log_variance) + jax.nn.logsumexp(log_variance, axis=1, keepdims=True)
+    weights = jnp.exp(batch["label"].astype(jnp.float32))
+    return jnp.sum(jnp.exp(log_variance) + mean**2 - log_variance + drawn) / jnp.sum(weights) / jnp.exp(w[0, 0])
+
+
+def preferences(w: jax.Array, batch: Batch) -> jax.Array:
+    """Each chosen row is followed by the rejected one, as in DPO, and attention is within such a pair."""
+    scores = (batch["x"] @ w).reshape(ROWS // 2, 2, CLASSES)
+    mixed = jax.nn.softmax(jnp.einsum("pkc,pqc->pkq", scores, scores)) @ scores
+    return -jax.nn.log_sigmoid(mixed[:, 0].sum(-1) * scores[:, 0].sum(-1) - scores[:, 1].sum(-1)).mean()
+
+
 COUPLED = {
     **dict.fromkeys((contrast, contrast_views, triplets, contrast_by_vmap, contrast_by_map), PAIRS),
-    **dict.fromkeys((contrast_within_calls, contrast_after_layers, kernel_distance), PAIRS),
+    **dict.fromkeys((contrast_within_calls, contrast_after_layers, kernel_distance, contrast_between_groups), PAIRS),
     decorrelate: MOMENTS,
+    **dict.fromkeys((weights_over_rows, listwise), SOFTMAX),
 }
 UNCOUPLED = (
     *(masked_mean, batch_norm, experts, attention, inner_step, picked_labels, groups_of_rows, quantised, mixed_up),
-    squares_and_penalty,
+    *(squares_and_penalty, preferences, divergence),
 )
 
 
