@@ -13,9 +13,11 @@ import toy
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.topology import gpu_topology
-from jaxopt_llm.config import MeshConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.kernels import products
 from jaxopt_llm.kernels.cross_entropy import Classifier
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import vocabulary, weights
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
@@ -67,7 +69,7 @@ def lower(placement: Placement) -> jax.stages.Lowered:
 
 
 def flops(placement: Placement) -> dict[str, float]:
-    return dict(hlo.count_dot_flops_by_dtype(lower(placement).compile().as_text()))
+    return dict(hlo.count_dot_flops_by_dtype(str(lower(placement).compile().as_text())))
 
 
 def test_on_a_cpu_no_product_of_bfloat16_is_widened() -> None:
@@ -78,6 +80,25 @@ def test_on_a_cpu_no_product_of_bfloat16_is_widened() -> None:
     once = 2 * ROWS * SEQUENCE * WIDTH * (2 * HIDDEN + VOCABULARY)
     assert flops(toy.placement(compute_dtype="bfloat16")) == {"bf16": 3 * once}
     assert flops(toy.placement()) == {"f32": 3 * once}
+
+
+def test_the_decoder_says_where_its_loss_runs() -> None:
+    """The logits, the gradient of the head's input, and that of the table."""
+    placement = toy.placement(compute_dtype="bfloat16")
+    decoder = Decoder(ModelConfig(vocabulary_size=VOCABULARY, width=WIDTH, tied_head=False), 64)
+    specs = {name: decoder.specs["non_layer"][name] for name in ("head", "final_norm")}
+
+    def loss(perturbations: Any, x: jax.Array, params: Any, batch: Batch) -> Any:
+        non_layer = attach_shardings(specs, params, perturbations, placement, keep_gathered=True)
+        context = decoder.make_context(batch, placement)
+        return decoder.loss(non_layer, x, batch, context, jnp.float32(1 / x.size))
+
+    gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    x = jnp.zeros((ROWS, SEQUENCE, WIDTH), jnp.bfloat16)
+    ids, mask = jnp.zeros((ROWS, SEQUENCE), jnp.int32), jnp.ones((ROWS, SEQUENCE), bool)
+    batch = Batch(ids, ids, mask, ids, ids)
+    text = gradients.lower(make_perturbations(specs, placement), x, toy.params(specs), batch).compile().as_text()
+    assert hlo.count_dot_flops_by_dtype(str(text)) == {"bf16": 3 * 2 * ROWS * SEQUENCE * WIDTH * VOCABULARY}
 
 
 def test_both_forms_agree_within_the_rounding_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
