@@ -8,8 +8,8 @@ step, as compiled by
     python -m jaxopt_llm.plan --config mixtral_8x7b.py --remat.policy full --gpu h200 --hosts 1 --gpus-per-host 8
 
 are 73.7 GiB at the peak and 124.2 GiB sent. Without --remat.policy full, a run recomputes less where the memory
-suffices. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1 --training.batch-size 128 takes 18.7 GiB: fsdp then
-shards the experts, too.
+suffices. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1 --training.batch-size 128 takes 15.9 GiB by the
+arithmetic of `plan`: fsdp then shards the experts, too.
 
 ZeRO-3 shards the parameters that all tokens use. Each GPU processes 2 rows of 4096 tokens at a time; a step has 64
 rows. The moments are bfloat16 (docs/moments.md): with float32 they take 21.8 GiB more, and the backward has to compute
