@@ -75,6 +75,7 @@ CASES = (
     Case("1b", own_recipe("llama_1b.py"), "h200", 1, 1, measured="llama_1b, unrolled"),
     Case("8b fsdp 8, full", "llama3_8b.py", "h100", changes=FULL | ONE_DOCUMENT),
     Case("8b fsdp 8", "llama3_8b.py", "h100", changes=ONE_DOCUMENT),
+    Case("8b fsdp 8, h200", "llama3_8b.py", "h200", changes=ONE_DOCUMENT),
     Case("10b fsdp 8, full", "10b.py", "h100", changes=FULL | ONE_DOCUMENT),
     Case("10b fsdp 8", "10b.py", "h100", changes=ONE_DOCUMENT),
     Case("mixtral", "mixtral_8x7b.py", "h200", changes=ONE_DOCUMENT),
