@@ -35,7 +35,7 @@ def get_config() -> Config:
         training=TrainingConfig(steps=steps, batch_size=8, sequence_length=256),
         optimizer=OptimizerConfig(learning_rate=5e-3),
         schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
-        precision=PrecisionConfig(compute_dtype="float32"),  # only some CPUs are faster in 16 bits
+        precision=PrecisionConfig(compute_dtype="float32"),  # for CPUs without bf16
         evaluation=EvaluationConfig(every=200, batches=100),
         logging=LoggingConfig(every=50),
     )

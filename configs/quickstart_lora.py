@@ -39,7 +39,7 @@ def get_config() -> Config:
         lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=5e-3, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_steps=50, decay_steps=steps),
-        precision=PrecisionConfig(compute_dtype="float32"),  # only some CPUs are faster in 16 bits
+        precision=PrecisionConfig(compute_dtype="float32"),  # for CPUs without bf16
         evaluation=EvaluationConfig(every=200, batches=20),
         logging=LoggingConfig(every=50),
     )

@@ -277,7 +277,7 @@ def test_what_changes_least_of_what_is_learned_is_proposed_first() -> None:
     assert list(SEARCHED) == [
         *("training.attention", "optimizer.state_dtype", "precision.reduce_dtype", "precision.compute_dtype"),
         *("optimizer.in_backward", "sharding.int8_gathers", "sharding.data_gradients"),
-        *("sharding.fsdp_gradients", "training.local_steps"),
+        *("sharding.fsdp_gradients", "training.local_steps", "sharding.expert_room"),
     ]
 
 

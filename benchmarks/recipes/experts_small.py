@@ -17,6 +17,6 @@ def get_config() -> Config:
             moe=MoEConfig(experts=8, experts_per_token=2, expert_width=384),
         ),
         training=TrainingConfig(batch_size=4, sequence_length=256),
-        precision=PrecisionConfig(compute_dtype="float32"),  # only some CPUs are faster in 16 bits
+        precision=PrecisionConfig(compute_dtype="float32"),  # for CPUs without bf16
         remat=RematConfig(policy="none"),
     )

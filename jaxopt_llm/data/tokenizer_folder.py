@@ -35,7 +35,7 @@ Token = str | dict[str, Any]  # the text of a token, or its text as "content" wi
 
 @dataclass(frozen=True)
 class Assembly:
-    """How a tokenizer is put together from its files; see library_tokenizer.py.
+    """Instructions for putting a tokenizer together from its files (library_tokenizer.py).
 
     Attributes:
         pipeline: parts that replace those of tokenizer.json; None: its own parts. See `TokenizerClass.build`.

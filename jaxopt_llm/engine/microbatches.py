@@ -219,7 +219,7 @@ class BatchPlaces:
 
     @functools.cached_property
     def _is_local(self) -> bool:
-        """Whether this process has all the devices."""
+        """True if this process has all the devices."""
         return all(target.sharding.is_fully_addressable for target in jax.tree.leaves(self.target))
 
     def put(self, batch: Any, lazily: bool = False) -> Microbatches:

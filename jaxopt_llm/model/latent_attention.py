@@ -15,6 +15,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
@@ -105,12 +106,24 @@ def latent_attention(
         cache = LatentCache(write_cache(cache.key, jnp.concatenate([normed, rotary_key], -1), context))
         to_latent, to_value = (weights.gather_merged(params[name], (0,)) for name in ("key", "value"))
         latent_query = by_head(jnp.einsum("BSHN,RHN->BSHR", plain_query, to_latent), "heads")
-        q, k = jnp.concatenate([latent_query, rotary_query], -1), jnp.swapaxes(cache.key, 1, 2)
+        q = jnp.concatenate([latent_query, rotary_query], -1)
+        k = _pin_layout(jnp.swapaxes(cache.key, 1, 2), placement)
         # Rotary keys are mixed, too, and left out: XLA would copy the latents out of the cache.
         mixed = attend_to_cache(q, k, k, context, options)[..., : latent.shape[-1]]
         out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
     out = reduce_scatter_sequence(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"), placement)
     return tag(out, "attention_output"), cache
+
+
+def _pin_layout(x: jax.Array, placement: Placement) -> jax.Array:
+    """Pin the row-major layout of a cache, [B, T, 1, R + P].
+
+    XLA of jax 0.10.2 would choose another layout for the matmuls, and transpose the caches of all layers and back for
+    every token. In a manual region, because XLA would gather a divided array.
+    """
+    spec = placement.activation("batch", None, None, None).spec
+    row_major = functools.partial(with_layout_constraint, layouts=Layout((0, 1, 2, 3)))
+    return placement.shard_map(row_major, (spec,), spec)(x)
 
 
 def _project_in(

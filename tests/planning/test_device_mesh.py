@@ -134,8 +134,6 @@ def test_a_small_state_is_copied() -> None:
         assert fill(make(**{f"sharding__{name}": value}), 2, 1, MUCH)[0] == {"fsdp": 2}, "a setting asks for division"
     local = make(training__local_steps=20, training__steps=40, training__epochs=0.0)
     assert fill(local, 2, 1, MUCH)[0] == {"fsdp": 2}, "each index of mesh.data would train by itself"
-    served = make(local, groups__server=("10.0.0.1:9000",), evaluation__patience=0)
-    assert fill(served, 2, 1, MUCH)[0] == {"fsdp": 2}, "the job is one of the replicas"
 
 
 def test_what_is_returned_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:

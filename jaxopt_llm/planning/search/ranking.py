@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether experts exchange tokens in buffers, whose size `sharding.expert_room` sets."""
+        """True if experts exchange tokens in buffers, whose size `sharding.expert_room` sets."""
         is_exchanged = bool(self.config.model.moe.experts) and self.config.mesh.expert > 1
         return is_exchanged and self.resolved.sharding.expert_exchange != "gather"
 
