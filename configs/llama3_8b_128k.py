@@ -6,10 +6,10 @@ Hardware: 8 GPUs of 141 GB in one host. Memory and communication per GPU and ste
 
     python -m jaxopt_llm.plan --config llama3_8b_128k.py --gpu h200 --hosts 1 --gpus-per-host 8
 
-are 78.9 GiB at the peak and 616.1 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
+are 75.7 GiB at the peak and 616.1 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
 everything that is trained; for attention they exchange their tokens for heads (docs/attention.md). A step is 8
 sequences, one after another: 1,048,576 tokens. Only elementwise operations are recomputed; with --remat.policy full the
-peak is 37.0 GiB.
+peak is 33.7 GiB.
 
 FOLDER is the downloaded Llama 3.1 8B. Without --model.pretrained the initial weights are random.
 """

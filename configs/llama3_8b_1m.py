@@ -6,7 +6,7 @@ Hardware: 64 GPUs of 141 GB in eight hosts. Memory and communication per GPU and
 
     python -m jaxopt_llm.plan --config llama3_8b_1m.py --gpu h200 --hosts 8 --gpus-per-host 8
 
-are 63.5 GiB at the peak and 2251.9 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
+are 63.1 GiB at the peak and 2251.9 GiB sent. The GPUs divide every sequence, 16,384 tokens per GPU, and ZeRO-3 shards
 everything that is trained; keys and values travel around a ring of all GPUs, beside the kernels of attention
 (docs/attention.md). A step is 4 sequences, one after another: 4,194,304 tokens. RoPE is scaled by YaRN as in the models
 that were trained on so many tokens (Xu et al. 2025, arXiv:2504.06214).

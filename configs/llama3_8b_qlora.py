@@ -6,7 +6,7 @@ Hardware: one GPU of 12 GB. Memory and communication per GPU and step, as compil
 
     python -m jaxopt_llm.plan --config llama3_8b_qlora.py --remat.policy full --gpu 4090 --hosts 1 --gpus-per-host 1
 
-are 9.8 GiB at the peak and 0.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory suffices.
+are 9.2 GiB at the peak and 0.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory suffices.
 Rank, alpha, dropout, learning rate, clip norm and the 16 rows of a step are the paper's for 7B. The rows have 2048
 tokens and are processed one at a time. FOLDER is the downloaded model; Llama 3.1 works, too. For chats.jsonl see
 docs/chat.md.

@@ -6,7 +6,7 @@ Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step
 
     python -m jaxopt_llm.plan --config qwen3_8b_full.py --remat.policy full --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 31.0 GiB at the peak and 205.5 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+are 27.8 GiB at the peak and 205.5 GiB sent. Without --remat.policy full, a run recomputes less where the memory
 suffices. The recipe uses ZeRO-3. Each GPU processes 2 rows of 4096 tokens at a time; a step has 64 rows. FOLDER is the
 downloaded model. For chats.jsonl see docs/chat.md.
 """
