@@ -272,11 +272,11 @@ def test_one_kernel_adds_a_gradient_to_its_sum() -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("stage", "tied"),
-    [(3, False), *slow((2, False), (2, True), (3, True))],
+    ("stage", "tied", "microbatches"),
+    [(3, False, 1), *slow((2, False, 1), (2, True, 1), (3, True, 1), (3, True, 3), (3, False, 3))],
 )
 @pytest.mark.slow
-def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
+def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool, microbatches: int) -> None:
     """Outside the stacks: each table is reduced once, tied or not, and gathered for each of its uses in stage 3."""
     table, tables = VOCABULARY * WIDTH, 1 if tied else 2
 
@@ -286,12 +286,13 @@ def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool) -> None:
         def total(step: Compiled) -> int:
             return sum(each.array_bytes * each.times for each in step.collectives if each.kind == kind)
 
-        return total(compiled(8, FSDP, stage, tied=tied)) - 8 * per_layer(total, FSDP, stage, tied=tied)
+        settings = {"tied": tied, "accumulation": microbatches}
+        return total(compiled(8, FSDP, stage, **settings)) - 8 * per_layer(total, FSDP, stage, **settings)
 
     moved = {kind: of_tables(kind) for kind in ("reduce-scatter", "all-gather", "all-reduce")}
     gathers = 2 if stage == 3 else tables
-    assert moved["reduce-scatter"] == pytest.approx(4 * table * tables, rel=0.02)
-    assert moved["all-gather"] == pytest.approx(2 * table * gathers, rel=0.02)
+    assert moved["reduce-scatter"] == pytest.approx(4 * table * tables * microbatches, rel=0.02)
+    assert moved["all-gather"] == pytest.approx(2 * table * gathers * microbatches, rel=0.02)
     assert moved["all-reduce"] < 1e-3 * table
 
 

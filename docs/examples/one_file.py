@@ -4,7 +4,7 @@ Run it with `python one_file.py`: a decoder of Llama's kind trains on source tex
 
 The model is written as for one device. Two tables say which mesh axis divides which dimension of the parameters and of
 the activations, and one function adds ZeRO-3 (FSDP). XLA's partitioner inserts the collectives. Whatever the mesh is,
-the losses are the same, up to the order of sums: change MESH and see.
+the losses are the same, up to the order of sums: change MESH and see. (`tensor` must divide G.)
 
 Letters: B batch, S sequence, D width, H heads, G key-value heads, R = H / G, K size of a head, F MLP width, L layers,
 T key positions, V vocabulary.

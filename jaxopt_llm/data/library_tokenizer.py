@@ -74,15 +74,25 @@ class LibraryTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids [N] of each text."""
-        encoded = self._ask(lambda: self._library.encode_batch_fast(texts, add_special_tokens=False))
-        return [np.array(each.ids, np.int32) for each in encoded]
+
+        def encode() -> list[Ids]:
+            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(each.ids, np.int32) for each in encoded]
+
+        return self._ask(encode)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
         """Return the ids [N] of each text, and the index of the first character of each token, [N]."""
-        encoded = self._ask(lambda: self._library.encode_batch(texts, add_special_tokens=False))
-        return [
-            (np.array(each.ids, np.int32), np.array([first for first, _ in each.offsets], np.int64)) for each in encoded
-        ]
+
+        def encode() -> list[tuple[Ids, NDArray[np.int64]]]:
+            encoded = self._library.encode_batch(texts, add_special_tokens=False)
+            starts = ([first for first, _ in each.offsets] for each in encoded)
+            return [
+                (np.array(each.ids, np.int32), np.array(own, np.int64))
+                for each, own in zip(encoded, starts, strict=True)
+            ]
+
+        return self._ask(encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special tokens."""
@@ -214,12 +224,17 @@ def _refuse(error: BaseException) -> Refused:
 @contextmanager
 def _quiet_panics() -> Iterator[None]:
     """Hide what a panic of the library writes to standard error: a backtrace in front of the error."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(null, 2)
+        kept = os.dup(2)
+    except OSError:  # standard error is closed
         yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(null)

@@ -126,6 +126,8 @@ class Template:
             rendered = self._template.render(**variables)
         except _UNEXPECTED as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
+        if not _is_text(rendered):
+            raise jinja2.TemplateError("it writes half of a surrogate pair, which is no text")
         if len(rendered) > MAX_CHARACTERS:
             raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
         return _remove_marks(rendered, self._generation.rendered) if self.marks else (rendered, [])
@@ -322,6 +324,14 @@ def _remove_marks(marked: str, blocks: int) -> tuple[str, list[tuple[int, int]]]
         raise jinja2.TemplateError("it does not write the text of each generation block exactly once and unchanged")
     edges = list(itertools.accumulate(map(len, texts[:-1])))
     return "".join(texts), list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _is_text(rendered: str) -> bool:
+    try:
+        rendered.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _raise(message: str) -> NoReturn:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,7 +137,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     model, trained, frozen = adapt_user_model(plain, config)
     shares = _divide_among_losses(job, model, trained)
     _check_specs(job, plain.specs, shares[job.loss_name], placement)
-    _check_assigned(job, model, shares[job.loss_name], placement)
+    _check_assigned(job, model, shares, placement)
     exact = _describe_exact_sums(model, shares[job.loss_name], placement)
     model = replace(model, oddities=(*model.oddities, *exact))
     parts = ModelParts(
@@ -220,20 +220,28 @@ def _check_specs(job: Job, specs: Params, trained: Params, placement: Placement)
         raise InputError(f"config: {'; '.join(found)}")
 
 
-def _check_assigned(job: Job, model: UserModel, trained: Params, placement: Placement) -> None:
-    """Raise InputError if the loss assigns to a parameter whose float32 values it does not have.
+def _check_assigned(job: Job, model: UserModel, shares: Mapping[str, Params], placement: Placement) -> None:
+    """Raise InputError if the loss assigns to a parameter whose values it does not have, or that has an adapter.
 
-    trained: specs of the parameters that the loss trains.
+    shares: specs of the parameters that each loss trains, by its name.
     """
-    if not job.loss_name or not zero.has_compute_copy(placement):
-        return
-    own = {path for path, _ in tree.leaves_with_path(trained, is_wrapped)}
+    specs, own = dict(tree.leaves_with_path(model.specs, is_wrapped)), _list_paths(shares[job.loss_name])
+    others = {path for share in shares.values() for path in _list_paths(share)} - own
     for index in sorted(model.written):
-        if model.paths[index] not in own:
+        path, name = model.paths[index], model.frontend.parameters[index].path
+        if is_wrapped(specs[path]):
             raise InputError(
-                f"loss: {job.loss_name} assigns to the parameter {model.frontend.parameters[index].path}, which "
-                "another loss trains; with two losses this works with sharding.zero_stage=0 or 3 only"
+                f"loss: it assigns to the parameter {name}, which has an adapter; leave it out of lora.targets"
             )
+        if path in others and zero.has_compute_copy(placement):
+            raise InputError(
+                f"loss: {job.loss_name} assigns to the parameter {name}, which another loss trains; with two losses "
+                "this works with sharding.zero_stage=0 or 3 only"
+            )
+
+
+def _list_paths(specs: Params) -> set[str]:
+    return {path for path, _ in tree.leaves_with_path(specs, is_wrapped)}
 
 
 def _trace_other(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:

@@ -117,17 +117,22 @@ def _sum_in_place(objective: Objective, batch: Batch, specs: Params, inside: Pla
     perturbations = make_perturbations(specs, inside)
     shapes = jax.eval_shape(objective, perturbations, jax.tree.map(lambda x: x[0], batch))[1]
     loss, auxiliary, zeros = zero_sums((*shapes, perturbations), specs, inside)
-    sums = jax.tree.map(jax.new_ref, zeros)
+    # Tables may be read twice, by the look-up and by the head. JAX adds such gradients before they are reduced, once.
+    tables, tables_specs = ({"non_layer": each["non_layer"]} for each in (zeros, specs))
+    sums = {name: jax.tree.map(jax.new_ref, part) for name, part in zeros.items() if name not in tables}
 
-    def accumulate(total: tuple[jax.Array, Auxiliary], microbatch: Batch) -> tuple[Any, None]:
+    def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
         pull_back: Any
         perturbations = make_perturbations(specs, inside)
         _, pull_back, added = jax.vjp(lambda each: objective(each, microbatch), perturbations, has_aux=True)
-        pull_back.with_refs(sums)(jnp.float32(1))
-        return (total[0] + added[0], total[1] + added[1]), None
+        returned = jax.tree.map(lambda _: jax.ad.GradValue(), tables)  # type: ignore[attr-defined]
+        (gradients,) = pull_back.with_refs(sums | returned)(jnp.float32(1))
+        of_tables = {name: gradients[name] for name in tables}
+        return add_sums(total, (*added, of_tables), tables_specs, inside), None
 
-    loss, auxiliary = jax.lax.scan(accumulate, (loss, auxiliary), batch)[0]
-    return loss, auxiliary, constrain_gradients(jax.tree.map(jax.freeze, sums), specs, inside)
+    loss, auxiliary, tables = jax.lax.scan(accumulate, (loss, auxiliary, tables), batch)[0]
+    gradients = {name: jax.tree.map(jax.freeze, part) for name, part in sums.items()} | tables
+    return loss, auxiliary, constrain_gradients({name: gradients[name] for name in specs}, specs, inside)
 
 
 def _are_float32(specs: Params, placement: Placement) -> bool:

@@ -6,7 +6,9 @@ whole step decides, by the arithmetic of `plan --search`, with the kernel that e
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from jaxopt_llm.compiler.chips import USUAL_LINKS
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.kernels.attention import find_unsupported
@@ -24,13 +26,15 @@ def resolve_exchange(config: Config, cluster: Cluster | None) -> Config:
     A configuration with an `auto` elsewhere is compared with all activations saved.
 
     Args:
-        cluster: the GPUs; None for other devices, on which a ring is taken.
+        cluster: the GPUs; None for other devices, on which a ring is taken. Their links count with the usual rates: a
+            run does not know others, and `plan` describes the program of a run.
     """
     if config.mesh.context == 1 or config.sharding.context_exchange != AUTO:
         return config
     legal = _list_legal(config)
     if cluster is None:
         return legal[0]
+    cluster = replace(cluster, links=USUAL_LINKS)
     capability = cluster.chip.compute_capability
 
     def supports_kernel(setting: Config) -> bool:

@@ -31,7 +31,14 @@ DECIDING = (
     *("optimizer.name", "optimizer.state_dtype", "precision.compute_dtype", "precision.reduce_dtype"),
     *("precision.matmul", "precision.outlier_threshold", "sharding.zero_stage", "sharding.sequence_parallel"),
     *("sharding.optimizer_over_data", "sharding.int8_gathers", "sharding.data_gradients", "sharding.fsdp_gradients"),
-    *("sharding.expert_room", "pipeline.schedule", "lora.rank", "data.documents_per_row", "xla.options"),
+    *(
+        "sharding.expert_room",
+        "sharding.context_exchange",
+        "pipeline.schedule",
+        "lora.rank",
+        "data.documents_per_row",
+        "xla.options",
+    ),
 )
 
 Compiled = tuple[Setup, Executables, Executables]  # the setup, and its programs lowered and compiled

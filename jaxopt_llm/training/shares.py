@@ -56,6 +56,7 @@ def put_share(state: TrainState, name: str, share: TrainState) -> TrainState:
         state,
         step=share.step,
         masters=put(share.masters, tree.restrict(others, state.masters)),
+        frozen=tree.restrict(tree.merge(share.frozen, share.masters), state.frozen),
         moments=state.moments | {name: share.moments},
         compute=put(share.compute, state.compute),
         guard=state.guard | {name: share.guard},

@@ -213,6 +213,7 @@ HOSTILE = {
     "memory": ("{{ 'a' * messages | length * 10**11 }}", "MemoryError"),
     "a text too long": ("{% for i in range(9) %}{{ 'a' * 10**7 }}{% endfor %}", "more than 67,108,864 characters"),
     "a range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    "half a character": ("{{ '\\ud83d' }}", "half of a surrogate pair"),
     "syntax": ("{% for %}", "line 1: .*Expected an expression"),
     "an unknown filter": ("{{ messages | secret }}", "secret"),
 }

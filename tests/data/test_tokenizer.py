@@ -343,6 +343,15 @@ def write_changed(file: Path, folder: Path, **settings: object) -> Path:
     return folder
 
 
+def test_an_id_beyond_32_bits_is_one_line(file: Path, tmp_path: Path) -> None:
+    model = json.loads(file.read_text())["model"]
+    model["vocab"] = {token: index + 2**31 for token, index in model["vocab"].items()}
+    tokenizer = JsonTokenizer(write_changed(file, tmp_path, model=model))
+    with pytest.raises(InputError, match="the tokenizer failed .OverflowError: ") as raised:
+        tokenizer.encode([b"the cat"])
+    assert "\n" not in str(raised.value)
+
+
 def test_a_panic_of_the_library_is_one_line(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its type, PanicException, is no Exception."""
     with pytest.raises(InputError, match="not a readable tokenizer.json .PanicException: ") as raised:

@@ -150,6 +150,38 @@ def test_a_loss_assigns_to_a_parameter_that_another_trains(stage: int) -> None:
     assert_equal(list_arrays(engine.model()), train_gan_plainly())
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_assign_to_a_parameter_that_none_trains(stage: int) -> None:
+    training = {"trainable": ("generator/*", "critic/last/*")}
+    config, optimizers = make_config(stage, training=training), dict.fromkeys(LOSSES, ADAMW)
+    engine = jaxopt_llm.initialize(Gan, LOSSES, make_pair(0), config, optimizers)
+    before = np.asarray(engine.model().critic.first.layer_instance.kernel[...])
+    engine.step(make_pair(0), loss="generator")
+    after = np.asarray(engine.model().critic.first.layer_instance.kernel[...])
+    ratio = after / before
+    np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-5)  # it is divided by its largest singular value
+    assert abs(ratio[0, 0] - 1) > 1e-3
+
+
+class Scaled(nnx.Module):
+    """A layer whose kernel is assigned to after its product, which alone reads it."""
+
+    def __init__(self) -> None:
+        self.layer, self.scale = nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones((WIDTH, 1)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.layer(x)
+        self.layer.kernel[...] = self.scale[...] * 0.5
+        return y
+
+
+def test_a_parameter_with_an_adapter_is_not_assigned_to() -> None:
+    batch = make_batch(np.random.RandomState(0))
+    config = make_config(lora={"rank": 1, "targets": ("layer/kernel",)})
+    with pytest.raises(InputError, match="assigns to the parameter layer/kernel, which has an adapter; leave it out"):
+        jaxopt_llm.initialize(Scaled, regress, batch, config, ADAMW)
+
+
 def test_a_loss_does_not_assign_to_the_copy_that_another_trains() -> None:
     """With a compute copy the loss of the generator does not have the float32 values of the critic."""
     with pytest.raises(InputError, match="generator assigns to the parameter critic/first/layer_instance/kernel"):

@@ -13,7 +13,7 @@ from jaxopt_llm.training.validation import validate
 
 RECIPE = cli.load_recipe("llama3_8b_128k.py")  # 32 heads, 8 key-value heads, context 8
 EIGHT = Cluster("h200", 1, 8)
-SLOW = Cluster("h200", 1, 8, LinkRates(nvlink=40))
+SLOW = Cluster("h200", 8, 1)
 WINDOW: dict[str, Any] = {"model.pattern": ("sliding",), "model.window": 65_536}
 
 
@@ -60,13 +60,21 @@ def test_the_choice(cluster: Cluster | None, settings: dict[str, Any], expected:
     validate(resolved)
 
 
+def test_rates_that_a_run_does_not_know_do_not_change_the_choice() -> None:
+    """`plan --nvlink` then describes the program that a run compiles."""
+    slow = Cluster("h200", 1, 8, LinkRates(nvlink=1))
+    assert resolve_exchange(RECIPE, slow) == resolve_exchange(RECIPE, EIGHT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "faster"), [(EIGHT, "all_to_all"), (SLOW, "ring")], ids=["fast links", "slow links"]
 )
 def test_the_compiled_steps_agree(cluster: Cluster, faster: str) -> None:
     seconds = {
-        exchange: make_plan(with_settings({FIELD: exchange}), "h200", 1, 8, cluster.links).speed.step_seconds
+        exchange: make_plan(
+            with_settings({FIELD: exchange}), "h200", cluster.hosts, cluster.gpus_per_host
+        ).speed.step_seconds
         for exchange in ("ring", "all_to_all")
     }
     assert min(seconds, key=seconds.__getitem__) == faster

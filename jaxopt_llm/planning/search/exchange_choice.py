@@ -9,6 +9,7 @@ import functools
 from dataclasses import replace
 from typing import Final, Literal
 
+from jaxopt_llm.compiler.chips import USUAL_LINKS
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig
 from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.moe_cost import MoECost
@@ -23,11 +24,15 @@ CROSSINGS = 4  # of the tokens in a layer: there and back, forward and backward
 
 
 def resolve_exchange(config: Config, cluster: Cluster) -> Config:
-    """Replace `auto` by the faster exchange, if the configuration has one."""
+    """Replace `auto` by the faster exchange, if the configuration has one.
+
+    Links count with the usual rates: a run does not know others, and `plan` describes the program of a run.
+    """
     sharding, dtype = config.sharding, config.precision.compute_dtype
     if sharding.expert_exchange != AUTO or not config.model.moe.experts or config.mesh.expert == 1:
         return config
-    fastest = _find_fastest(config.model, config.mesh, sharding.expert_room, dtype, cluster)
+    usual = replace(cluster, links=USUAL_LINKS)
+    fastest = _find_fastest(config.model, config.mesh, sharding.expert_room, dtype, usual)
     return replace(config, sharding=replace(sharding, expert_exchange=fastest))
 
 

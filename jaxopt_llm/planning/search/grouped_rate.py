@@ -90,7 +90,7 @@ def find_efficiency(chip: Chip, leg: Leg, groups: Groups, table: Sequence[Measur
     if wanted <= known[0] or len(known) == 1:
         return 1 / points[known[0]]
     below, above = next((pair for pair in itertools.pairwise(known) if wanted <= pair[1]), known[-2:])
-    slope = (points[above] - points[below]) / (above - below)
+    slope = max((points[above] - points[below]) / (above - below), 0.0)  # never faster with fewer rows
     return 1 / (points[below] + slope * (wanted - below))
 
 
