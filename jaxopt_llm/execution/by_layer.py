@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -26,7 +27,29 @@ from jaxopt_llm.parallel import offload
 class Rows:
     """The rows of a stack, in the place of the stack in a tree."""
 
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[Any, ...]
+
+
+@struct.dataclass
+class StackRow:
+    """A row of a stack that another owner keeps, such as the state of a run: the program selects it, without a copy."""
+
+    stack: jax.Array
+    row: int = struct.field(pytree_node=False)
+
+
+def share_stack(stack: jax.Array) -> Rows:
+    """Return the rows of a stack that stays whole."""
+    return Rows(tuple(StackRow(stack, row) for row in range(stack.shape[0])))
+
+
+def read_rows(period: Params) -> Params:
+    """Return the parameters of a period as arrays, within a program."""
+
+    def read(leaf: Any) -> Any:
+        return leaf.stack[leaf.row] if isinstance(leaf, StackRow) else leaf
+
+    return jax.tree.map(read, period, is_leaf=lambda leaf: isinstance(leaf, StackRow))
 
 
 def split_layers(params: Params) -> Params:

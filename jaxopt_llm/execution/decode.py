@@ -153,7 +153,11 @@ class TokenGenerator:
         one_slot = jax.eval_shape(functools.partial(self._make_caches, 1))
         slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_slot))
         # Devices divide the rows of the cache. The weights are gathered.
-        share = SMALL_SHARE * sum(x.nbytes for x in jax.tree.leaves(params)) * placement.size(*BATCH_AXES)
+        share = (
+            SMALL_SHARE
+            * sum(x.nbytes for x in {id(x): x for x in jax.tree.leaves(params)}.values())
+            * placement.size(*BATCH_AXES)
+        )
         self._small = int(share // slot)
         self.load(params)
         self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)

@@ -27,6 +27,7 @@ import numpy as np
 from jaxopt_llm.config import Kind, Matmul, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import layer_groups
+from jaxopt_llm.execution.by_layer import read_rows
 from jaxopt_llm.execution.layer_groups import PrecisionSpan, select_period
 from jaxopt_llm.execution.remat import SAVED_BY_POLICY, checkpoint, checkpoint_policy
 from jaxopt_llm.model import param
@@ -124,7 +125,7 @@ def _run_by_layer(
     for span in _precision_spans(model, segment, context):
         for row in range(span.start, span.stop):
             # Otherwise XLA gathers the weights of all layers first. A layer may be gathered while the one before runs.
-            weights, before = jax.lax.optimization_barrier((periods[row], before))[0], carry
+            weights, before = jax.lax.optimization_barrier((read_rows(periods[row]), before))[0], carry
             constants = {name: values[row] for name, values in segment.per_layer.items()}
             cache = caches[row] if caches else None
             carry, cache = run_period(span.quantised, weights, constants, carry, cache, context)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.by_layer import Rows, gather_periods, split_stack
+from jaxopt_llm.execution.by_layer import Rows, gather_periods, share_stack, split_stack
 from jaxopt_llm.model import param
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -62,7 +62,8 @@ def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callab
 def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placement) -> Callable[[TrainState], Params]:
     """Return a function from a state to the model's parameters by layer, as `target` holds them.
 
-    A copy of a master weight has the compute dtype. With an average, it is read in place of the masters.
+    Arrays that rest in the state as `target` holds them are not copied. A copy of a master weight has the compute
+    dtype. With an average, it is read in place of the masters.
 
     Args:
         target: a placement on the same devices, in the same order.
@@ -80,9 +81,10 @@ def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placemen
 
     def read(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array, dtype: np.dtype[Any]) -> jax.Array | Rows:
         sharding = zero.resting_parameter_sharding(saved_spec, target)
-        if spec.leading > 1 or not array.sharding.is_equivalent_to(sharding, array.ndim):
-            array = make_conversion(_layout_only(spec), dtype, sharding)(array)
-        return split_stack(array, dtype) if spec.leading else array
+        if spec.leading < 2 and array.sharding.is_equivalent_to(sharding, array.ndim):
+            return share_stack(array) if spec.leading else array
+        array = make_conversion(_layout_only(spec), dtype, sharding)(array)
+        return split_stack(array) if spec.leading else array
 
     def read_master(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array | Rows:
         return read(spec, saved_spec, array, np.dtype(target.precision.for_param(spec).compute_dtype))
