@@ -181,7 +181,8 @@ class Engine:
         the label of each. The state is updated in place.
 
         Args:
-            batch: arrays with as many dimensions as those of the example.
+            batch: arrays with as many dimensions as those of the example. Do not change them before a metric of the
+                step has been read: on CPUs JAX may use their memory.
             loss: name of the loss, if the engine has several. It trains its own parameters only.
 
         Raises:

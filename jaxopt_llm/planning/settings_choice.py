@@ -234,8 +234,8 @@ def _order_policies(config: Config) -> list[Any]:
 def _list_unrolling(config: Config, cluster: Cluster, on_gpu: bool) -> Iterable[str]:
     if config.training.unroll != AUTO:
         return [config.training.unroll]
-    # CPUs compile slowly, and so do the exchanges of experts and of attention: unrolled, deepseek_v2_lite.py takes
-    # minutes. Long sequences gain little: 2% at 131,072 tokens on 8 GPUs, nothing at 1,048,576 on 64.
+    # CPUs compile slowly, and so do experts and exchanges of attention over several GPUs: unrolled, deepseek_v2_lite.py
+    # takes minutes. Long sequences gain little: 2% at 131,072 tokens on 8 GPUs, nothing at 1,048,576 on 64.
     exchanges = config.mesh.devices > 1 and (config.model.moe.experts > 0 or config.mesh.context > 1)
     if not on_gpu or exchanges or config.unroll_problems():
         return ["none"]
