@@ -65,7 +65,9 @@ class Engine:
         self._state: TrainState | None = None
         self._identity: Identity | None = None  # of the run, if it belongs to one
         self._gradients: dict[str, Any] = {}  # by loss
-        self._predictions: dict[Any, tuple[weakref.ref[Any], Any]] = {}  # by function, with a reference to it
+        self._predictions: dict[
+            tuple[int, int], tuple[weakref.ref[Any], Any]
+        ] = {}  # by function, with a reference to it
         self._lost = ""  # why there is no state: a restore that failed, or a `fit` that has it
         self._lent: list[jax.Array] = []  # arrays of the state that `model` returned
         self._running: jax.Array | None = None  # loss of the last step that `step` started
@@ -275,10 +277,9 @@ class Engine:
         if ema:
             state = training_state.use_average(state, program.specs, program.placement)
         # By identity: functions that are equal may compute something else.
-        bound, is_method = getattr(function, "__self__", None), inspect.ismethod(function)
-        key = (id(bound), function.__name__) if is_method else id(function)
+        key = id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function))
         if key not in kept:
-            make_reference = weakref.WeakMethod if is_method else weakref.ref
+            make_reference = weakref.WeakMethod if inspect.ismethod(function) else weakref.ref
             reference = make_reference(function, lambda _: kept.pop(key, None))
             whole = program.placement.replicated if self.processes.count > 1 else None
             kept[key] = reference, jit_prediction(self._job, program, reference, whole)

@@ -92,8 +92,8 @@ class Differentiated:
 class Outcome:
     """Result of the loss, the backward and the update of a step.
 
-    overflow: bool. guard: after the step. metrics, variables: see Differentiated. frozen: the frozen parameters, if the
-    loss assigns to parameters.
+    overflow: bool. guard: after the step. metrics, variables: see Differentiated. frozen: the frozen parameters after
+    the step; None if they stay as they are.
     """
 
     loss: jax.Array

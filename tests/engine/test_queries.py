@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -236,6 +237,24 @@ def test_compiled_predictions_live_as_long_as_their_functions() -> None:
     for _ in range(3):
         engine.predict(lambda params, batch: batch["y"], batch)
     assert count_programs() == before - 1
+
+
+@dataclass
+class Factor:
+    """Equal to another one with the same name, and not hashable."""
+
+    name: str
+    value: float = field(compare=False)
+
+    def apply(self, params: Any, batch: Any) -> jax.Array:
+        return self.value * apply(params, batch)
+
+
+def test_functions_are_told_apart_by_identity() -> None:
+    engine, batch = start(optax.sgd(0.5)), make_batch(9)
+    wanted, factors = np.asarray(apply(make_params(), batch)), [Factor("a", 2.0), Factor("a", 3.0)]
+    for each in factors:
+        assert_close(np.asarray(engine.predict(each.apply, batch)), each.value * wanted)
 
 
 # --- Learning rates
