@@ -262,7 +262,7 @@ class Engine:
     def predict(self, function: Callable[[Any, Any], Any], batch: Any, ema: bool = True) -> Any:
         """Return what a function (model, batch) returns for a batch, such as logits. Nothing is updated.
 
-        The function is compiled at its first call, and at that with another shape of the batch. The compiled programs
+        The function is compiled at its first call, and again for each new shape of the batch. The compiled programs
         live as long as the function, so give the same object each time: a lambda that is written in the call is
         compiled at every call. The devices divide the rows of the batch if their number
         allows it. An NNX model is in evaluation mode, and the parameters are read in `precision.compute_dtype`. In a
