@@ -11,9 +11,9 @@ suffices. ZeRO-3 shards the 4-bit codes; each GPU has 2 rows of 2048 tokens. Ran
 norm and the 16 rows of a step are the paper's for 65B. FOLDER is the downloaded model. For chats.jsonl see
 docs/chat.md.
 
-On 2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8 takes 30.0 GiB on each.
+On 2 GPUs of 40 GB or more: --mesh.fsdp 2 --training.accumulation 8 takes 28.4 GiB on each.
 On one GPU of 48 GB: --mesh.fsdp 1 --training.accumulation 16 --lora.rank 16 --optimizer.state-dtype int8 takes
-42.1 GiB.
+41.4 GiB.
 """
 
 from jaxopt_llm.config import (

@@ -211,13 +211,18 @@ ON_ONE = {"mesh.fsdp": 1, "training.accumulation": 16, "lora.rank": 16, "optimiz
 @pytest.mark.parametrize(
     ("name", "gpus", "changes", "gigabytes", "otherwise"),
     [
-        pytest.param("llama3_8b_qlora", 1, {}, 12, OTHERWISE["llama3_8b_qlora"][0], marks=pytest.mark.core),
+        # Ids without the measured peak, which changes with the compiler: expensive.txt names tests by their ids.
+        pytest.param(
+            *("llama3_8b_qlora", 1, {}, 12, OTHERWISE["llama3_8b_qlora"][0]),
+            id="llama3_8b_qlora-1",
+            marks=pytest.mark.core,
+        ),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.slow)
             for case in (
                 ("llama3_8b_lora", 1, {}, 24, OTHERWISE["llama3_8b_lora"][0]),
-                ("llama2_70b_qlora", 2, ON_TWO, 40, 30.0),
-                ("llama2_70b_qlora", 1, ON_ONE, 48, 41.8),
+                ("llama2_70b_qlora", 2, ON_TWO, 40, 28.6),
+                ("llama2_70b_qlora", 1, ON_ONE, 48, 41.0),
             )
         ),
     ],
