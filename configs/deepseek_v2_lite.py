@@ -7,7 +7,7 @@ step, as compiled by
 
     python -m jaxopt_llm.plan --config deepseek_v2_lite.py --remat.policy full --gpu h200 --hosts 1 --gpus-per-host 8
 
-are 37.9 GiB at the peak and 134.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+are 37.8 GiB at the peak and 134.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory
 suffices. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1 --training.batch-size 128 takes 12.1 GiB: fsdp then
 shards the experts, too.
 
