@@ -34,7 +34,7 @@ def get_config() -> Config:
         data=DataConfig(paths=("chats.jsonl",), content="chat"),
         training=TrainingConfig(steps=0, epochs=3.0, batch_size=16, accumulation=16, sequence_length=2048),
         optimizer=OptimizerConfig(learning_rate=1e-5, beta2=0.999, weight_decay=0.0),
-        schedule=ScheduleConfig(warmup_steps=0, warmup_share=0.1),
+        schedule=ScheduleConfig(warmup_steps=0.1),
         checkpoint=CheckpointConfig(every=20, keep_best=1),
         evaluation=EvaluationConfig(every=20, samples=2),
     )

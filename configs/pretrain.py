@@ -25,6 +25,6 @@ def get_config() -> Config:
         model=ModelConfig(pretrained="FOLDER"),
         training=TrainingConfig(steps=0, epochs=1.0, batch_size=32, accumulation=8, sequence_length=4096),
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        schedule=ScheduleConfig(warmup_steps=0, warmup_share=0.03),
+        schedule=ScheduleConfig(warmup_steps=0.03),
         evaluation=EvaluationConfig(samples=2),
     )

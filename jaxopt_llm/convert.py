@@ -165,7 +165,7 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     source = pretrained.find_source_folder(config)
     family = huggingface.choose_family(config.model, source)
     base = config.model.pretrained
-    _, params, _, restored = run.restore_run(directory, config, config.precision.param_dtype, "absent", step=step)
+    _, params, _, restored = run.restore_run(directory, config, "float32", "absent", step=step)
     notes, said = list_prompt_notes(config.data), []
     if config.lora.base != "float":
         try:
@@ -183,7 +183,7 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
         layers = stored.open_run_layers(directory, config, restored)
         whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0)
     write_adapter_folder(path, params, family, config.model, config.lora, origin, dtype, whole)
-    print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or config.precision.param_dtype}")
+    print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or 'float32'}")
     for line in (*notes, *said):
         print(line)
 

@@ -34,9 +34,6 @@ RECIPES = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.
 
 OWN_MODEL = {"model", "loss"}  # names that make a recipe one of a model of its own
 
-# Pairs of settings that exclude each other: a flag for one sets the other to 0.
-EITHER = ({"training.steps", "training.epochs"}, {"schedule.warmup_steps", "schedule.warmup_share"})
-
 # Settings by the names that other trainers and papers use; the names that are ours are found without this table.
 KNOWN_AS = {
     "training.epochs": ("num_train_epochs", "num_epochs", "n_epochs"),
@@ -55,8 +52,7 @@ KNOWN_AS = {
     "optimizer.weight_decay": ("wd",),
     "optimizer.clip_norm": ("clip_grad", "grad_clip", "max_grad_norm", "max_norm", "gradient_clipping"),
     "optimizer.name": ("optim",),
-    "schedule.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_steps"),
-    "schedule.warmup_share": ("warmup_ratio",),
+    "schedule.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_steps", "warmup_ratio"),
     "schedule.kind": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_decay_style"),
     "lora.rank": ("r", "lora_r", "lora_rank"),
     "lora.alpha": ("lora_alpha",),
@@ -300,10 +296,9 @@ def override_config(config: Config, overrides: list[str], program: str, own: Seq
     if not overrides:
         return config
     given = set(map(_name_flag, overrides))
-    for pair in EITHER:
-        if len(given & pair) == 1:  # the recipe's value of the other one does not count
-            (other,) = pair - given
-            config = fields.replace_fields(config, {other: type(fields.get_field(config, other))()})
+    either = {"training.steps", "training.epochs"}  # a flag for one of them replaces the recipe's value of the other
+    if len(given & either) == 1:
+        config = fields.replace_fields(config, dict.fromkeys(either - given, 0))
     import tyro  # imported here, because loading a recipe does not need it: see scripts/gpu_check
 
     errors = io.StringIO()

@@ -20,12 +20,11 @@ class Exactness(Protocol):
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    param_dtype: Literal["float32"] = "float32"
-    """Dtype of the master weights. optimizer.state_dtype sets the dtype of the moments."""
     compute_dtype: Float = setting(
         "bfloat16", search=("float32", "bfloat16"), search_rank=3, price="none on GPUs, which are faster in 16 bits"
     )
-    """Dtype of the activations and of the weights that multiply them; norms, softmax and loss stay in float32. On GPUs,
+    """Dtype of the activations and of the weights that multiply them; norms, softmax, loss and the master weights stay
+    in float32, and optimizer.state_dtype sets the dtype of the moments. On GPUs,
     JAX multiplies float32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment."""
     reduce_dtype: Float = setting(
         "float32", search=("float32", "bfloat16"), search_rank=2, price="gradients are summed over devices in 16 bits"

@@ -183,9 +183,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    warmup_steps: int = setting(100, bounds=NON_NEGATIVE)
-    """Steps over which the learning rate rises to the peak. A flag of this setting or of warmup_share sets the other to
-    0."""
+    warmup_steps: int | float = setting(100, bounds=NON_NEGATIVE)
+    """Steps over which the learning rate rises to the peak. A number below 1 is a share of decay_steps (by default the
+    steps of the run), rounded up (Hugging Face: warmup_steps, warmup_ratio)."""
     decay_steps: int = setting(0, bounds=NON_NEGATIVE)
     """Step at which cosine, linear and wsd reach their final learning rate. It is separate from training.steps, so that
     a run can be extended. 0 = training.steps at the first start of the run, or the end of the warm-up if that is
@@ -197,10 +197,6 @@ class ScheduleConfig:
     linearly in the last cooldown_steps (warmup-stable-decay, Hu et al. 2024)."""
     cooldown_steps: int = setting(100, bounds=AT_LEAST_ONE)
     """wsd: number of steps of the final fall, which ends at decay_steps."""
-    warmup_share: float = setting(0.0, bounds=SHARE)
-    """Length of the warm-up as a share of decay_steps (by default the steps of the run), rounded up (Hugging Face:
-    warmup_ratio). It replaces warmup_steps, which must be 0. 0 = as warmup_steps says."""
-
     warmup_kind: Literal["linear", "log"] = "linear"
     """Shape of the warm-up. linear: a straight line. log: by the logarithm of the step, fast at first (DeepSpeed:
     warmup_type)."""
@@ -212,47 +208,38 @@ class ScheduleConfig:
         """First step with the final learning rate; None if the schedule has no end."""
         return self.decay_steps if self.kind in ("cosine", "linear", "wsd") else None
 
-    @property
-    def warmup_setting(self) -> str:
-        """Name of the setting that gives the length of the warm-up."""
-        return "schedule.warmup_share" if self.warmup_share else "schedule.warmup_steps"
-
-    @property
-    def warmup_flag(self) -> str:
-        return f"--{self.warmup_setting.replace('_', '-')}"
-
     def describe_warmup(self, steps: int) -> str:
         """Return the setting of the warm-up with its value, and its steps if it is a share."""
-        name, count = self.warmup_setting, self.count_warmup(steps)
-        return f"{name}={self.warmup_share} ({count} steps)" if self.warmup_share else f"{name}={count}"
+        return f"schedule.warmup_steps={self.warmup_steps}" + f" ({self.count_warmup(steps)} steps)" * self._is_share
 
     def count_warmup(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of so many steps."""
-        return self._share_of(self.choose_end(steps)) if self.warmup_share else self.warmup_steps
+        return self._share_of(self.choose_end(steps)) if self._is_share else int(self.warmup_steps)
 
     def choose_end(self, steps: int) -> int:
         """Return `decay_steps`, or the step that 0 stands for in a run of so many steps."""
         if self.decay_steps:
             return self.decay_steps
         fall = self.cooldown_steps if self.kind == "wsd" else 1
-        if not self.warmup_share:
-            return max(steps, self.warmup_steps + fall)
+        if not self._is_share:
+            return max(steps, int(self.warmup_steps) + fall)
         # The smallest end that has room for the warm-up and the fall.
-        end = math.floor(fall / (1 - self.warmup_share))
+        end = math.floor(fall / (1 - self.warmup_steps))
         while end - self._share_of(end) < fall:
             end += 1
         return max(steps, end)
 
+    @property
+    def _is_share(self) -> bool:
+        return 0 < self.warmup_steps < 1
+
     def _share_of(self, end: int) -> int:
-        return math.ceil(self.warmup_share * end - 1e-9)  # 0.07 * 100 is above 7 in floating point
+        return math.ceil(self.warmup_steps * end - 1e-9)  # 0.07 * 100 is above 7 in floating point
 
     def problems(self) -> list[str]:
         found, end = find_out_of_range("schedule", self), self.decay_steps
-        if self.warmup_steps and self.warmup_share:
-            found.append(
-                f"schedule.warmup_steps={self.warmup_steps} and schedule.warmup_share={self.warmup_share}: set one of "
-                "them to 0"
-            )
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            found.append(f"schedule.warmup_steps={self.warmup_steps}: must be whole, or a share below 1")
         if found or not end:  # it will be after the warm-up: see `choose_end`
             return found
         warmup = self.count_warmup(end)
@@ -261,7 +248,7 @@ class ScheduleConfig:
         elif self.kind == "wsd" and self.cooldown_steps > end - warmup:
             found.append(
                 f"schedule.cooldown_steps={self.cooldown_steps}: must be at most {end - warmup}, the steps from "
-                f"the end of {self.warmup_setting} to schedule.decay_steps"
+                "the end of schedule.warmup_steps to schedule.decay_steps"
             )
         return found
 

@@ -118,7 +118,7 @@ def _rules(config: Config) -> list[Rule]:
         (
             "schedule.warmup_kind schedule.initial_share",
             "schedule.warmup_steps=0",
-            not (schedule.warmup_steps or schedule.warmup_share),
+            not schedule.warmup_steps,
         ),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),

@@ -138,9 +138,8 @@ def _load_run(path: Path, adapter: Path | None, step: Step, base: Path | None) -
     config = run.move_base(path, cli.load_run_config(path, ""), base)
     adapters = None if adapter is None else open_run_adapters(adapter, path, config)
     precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
-    dtype = config.precision.param_dtype
     model, params, placement, restored = run.restore_run(
-        path, config, dtype, "original", precision=precision, step=step
+        path, config, "float32", "original", precision=precision, step=step
     )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, "float32")

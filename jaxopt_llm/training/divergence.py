@@ -54,7 +54,7 @@ def describe_remedy(config: Config) -> str:
     """Return what is left of a run that has diverged, and what may prevent it."""
     return (
         f"{config.run.directory} keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a larger "
-        f"{config.schedule.warmup_flag}"
+        "--schedule.warmup-steps"
     )
 
 

@@ -170,7 +170,7 @@ def adapt_model(
 
     specs = tree.map_with_path(wrap, model.specs)
     trained, frozen = tree.partition(specs, (whole | leaves.adapter_paths(specs)).__contains__)
-    masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype(precision.param_dtype)), trained)
+    masters = jax.tree.map(lambda spec: replace(spec, dtype=np.dtype("float32")), trained)
     return model.with_specs(specs), masters, frozen
 
 

@@ -110,7 +110,7 @@ def list_warnings(setup: Setup) -> Iterator[str]:
     if warmup >= config.training.steps and warmup > 1:
         yield (
             f"{config.schedule.describe_warmup(config.training.steps)} reaches the end of the run, step "
-            f"{config.training.steps}: the learning rate only rises; set a smaller {config.schedule.warmup_flag}"
+            f"{config.training.steps}: the learning rate only rises; set a smaller --schedule.warmup-steps"
         )
     if left := config.training.steps % config.training.local_steps:
         yield (

@@ -203,19 +203,19 @@ def test_a_share_of_the_warm_up_is_named_as_it_is_given(tmp_path: Path) -> None:
     config = Config(
         mesh={"fsdp": 8},  # type: ignore[arg-type]
         precision={"compute_dtype": "float32"},  # type: ignore[arg-type]
-        schedule={"warmup_steps": 0, "warmup_share": 0.9},  # type: ignore[arg-type]
+        schedule={"warmup_steps": 0.9},  # type: ignore[arg-type]
     )
     engine = jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), config)
     with pytest.warns(
-        EngineWarning, match=r"^schedule.warmup_share=0.9 \(\d+ steps\) reaches the end of the run, step 2"
+        EngineWarning, match=r"^schedule.warmup_steps=0.9 \(\d+ steps\) reaches the end of the run, step 2"
     ):
         jaxopt_llm.fit(engine, make_batch, 2, tmp_path)
 
 
-def test_a_share_that_leaves_no_fall_is_refused_before_the_end_is_chosen() -> None:
-    config = Config(schedule={"warmup_steps": 0, "warmup_share": 1.0})  # type: ignore[arg-type]
+def test_a_warm_up_that_cannot_be_is_refused_before_the_end_is_chosen() -> None:
+    config = Config(schedule={"warmup_steps": 1.5})  # type: ignore[arg-type]
     engine: Any = SimpleNamespace(example=make_batch(0), has_schedule=True)
-    with pytest.raises(InputError, match=r"^config: schedule.warmup_share=1.0"):
+    with pytest.raises(InputError, match=r"^config: schedule.warmup_steps=1.5"):
         _resolve_config(engine, config, 10)
 
 

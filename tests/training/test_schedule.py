@@ -44,14 +44,15 @@ def test_without_warm_up_the_rate_falls_from_the_peak_to_its_end() -> None:
     [
         (ScheduleConfig(warmup_steps=20, decay_steps=20), "schedule.warmup_steps=20"),
         (
-            ScheduleConfig(warmup_steps=0, warmup_share=0.999, decay_steps=100),
-            "schedule.warmup_share=0.999 (100 steps):",
+            ScheduleConfig(warmup_steps=0.999, decay_steps=100),
+            "schedule.warmup_steps=0.999 (100 steps):",
         ),
         (
-            replace(SCHEDULE, kind="wsd", warmup_steps=0, warmup_share=0.9),
-            "end of schedule.warmup_share to schedule.decay",
+            replace(SCHEDULE, kind="wsd", warmup_steps=0.9),
+            "end of schedule.warmup_steps to schedule.decay",
         ),
         (ScheduleConfig(warmup_steps=-1), "schedule.warmup_steps=-1"),
+        (ScheduleConfig(warmup_steps=10.5), "schedule.warmup_steps=10.5: must be whole, or a share below 1"),
         (ScheduleConfig(kind="constant", warmup_steps=-1), "schedule.warmup_steps=-1"),
         (ScheduleConfig(final_share=1.5), "schedule.final_share=1.5"),
         (replace(SCHEDULE, kind="wsd", cooldown_steps=17), "schedule.cooldown_steps=17"),
@@ -76,13 +77,11 @@ def test_without_decay_steps_the_schedule_ends_with_the_run_and_after_its_warm_u
 
 def test_a_warm_up_by_its_share() -> None:
     """Rounded up, as warmup_ratio in transformers, and the same in a run that is continued with more steps."""
-    share = replace(SCHEDULE, warmup_steps=0, warmup_share=0.07, decay_steps=0, kind="cosine")
+    share = replace(SCHEDULE, warmup_steps=0.07, decay_steps=0, kind="cosine")
     assert [share.count_warmup(steps) for steps in (3, 38, 100, 1000)] == [1, 3, 7, 70]
-    np.testing.assert_array_equal(rates(share, 20), rates(replace(share, warmup_steps=2, warmup_share=0.0), 20))
+    np.testing.assert_array_equal(rates(share, 20), rates(replace(share, warmup_steps=2), 20))
     assert [replace(share, decay_steps=38).count_warmup(steps) for steps in (38, 500)] == [3, 3]
     assert replace(share, decay_steps=38).problems() == []
-    (problem,) = replace(share, warmup_steps=5).problems()
-    assert problem == "schedule.warmup_steps=5 and schedule.warmup_share=0.07: set one of them to 0"
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
@@ -90,7 +89,7 @@ def test_a_warm_up_by_its_share() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 50, 400])
 def test_a_resume_finds_the_warm_up_of_the_first_start(kind: str, share: float, steps: int) -> None:
     """The first start stores the end of the schedule, which leaves room for the fall."""
-    first = ScheduleConfig(warmup_steps=0, warmup_share=share, kind=kind, cooldown_steps=100)  # type: ignore[arg-type]
+    first = ScheduleConfig(warmup_steps=share, kind=kind, cooldown_steps=100)  # type: ignore[arg-type]
     end = first.choose_end(steps)
     stored = replace(first, decay_steps=end)
     assert end >= steps and stored.problems() == [] and stored.count_warmup(9999) == first.count_warmup(steps)
