@@ -5,12 +5,9 @@ A recipe imports the sections that it sets from here:
     from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
 """
 
-from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import Intermediate, OffloadConfig, RematConfig
-from jaxopt_llm.config.mla import MLAConfig
-from jaxopt_llm.config.model import Kind, ModelConfig
-from jaxopt_llm.config.moe import MoEConfig
+from jaxopt_llm.config.model import Kind, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxopt_llm.config.parallel import (
     AXES,
     BATCH_AXES,
@@ -21,8 +18,15 @@ from jaxopt_llm.config.parallel import (
     ShardingConfig,
 )
 from jaxopt_llm.config.precision import Float, Matmul, PrecisionConfig
-from jaxopt_llm.config.rope import RopeConfig
-from jaxopt_llm.config.run import Config, LoggingConfig, ProfileConfig, RunConfig, XlaConfig
+from jaxopt_llm.config.run import (
+    CheckpointConfig,
+    Config,
+    LoggingConfig,
+    ProfileConfig,
+    RunConfig,
+    WatchdogConfig,
+    XlaConfig,
+)
 from jaxopt_llm.config.training import (
     EvaluationConfig,
     LoraConfig,
@@ -31,4 +35,3 @@ from jaxopt_llm.config.training import (
     StateDtype,
     TrainingConfig,
 )
-from jaxopt_llm.config.watchdog import WatchdogConfig

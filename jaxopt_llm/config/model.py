@@ -8,9 +8,241 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, section, setting
-from jaxopt_llm.config.mla import MLAConfig
-from jaxopt_llm.config.moe import MoEConfig
-from jaxopt_llm.config.rope import RopeConfig
+
+# The settings that each kind of scaling reads, in addition to theta, scaling and factor.
+READ_BY_SCALING: dict[str, tuple[str, ...]] = {
+    "llama3": ("low_frequency_factor", "high_frequency_factor", "original_length"),
+    "yarn": (
+        *("low_frequency_factor", "high_frequency_factor", "original_length", "attention_factor", "truncate"),
+        *("mscale", "mscale_all_dim"),
+    ),
+    "linear": (),
+    "dynamic": ("original_length",),
+    "longrope": ("original_length", "attention_factor", "short_factors", "long_factors"),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    theta: float = setting(10_000.0, bounds=POSITIVE)
+    """Base of the RoPE frequencies."""
+    scaling: Literal["llama3", "yarn", "linear", "dynamic", "longrope"] = "llama3"
+    """Scaling of the RoPE frequencies for longer sequences (rope_type). llama3 and yarn interpolate between the two
+    bounds below: by the number of turns (Llama 3.1), or by the index of the frequency (YaRN, DeepSeek; published bounds
+    1 and 32). linear: divide all frequencies by the factor. dynamic and longrope depend on the length of each document:
+    from original_length on, dynamic raises theta with the length (dynamic NTK); longrope divides by long_factors, and
+    in shorter documents by short_factors (Phi-3). Each document of a packed row has the frequencies that it has
+    alone."""
+    factor: float = setting(1.0, bounds=AT_LEAST_ONE)
+    """Factor by which low RoPE frequencies are lowered, for sequences this many times longer. longrope only derives
+    attention_factor from it. 1 = no scaling, except with dynamic and longrope."""
+    low_frequency_factor: float = setting(1.0, bounds=POSITIVE)
+    """A frequency with at most this many turns in original_length tokens is lowered by the full factor
+    (low_freq_factor; YaRN: beta_slow)."""
+    high_frequency_factor: float = 4.0
+    """A frequency with at least this many turns in original_length tokens stays unchanged; between the two bounds
+    the factor is interpolated (high_freq_factor; YaRN: beta_fast)."""
+    original_length: int = setting(8192, bounds=AT_LEAST_ONE)
+    """Sequence length before RoPE scaling, in tokens (original_max_position_embeddings; dynamic:
+    max_position_embeddings)."""
+    attention_factor: float = setting(0.0, bounds=NON_NEGATIVE)
+    """With scaling=yarn or longrope: factor of the rotated queries and keys (attention_factor). 0 = as published: yarn
+    derives it from factor, mscale and mscale_all_dim; longrope uses √(1 + log(factor) / log(original_length))."""
+    truncate: bool = True
+    """With scaling=yarn: round the two bounds to whole indices of frequencies (truncate)."""
+    short_factors: tuple[float, ...] = ()
+    """With scaling=longrope: divisor of each frequency in documents of at most original_length tokens
+    (short_factor)."""
+    long_factors: tuple[float, ...] = ()
+    """With scaling=longrope: divisor of each frequency in longer documents (long_factor)."""
+    mscale: float = setting(1.0, bounds=NON_NEGATIVE)
+    """With scaling=yarn: rotated queries and keys are multiplied by (1 + 0.1 × mscale × log(factor)) /
+    (1 + 0.1 × mscale_all_dim × log(factor)) (DeepSeek: mscale)."""
+    mscale_all_dim: float = setting(0.0, bounds=NON_NEGATIVE)
+    """With scaling=yarn: attention scores are multiplied by the square of 1 + 0.1 × mscale_all_dim ×
+    log(factor) (DeepSeek: mscale_all_dim)."""
+
+    @property
+    def by_length(self) -> bool:
+        """Dependence of the frequencies on the length of a document."""
+        return self.scaling in ("dynamic", "longrope")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Difference of the embedding from one without scaling."""
+        attention_factor = self.attention_factor if self.scaling == "yarn" else 0.0
+        return self.factor != 1 or self.by_length or attention_factor not in (0, 1)
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys, which keeps attention as sharp over longer sequences."""
+        if self.scaling == "yarn":
+            return self.attention_factor or self.yarn_factor(self.mscale) / self.yarn_factor(self.mscale_all_dim)
+        if self.scaling == "longrope":
+            derived = math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+            return self.attention_factor or derived
+        return 1.0
+
+    def yarn_factor(self, mscale: float) -> float:
+        """Return YaRN's attention factor (Peng et al. 2023, section 3.4). mscale: DeepSeek's weight of it."""
+        return 1 + 0.1 * mscale * math.log(self.factor)
+
+    def same_frequencies(self, length: int, other: int) -> bool:
+        """Return whether documents of two lengths have the same frequencies."""
+        if self.scaling == "longrope":
+            return (length > self.original_length) == (other > self.original_length)
+        return self.scaling != "dynamic" or max(length, self.original_length) == max(other, self.original_length)
+
+    def problems(self, rotary_dim: int) -> list[str]:
+        """Find problems. rotary_dim: size of the part of a head that is rotated."""
+        found = find_out_of_range("model.rope", self)
+        if self.scaling == "yarn" and not self.theta > 1:
+            found.append(f"model.rope.theta={self.theta}: must be above 1 with model.rope.scaling=yarn")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if high <= low:
+            found.append(f"model.rope.high_frequency_factor={high}: must exceed model.rope.low_frequency_factor={low}")
+        if self.scaling == "dynamic" and rotary_dim <= 2:
+            found.append(f"model.rope.scaling=dynamic: needs more than the {rotary_dim} rotated values of a head")
+        return found + (self._longrope_problems(rotary_dim // 2) if self.scaling == "longrope" else [])
+
+    def _longrope_problems(self, pairs: int) -> list[str]:
+        found = []
+        for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
+            if len(factors) != pairs:
+                problem = f"{len(factors)} values; scaling=longrope needs one for each of the {pairs} frequencies"
+                found.append(f"model.rope.{name}: {problem}")
+            elif not all(factor > 0 for factor in factors):
+                found.append(f"model.rope.{name}: {min(factors)} must be above 0")
+        if self.original_length < 2:
+            found.append(f"model.rope.original_length={self.original_length}: must be at least 2 with scaling=longrope")
+        return found
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    kv_rank: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Size of the latent vector from which keys and values are projected (multi-head latent attention, MLA, of
+    DeepSeek-V2: kv_lora_rank). Generation caches only this vector and rotary_head_dim values per token. 0 = keys and
+    values are projected from the residual stream."""
+    query_rank: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """With kv_rank: size of the latent vector from which queries are projected (q_lora_rank). 0 = queries are projected
+    from the residual stream."""
+    rotary_head_dim: int = setting(16, resume="never", bounds=AT_LEAST_ONE)
+    """With kv_rank: size of the last part of each query and key head, the only one that RoPE rotates. All heads share
+    one key for it (qk_rope_head_dim)."""
+    value_head_dim: int = setting(32, resume="never", bounds=AT_LEAST_ONE)
+    """With kv_rank: size of each value head (v_head_dim)."""
+
+    def problems(self, head_dim: int) -> list[str]:
+        """List the errors in this section. head_dim: size of each query and key head."""
+        found = find_out_of_range("model.mla", self)
+        size = self.rotary_head_dim
+        if self.kv_rank and (size >= head_dim or size % 2):
+            found.append(f"model.mla.rotary_head_dim={size}: must be even and below model.head_dim={head_dim}")
+        return found
+
+
+MAX_EXPERTS = 200_000  # over all layers: a Hugging Face folder lists the tensors of every expert
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    experts: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Number of experts (MLPs) in each MoE layer; a router chooses among them for each token. 0 = a dense model."""
+    experts_per_token: int = setting(2, bounds=AT_LEAST_ONE)
+    """Number of experts that the router chooses for each token (top-k; num_experts_per_tok)."""
+    expert_width: int = setting(384, resume="never", bounds=AT_LEAST_ONE)
+    """Hidden size of each expert (moe_intermediate_size)."""
+    shared_expert_width: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Hidden size of the shared expert, an MLP that every token passes in addition to the chosen experts (DeepSeek,
+    Qwen2-MoE). 0 = no shared expert."""
+    dense_layers: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Number of layers at the start of the model that have one MLP and no experts (DeepSeek: first_k_dense_replace)."""
+    expert_every: int = setting(1, resume="never", bounds=AT_LEAST_ONE)
+    """A layer after dense_layers has experts if its number, counted from 1 at the start of the model, is a multiple of
+    this (decoder_sparse_step). 1 = all layers after dense_layers."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from router logits to scores: softmax over all experts (Mixtral), or sigmoid of each logit (DeepSeek-V3:
+    scoring_func)."""
+    router_renormalises: bool = True
+    """Divide the scores of the chosen experts by their sum (norm_topk_prob)."""
+    router_scale: float = setting(1.0, bounds=POSITIVE)
+    """Factor of the scores of the chosen experts, after router_renormalises (DeepSeek: routed_scaling_factor)."""
+    router_groups: int = setting(1, bounds=AT_LEAST_ONE)
+    """Number of groups of consecutive experts (DeepSeek: n_group). The router first chooses groups for a token, then
+    experts within them. A group's score is its best expert's (DeepSeek-V2) or, with router=sigmoid, the sum of its two
+    best (DeepSeek-V3). 1 = no groups."""
+    router_groups_per_token: int = setting(1, bounds=AT_LEAST_ONE)
+    """Number of groups that the router chooses for each token (DeepSeek: topk_group)."""
+    router_bias: bool = setting(False, resume="never")
+    """Add a bias that follows the load to the scores when experts are chosen, but not to their weights: load balancing
+    without an auxiliary loss (DeepSeek-V3; Wang et al. 2024). Use it with balance_loss or instead of it."""
+    router_bias_rate: float = setting(0.001, in_pretrained=False, bounds=NON_NEGATIVE)
+    """With router_bias: change of the bias per step, up for an expert with less than the mean load of the batch and
+    down for an expert with more."""
+    balance_loss: float = setting(0.01, in_pretrained=False, bounds=NON_NEGATIVE)
+    """Weight of the load-balancing loss of each MoE layer's router, which is 1 for an even load (Switch, Fedus et al.
+    2022; router_aux_loss_coef). 0 = off."""
+    router_z_loss: float = setting(0.0, in_pretrained=False, bounds=NON_NEGATIVE)
+    """Weight of the router z-loss: log(Z)² per token, where Z is the denominator of the router's softmax (ST-MoE, Zoph
+    et al. 2022, uses 0.001). 0 = off."""
+    capacity_factor: float = setting(0.0, in_pretrained=False, bounds=NON_NEGATIVE)
+    """Capacity factor: each expert takes from a sequence at most this many times its even share of the choices, keeps
+    the first ones and drops the others (Switch). 0 = no choice is dropped."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer is an MoE layer."""
+        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+
+    def problems(self, layers: int) -> list[str]:
+        """List the errors in this section. layers: number of layers of the model."""
+        found = find_out_of_range("model.moe", self)
+        if not self.experts or found:
+            return found
+        chosen, experts = self.experts_per_token, self.experts
+        if chosen > experts:
+            found.append(f"model.moe.experts_per_token={chosen}: must be at most model.moe.experts={experts}")
+        if chosen == 1 and self.router_renormalises:
+            found.append(
+                "model.moe.router_renormalises=True: with model.moe.experts_per_token=1 every weight is 1, so the "
+                "router gets no gradient from the loss; set --model.moe.router-renormalises False, as Switch does"
+            )
+        found += self._group_problems()
+        if experts * layers > MAX_EXPERTS:
+            found.append(f"model.moe.experts={experts} × model.layers={layers}: must be at most {MAX_EXPERTS:,}")
+        if not self.dense_layers < layers:
+            found.append(f"model.moe.dense_layers={self.dense_layers}: must be below model.layers={layers}")
+        if 0 < self.capacity_factor < 1:
+            found.append(f"model.moe.capacity_factor={self.capacity_factor}: must be at least 1, or 0 to drop none")
+        if not found and not any(map(self.has_experts, range(layers))):
+            found.append(
+                f"model.moe.experts={experts}: no layer has experts with "
+                f"model.moe.expert_every={self.expert_every}, model.moe.dense_layers={self.dense_layers} and "
+                f"model.layers={layers}; set a smaller --model.moe.expert-every or --model.moe.dense-layers"
+            )
+        return found
+
+    def _group_problems(self) -> list[str]:
+        groups, chosen, experts = self.router_groups, self.router_groups_per_token, self.experts
+        if chosen > groups:
+            return [f"model.moe.router_groups_per_token={chosen}: must be at most model.moe.router_groups={groups}"]
+        if experts % groups:
+            return [f"model.moe.experts={experts}: must be a multiple of model.moe.router_groups={groups}"]
+        size, found = experts // groups, []
+        if chosen * size < self.experts_per_token and groups > 1:
+            found.append(
+                f"model.moe.experts_per_token={self.experts_per_token}: exceeds the {chosen * size} experts of "
+                f"model.moe.router_groups_per_token={chosen} of {groups} groups; lower it, or raise "
+                "--model.moe.router-groups-per-token"
+            )
+        if groups > 1 and size == 1 and self.router == "sigmoid":
+            found.append(
+                f"model.moe.router_groups={groups}: with model.moe.router=sigmoid a group's score is the sum of its "
+                f"two best experts, and each group of model.moe.experts={experts} has only one; set "
+                f"--model.moe.router-groups to at most {experts // 2}"
+            )
+        return found
+
 
 Kind = Literal["global", "sliding", "global_nope"]
 GATED = ("swiglu", "geglu")  # the values of `mlp` with a gate projection

@@ -1,10 +1,10 @@
 """Settings of the device mesh, and of the division of state, activations, layers and processes over it."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxopt_llm.config.addresses import find_problem
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, Bounds, find_out_of_range, setting
 
 # Outermost first. `tensor` is innermost, so it uses the fastest links. `pipeline` moves the least data, so it crosses
@@ -164,6 +164,32 @@ class PipelineConfig:
         return found
 
 
+_ADDRESS = "must be host:port, with the name or IP address of a host"
+
+
+def find_address_problem(text: str) -> str:
+    """Return why a text is no address of the form host:port; "" if it is one.
+
+    A name with an empty label, or with a label of more than 63 characters, is wrong: look-ups of it raise UnicodeError.
+    """
+    port = re.fullmatch(r".+:([0-9]{1,9})", text)
+    if port is None:
+        return _ADDRESS
+    if not 0 < int(port[1]) < 2**16:
+        return "the port must be 1 to 65535"
+    try:
+        parse_address(text)[0].encode("idna")
+    except UnicodeError:
+        return _ADDRESS
+    return ""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of an address, without the brackets of an IPv6 host."""
+    host, port = text.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
 @dataclass(frozen=True)
 class DistributedConfig:
     coordinator: str = ""
@@ -182,6 +208,6 @@ class DistributedConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("distributed", self)
-        if self.coordinator and (why := find_problem(self.coordinator)):
+        if self.coordinator and (why := find_address_problem(self.coordinator)):
             found.append(f"distributed.coordinator={self.coordinator}: {why}")
         return found

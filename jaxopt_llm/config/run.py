@@ -1,19 +1,78 @@
-"""Configuration of a run, composed of the sections of this package."""
+"""Configuration of a run, composed of the sections of this package, and its sections that concern the run alone."""
 
 import difflib
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, find_out_of_range, section, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import EvaluationConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
-from jaxopt_llm.config.watchdog import WatchdogConfig
 from jaxopt_llm.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = setting(500, bounds=AT_LEAST_ONE)
+    """Steps between two checkpoints. The last step always has one. A save that failed, or that was left out because the
+    saves before were still being written, is retried after a tenth of these steps."""
+    keep: int = setting(2, bounds=AT_LEAST_ONE)
+    """Number of newest checkpoints to keep (Hugging Face: save_total_limit)."""
+    keep_every: int = setting(0, bounds=NON_NEGATIVE)
+    """Keep forever the checkpoints at multiples of this number of steps, which must be a multiple of
+    checkpoint.every. 0 = off."""
+    keep_best: int = setting(0, bounds=NON_NEGATIVE)
+    """Number of checkpoints with the lowest held-out loss to keep, among those of steps that are evaluated. 0 = off."""
+
+    replicate_every: int = setting(0, bounds=NON_NEGATIVE)
+    """Steps between two copies of the state in the memory of the hosts, for a restart after the loss of one host: each
+    host keeps its own part and, where no other host has the same one, also that of the next host. 0 = off."""
+    replicate_directory: str = "/dev/shm"
+    """Directory in memory for checkpoint.replicate_every, of each host its own. The copies are in a folder there that
+    only this user can read."""
+
+    def problems(self) -> list[str]:
+        found = find_out_of_range("checkpoint", self)
+        every, kept = self.every, self.keep_every
+        if every > 0 and kept > 0 and kept % every:
+            found.append(f"checkpoint.keep_every={kept}: must be a multiple of checkpoint.every={every}")
+        return found
+
+    def is_due(self, step: int, failed: int | None) -> bool:
+        """Return whether to save a checkpoint after this step.
+
+        Args:
+            failed: step of the last save if that save failed.
+        """
+        retry = failed is not None and step >= failed + max(1, self.every // 10)
+        return retry or step % self.every == 0
+
+    def keeps_forever(self, step: int) -> bool:
+        """Return whether `keep_every` keeps the checkpoint of a step."""
+        return self.keep_every > 0 and step % self.keep_every == 0
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    factor: float = setting(10.0, bounds=NON_NEGATIVE)
+    """End the job with exit code 5 if a process makes no progress for this multiple of the median of its phase, and at
+    least for the floor of the phase. 0 = off."""
+    floor_seconds: float = setting(600.0, bounds=POSITIVE)
+    """Smallest limit, in seconds, of a step, an evaluation and a wait for data. A save that takes longer is slow: the
+    run says so and goes on."""
+    compile_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
+    """Smallest limit, in seconds, of the preparation of a run, which opens its data, of a compile, of a restore, and of
+    the first step and the first evaluation, which may compile."""
+    save_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
+    """Smallest limit, in seconds, of a save, which is written in the background."""
+    single_process: bool = False
+    """Also watch a job of one process, whose devices can wait for each other too."""
+
+    def problems(self) -> list[str]:
+        return find_out_of_range("watchdog", self)
 
 
 @dataclass(frozen=True)

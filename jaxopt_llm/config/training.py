@@ -2,11 +2,11 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from jaxopt_llm.config import groups
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, find_out_of_range, setting
 
 Unroll = Literal["auto", "all", "none"]
@@ -124,6 +124,31 @@ class TrainingConfig:
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
 
+def parse_group(group: str) -> tuple[str, float]:
+    """Return the pattern and the number of a parameter group, such as "*/attention/*=0.5".
+
+    Raises:
+        ValueError: the text is not PATTERN=NUMBER.
+    """
+    pattern, _, value = group.rpartition("=")
+    if not pattern:
+        raise ValueError
+    return pattern, float(value)
+
+
+def find_group_problems(name: str, groups: Sequence[str]) -> list[str]:
+    """List the syntax errors of parameter groups. name: dotted name of the setting, for the messages."""
+
+    def is_wrong(group: str) -> bool:
+        try:
+            return not 0 <= parse_group(group)[1] < math.inf
+        except ValueError:
+            return True
+
+    form = "must be PATTERN=NUMBER with a number of at least 0, as in */mlp/*=0.5"
+    return [f"{name}: {group}: {form}" for group in groups if is_wrong(group)]
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = setting(3e-4, bounds=POSITIVE)
@@ -177,7 +202,7 @@ class OptimizerConfig:
         if not self.rate_groups:
             found.append('optimizer.rate_groups is empty: give at least "*=1"')
         for name in ("decay_groups", "rate_groups"):
-            found += groups.syntax_problems(f"optimizer.{name}", getattr(self, name))
+            found += find_group_problems(f"optimizer.{name}", getattr(self, name))
         return found
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from jaxopt_llm.config import fields
-from jaxopt_llm.config.model import ModelConfig
-from jaxopt_llm.config.rope import READ_BY_SCALING
+from jaxopt_llm.config.model import READ_BY_SCALING, ModelConfig
 from jaxopt_llm.config.run import Config
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies

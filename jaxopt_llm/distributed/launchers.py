@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.config.addresses import find_problem
+from jaxopt_llm.config.parallel import find_address_problem
 from jaxopt_llm.core.errors import InputError
 
 KUBERNETES_PORT = 8476
@@ -65,7 +65,7 @@ def find_job(config: DistributedConfig, environment: Mapping[str, str]) -> Job:
     if job.processes > 1 and not job.coordinator:
         remedy = "set --distributed.coordinator to host:port of process 0"
         raise InputError(f"a job of {job.processes} processes has no coordinator; {remedy}")
-    if job.processes > 1 and (why := find_problem(job.coordinator)):
+    if job.processes > 1 and (why := find_address_problem(job.coordinator)):
         remedy = "correct --distributed.coordinator, or the launcher's variables"
         raise InputError(f"coordinator of the job, {job.coordinator}: {why}; {remedy}")
     return job

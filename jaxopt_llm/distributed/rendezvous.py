@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxopt_llm.config.addresses import parse_address
+from jaxopt_llm.config.parallel import parse_address
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import handshake

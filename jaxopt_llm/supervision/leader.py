@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxopt_llm.config.addresses import parse_address
+from jaxopt_llm.config.parallel import parse_address
 from jaxopt_llm.core.errors import ProcessLost
 from jaxopt_llm.supervision.host import End, Host
 from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint, read_hosts

@@ -3,7 +3,7 @@
 import math
 import time
 
-from jaxopt_llm.config.addresses import parse_address
+from jaxopt_llm.config.parallel import parse_address
 from jaxopt_llm.supervision.host import Host
 from jaxopt_llm.supervision.leader import Leader, Limits
 from jaxopt_llm.supervision.leader_address import (

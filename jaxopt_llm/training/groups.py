@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxopt_llm.config.groups import parse_group
+from jaxopt_llm.config.training import parse_group
 from jaxopt_llm.core import tree
 
 
