@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import MoEConfig, RopeConfig
+from jaxopt_llm.core.errors import DoesNotFit
 
 ROOT = Path(__file__).parent.parent
 
@@ -154,7 +155,7 @@ def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def succeed(command: str, *arguments: str) -> str:
     done = run(command, *arguments)
-    if done.returncode:
+    if done.returncode not in (0, DoesNotFit.exit_code):
         sys.exit(f"{command} {' '.join(arguments)}\n{done.stdout}{done.stderr}")
     return done.stdout
 
