@@ -18,7 +18,7 @@ import os, sys
 import jax, numpy as np
 from jaxopt_llm.core import errors
 from jaxopt_llm import train
-from jaxopt_llm.training import decoder_workload, loop
+from jaxopt_llm.run import decoder_workload, loop
 
 fault = sys.argv.pop(1)
 run, check, calls, spikes = decoder_workload.DecoderWorkload.step, loop.check_skips, [], []

@@ -27,8 +27,9 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning import free_memory
 from jaxopt_llm.planning.settings_choice import format_choices, list_settings
-from jaxopt_llm.training import attention_choice, compile, decoder_workload, divergence, guard, setup, utilisation
-from jaxopt_llm.training.evaluation import LossSum
+from jaxopt_llm.run import attention_choice, compile, decoder_workload, divergence, setup
+from jaxopt_llm.step import guard, utilisation
+from jaxopt_llm.step.evaluation import LossSum
 
 
 def tiny(directory: Path, **sections: Any) -> Config:
