@@ -52,10 +52,10 @@ from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.run_programs import compile_fitting
 from jaxopt_llm.run.decoder_workload import DecoderWorkload
 from jaxopt_llm.run.initial_weights import open_initial_weights
+from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.next_commands import list_next_commands
 from jaxopt_llm.run.records import open_records
 from jaxopt_llm.run.replicas import copies_state
-from jaxopt_llm.run.run_steps import train_workload
 from jaxopt_llm.run.setup import check_inputs, prepare_run
 from jaxopt_llm.run.started import read_started
 from jaxopt_llm.run.startup_report import print_report

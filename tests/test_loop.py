@@ -310,7 +310,7 @@ def test_the_history_of_a_run_is_kept_over_a_resume(tmp_path: Path, monkeypatch:
 def test_only_a_lone_overflow_at_the_end_is_no_divergence() -> None:
     def ends(steps: int, updates: int, overflow: bool, skipped: int) -> None:
         metrics = {"overflow": np.bool_(overflow), "skipped": np.int32(skipped)}
-        divergence.check_end(divergence.FinishedStep(9, metrics, None, LossWindow(steps, updates)), Config())  # type: ignore[arg-type]
+        divergence.check_end(divergence.FinishedStep(9, metrics, LossWindow(steps, updates)), Config())  # type: ignore[arg-type]
 
     ends(1, 1, False, 0)
     ends(3, 1, False, 2)

@@ -1,389 +1,369 @@
-"""Loop over the steps of a run: it reads batches ahead, records metrics one step late, and writes checkpoints.
+"""The loop over the steps of a run: in which order its parts act.
 
-It knows no model: what it trains is a `Workload` (workload.py).
+The loop knows no model: it trains a `Workload` (workload.py). Each part has one concern and its own state: `Steps` the
+training state and the batches, `Recorder` (records.py) the metrics and the held-out loss, `Spikes` (divergence.py) the
+answer to a spike of the loss, `Saver` the checkpoints, `Copies` the state in the memory of the hosts.
 """
 
 import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Generator
+import enum
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
 
+from jaxopt_llm.checkpoint.native.host_memory import HostMemory
 from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
-from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
+from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.distributed.hold import hold_start
-from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.meter import LossWindow, Meter, MetricsWindow
-from jaxopt_llm.observe.metrics import MetricsLog
+from jaxopt_llm.observe.events import EventLog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.profile import Profiler
-from jaxopt_llm.run.divergence import (
-    FinishedStep,
-    check_end,
-    check_skips,
-    describe_remedy,
-    made_update,
-    to_json_number,
-)
-from jaxopt_llm.run.patience import Patience
-from jaxopt_llm.run.records import Records
+from jaxopt_llm.run.divergence import Return, SkippedBatches, Spikes, check_end
+from jaxopt_llm.run.records import Recorder, Records, open_logs, set_aside_logs
 from jaxopt_llm.run.replicas import ReplicaCheck
-from jaxopt_llm.run.setup import set_aside_log
-from jaxopt_llm.run.skipped_batches import SkippedBatches, is_spike
 from jaxopt_llm.run.workload import Workload
 from jaxopt_llm.step.local_steps import ends_round
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.step import Metrics
 
+Poll = Callable[[], tuple[bool, bool]]  # -> (a stop was requested, the last save failed), on any process
 
-class Loop:
-    """Loop over the steps of a run. As a context manager it closes files and threads.
 
-    Metrics are read one step late, when the device already runs the next step, so that the device never waits for
-    Python. They are read immediately only before an evaluation or a checkpoint, which waits for the device anyway.
+def train_workload(workload: Workload, records: Records, preemption: Preemption) -> None:
+    """Train from the step that the records say to `training.steps`.
+
+    Raises:
+        OutOfMemory: the memory of the devices does not suffice.
+        Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
+            and its checkpoint; a skipped step has no checkpoint.
+    """
+    start, events, stopped = records.start, records.events, False
+    explain = workload.explain_oom(lambda: f"bringing the state of step {start} onto the devices")
+    with _note_fault(events, lambda: start), explain:
+        state = _restore(workload, records, start, records.memory)
+    spikes = Spikes(workload.config, records.checkpoints, SkippedBatches.from_record(records.record))
+    steps = Steps(workload, events, preemption, state, start, spikes.left_out)
+    try:
+        with contextlib.closing(steps), _note_fault(events, lambda: steps.current):
+            stopped = not records.end and _wait_to_begin(workload, records, preemption)
+            if not records.end and not stopped:
+                _train(workload, records, preemption, steps, spikes)
+        if stopped:
+            raise Preempted(start)  # without an event: the run has no record of this start
+    finally:
+        workload.keep(steps.state, records.checkpoints.identity)
+
+
+def _train(workload: Workload, records: Records, preemption: Preemption, steps: "Steps", spikes: Spikes) -> None:
+    """Run the steps after `records.start`, and after a spike those after the checkpoint to which the run goes back."""
+    config, checkpoints, start, record = workload.config, records.checkpoints, records.start, records.record
+    copies, poll = Copies(records.memory, config), _make_poll(workload, records, preemption)
+    copies.discard_after(start)
+    _begin_records(workload, records)
+    profile = config.profile if workload.processes.first else ProfileConfig()
+    with (
+        # Metrics are read one step late, and JAX reports a failed allocation only then.
+        workload.explain_oom(lambda: f"in step {steps.current} or the one before"),
+        contextlib.closing(copies),
+        Profiler(profile, workload.directory) as profiler,
+    ):
+        while True:
+            with open_logs(workload, records.progress, start) as logs:
+                recorder = Recorder(workload, records, logs, spikes, start, record)
+                saver = Saver(workload, records, steps, recorder, copies)
+                back = run_steps(config, profiler, steps, recorder, poll, spikes, saver, copies)
+                if back is None:
+                    records.events.write_end(steps.current, None, recorder.end)
+                    break
+            _go_back(workload, records, steps, copies, back)
+            start, record = back.step, checkpoints.read_record(back.step)
+            spikes = Spikes(config, checkpoints, back.left_out)
+    records.progress.end()
+    path = checkpoints.directory / str(steps.current)
+    records.progress.say(f"the checkpoint of step {steps.current} is {path}")
+
+
+def run_steps(
+    config: Config,
+    profiler: Profiler,
+    steps: "Steps",
+    recorder: Recorder,
+    poll: Poll,
+    spikes: Spikes,
+    saver: "Saver",
+    copies: "Copies",
+) -> Return | None:
+    """Run the steps up to `training.steps`, or to the end that `evaluation.patience` sets.
+
+    Returns:
+        The checkpoint to which a spike sends the run back; None at the end of the run.
+
+    Raises:
+        InputError, Preempted: there is no next batch, or a stop was requested. The state of the last step is saved.
+    """
+    last = False
+    while not last:
+        profiler.before_step(steps.current + 1)
+        try:
+            batch, waited = steps.take_batch()
+        except (InputError, Preempted):
+            saver.save_before_exit()
+            raise
+        metrics = steps.run(batch)
+        step = steps.current
+        profiler.after_step(step, metrics)
+        recorder.add(step, metrics, waited)
+        stop, failed = poll()
+        due, last = saver.is_due(failed), step == config.training.steps
+        evaluates = config.evaluation.every > 0 and (last or step % config.evaluation.every == 0)
+        if evaluates or due or stop or last:
+            recorder.read(steps.state if evaluates else None)
+        if back := spikes.find_return():
+            return back
+        last = last or (evaluates and recorder.ends_early())
+        if last or stop or due:
+            saver.save(Save.AT_END if last else Save.AT_STOP if stop else Save.WHILE_TRAINING)
+        if stop and not last:
+            raise Preempted(step)
+        if not last:
+            copies.copy(steps, recorder)
+    return None
+
+
+class Steps:
+    """The training state of a run, and the batches of the next steps.
 
     Attributes:
+        state: after step `current`.
         current: the step that was started last.
     """
 
-    def __init__(self, workload: Workload, records: Records, preemption: Preemption) -> None:
-        """Take over what a run prepared."""
-        self.current = 0
-        self._workload = workload
-        self._config: Config = workload.config
-        self._checkpoints, self._progress, self._events = records.checkpoints, records.progress, records.events
-        self._watchdog, self._preemption, self._main = records.watchdog, preemption, workload.processes.main
-        self._memory = records.memory
-        self._meter = Meter(workload.unit, workload.units_per_step, workload.utilisation)
-        self._scope, self._record_scope = contextlib.ExitStack(), contextlib.ExitStack()
-        if self._memory is not None:
-            self._scope.callback(self._memory.wait)
-        self._batches: Generator[tuple[Any, float], None, None] | None = None
-        self._log: MetricsLog | None = None
-        self._samples: MetricsLog | None = None
-        self._recorders: list[Callable[[dict[str, Any]], None]] = []
-        self._finished: FinishedStep | None = None
-        self._window, self._metrics = LossWindow(), MetricsWindow()
-        self._postponed = False  # a checkpoint was due after a skipped step
-        self._replicas = ReplicaCheck(self._config.run.check_replicas, self._note_corruption)
-        self._left_out, self._patience, self._end = SkippedBatches(), Patience(), ""
-        self._spike: int | None = None  # the step of a spike, to which the run has not answered
-        self._started = False
+    def __init__(
+        self,
+        workload: Workload,
+        events: EventLog,
+        preemption: Preemption,
+        state: TrainState,
+        start: int,
+        left_out: SkippedBatches,
+    ) -> None:
+        """Continue after step `start` with its state. The first batch is read when it is taken."""
+        self.state, self.current = state, start
+        self._workload, self._events, self._preemption = workload, events, preemption
+        self._main = workload.processes.main
+        self._batches, self._replicas = self._read_after(start, left_out), self._make_check()
 
-    def __enter__(self) -> "Loop":
-        return self
+    def _read_after(self, step: int, left_out: SkippedBatches) -> Generator[tuple[Any, float], None, None]:
+        return self._workload.read_batches(left_out.batch_after(step), self._preemption.requested)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if self._started or not isinstance(error, Preempted):
-            self._events.write_end(self.current, error, self._end)
-        if self._batches is not None:
-            self._batches.close()
-        self._scope.close()
-        # After an error, a record that cannot be written must not hide it.
-        with contextlib.suppress(OSError) if error else contextlib.nullcontext():
-            self._record_scope.close()
+    def _make_check(self) -> ReplicaCheck:
+        def note(step: int, detail: str, processes: list[int]) -> None:
+            self._events.write(step, "corruption", detail, processes=processes)
 
-    def restore(self, start: int) -> None:
-        """Load the state of step `start` onto the devices: from its checkpoint, or for step 0 from initial values."""
-        self._main.enter("restore", start)
-        from_memory = self._memory is not None and self._memory.step == start
-        if self._memory is not None and from_memory:
-            self._state, record = self._memory.load(), self._memory.record
-            self._progress.say(f"step {start} is in the memory of the hosts")
-        else:
-            self._state = self._workload.restore(self._checkpoints, start, self._progress.say)
-            record = self._checkpoints.read_record(start) if start else {}
-        self._patience = Patience.from_record(record)
-        if start:
-            self._window = LossWindow(**record.get("window", {}))
-            self._metrics = MetricsWindow.from_record(record)
-            self._left_out = SkippedBatches.from_record(record)
-            self._progress.say(f"continues from step {start}")
+        return ReplicaCheck(self._workload.config.run.check_replicas, note)
 
-    def hold(self, start: int) -> None:
-        """Wait until the supervisor lets the steps begin, or until a stop is requested."""
-        self.current = start
-        self._main.leave()  # no progress is expected
-        hold_start(self._preemption.requested, self._progress.say)
-        self._main.enter("restore")
+    def close(self) -> None:
+        """End the thread that reads batches."""
+        self._batches.close()
 
-    def start(self, start: int) -> None:
-        """Open the records of the run and the iterator of batches, which starts to read at the first step.
+    def go_back(self, back: Return, restore: Callable[[], TrainState]) -> None:
+        """Continue after a checkpoint, without the batches up to a spike.
+
+        restore: returns the state of the checkpoint. The devices cannot hold two states, so the present one is deleted.
+        """
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        self.state = restore()
+        self._batches.close()
+        self._batches, self._replicas = self._read_after(back.step, back.left_out), self._make_check()
+        self.current = back.step
+
+    def take_batch(self) -> tuple[Any, float]:
+        """Return the batch of the next step, which becomes `current`, and the seconds for which the run waited for it.
 
         Raises:
-            Preempted: a stop of any process was requested. The run has no record of this start then.
+            InputError: the batch cannot be read.
+            Preempted: a stop was requested while the run waited for it.
         """
-        config, directory, processes = self._config, self._workload.directory, self._workload.processes
-        # Not by a collective: on CPUs the first one fails if a process comes to it 30 s later than another one.
-        if any(processes.channel("start").exchange("stop" if self._preemption.requested() else "")):
-            raise Preempted(start)
-        self._vote = processes.vote()
-        self._started = True
-        if self._memory is not None:
-            self._memory.discard_after(start)
-        if processes.first:
-            if not start:
-                set_aside_log(directory / "metrics.jsonl")
-                set_aside_log(directory / "samples.jsonl")
-                set_aside_log(directory / "events.jsonl")
-            if self._checkpoints.identity is not None:
-                write_identity(directory, self._checkpoints.identity)
-            self._workload.write_files()
-            self._open_records(start)
-        self._events.write(start, "resume" if start else "start")
-        profile = config.profile if processes.first else ProfileConfig()
-        self._profiler = self._scope.enter_context(Profiler(profile, directory))
-        self._begin_after(start)
-
-    def _open_records(self, start: int) -> None:
-        """Open the records of the run, without those after step `start`."""
-        config, directory, say = self._config, self._workload.directory, self._progress.say
-        self._record_scope.close()
-        self._log = MetricsLog(directory / "metrics.jsonl", start, say)
-        self._record_scope.callback(self._log.close)
-        if config.evaluation.samples:
-            self._samples = MetricsLog(directory / "samples.jsonl", start, say)
-            self._record_scope.callback(self._samples.close)
-        dashboards = Dashboards(config.logging, directory, start, dataclasses.asdict(config), say)
-        self._record_scope.enter_context(dashboards)
-        self._recorders = [self._log.write, dashboards.write, self._progress.show]
-
-    def _begin_after(self, step: int) -> None:
-        """Go on after `step`, and measure the speed from there."""
-        self._read_after(step)
-        self._meter.restart(step)
-        self._progress.start_training(step)
-
-    def _read_after(self, step: int) -> None:
-        """Read the batches of the steps after `step`."""
-        if self._batches is not None:
-            self._batches.close()
-        first = self._left_out.batch_after(step)
-        self._batches = self._workload.read_batches(first, self._preemption.requested)
-        self.current = step
-
-    def step(self, step: int) -> None:
-        """Run a step on the next batch, and record the previous step.
-
-        Raises:
-            InputError, Preempted: there is no next batch. The checkpoint of the previous step has been written.
-        """
-        assert self._batches is not None
-        self.current = step
-        self._main.enter("data", step)
-        self._profiler.before_step(step)
+        self.current += 1
+        self._main.enter("data", self.current)
         try:
-            batch, waited = next(self._batches)
-        except InputError:
-            self._save_before_exit()
-            raise
+            return next(self._batches)
         except Preempted:
-            self._save_before_exit()
-            raise Preempted(step - 1) from None  # its step counted batches
-        self._meter.add_wait(waited)
+            raise Preempted(self.current - 1) from None  # its step counted batches
+
+    def run(self, batch: Any) -> Metrics:
+        """Start step `current` on its batch, and with it the outer step that ends a round of local steps.
+
+        Raises:
+            StateCorrupted: `run.check_replicas` has found a wrong bit.
+        """
         self._main.enter("step")
-        run = self._run_round_end if ends_round(self._config, step) else self._workload.step
-        self._state, metrics = self._replicas.step(step, run, self._state, batch)
-        self._profiler.after_step(step, metrics)
-        self._progress.advance(step)
-        if self._finished and self._finished.summary is None:
-            self._record_step(self._finished)
-        self._finished = FinishedStep(step, metrics)
+        ends = ends_round(self._workload.config, self.current)
+        self.state, metrics = self._replicas.step(
+            self.current, self._run_round_end if ends else self._workload.step, self.state, batch
+        )
+        return metrics
 
     def _run_round_end(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Run the last step of a round of local steps, and the outer step."""
         state, metrics = self._workload.step(state, batch)
         return self._workload.average_groups(state), metrics
 
-    def poll(self, step: int) -> tuple[bool, bool]:
-        """Return whether any process received a request to stop, and whether a checkpoint is due after a step.
+    def check_copies(self) -> None:
+        """Raise StateCorrupted if copies of the state on several devices differ; see ReplicaCheck.compare."""
+        self._replicas.compare(self.current, self.state)
 
-        Raises:
-            InputError: the data has changed on the disk.
-        """
-        self._workload.check_data(wait=False)
-        stop, failed = self._vote.cast(self._preemption.requested(), self._checkpoints.last_save_failed)
-        return stop, self._checkpoints.is_due(step, failed) or self._postponed
 
-    def record(self, evaluates: bool) -> None:
-        """Read and record the metrics of the step that ran last.
+class Save(enum.Enum):
+    """Occasion of a checkpoint."""
 
-        Args:
-            evaluates: also measure the held-out loss.
-        """
-        assert self._finished is not None
-        self._record_step(self._finished, self._state if evaluates else None)
+    WHILE_TRAINING = "while_training"
+    """A checkpoint is due, and is written while the run goes on. After a skipped step it is postponed to the next step:
+    the parameters may be the reason why the loss was not finite, and must not replace older ones."""
+    AT_STOP = "at_stop"
+    """The run stops before its last step, and waits for the checkpoint. A skipped step has none."""
+    AT_END = "at_end"
+    """The run ends, and waits for the checkpoint."""
 
-    def ends_early(self, step: int) -> bool:
-        """Return whether `evaluation.patience` ends the run after a step that was evaluated. If so, say it."""
-        self._end = self._patience.describe_end(self._config.evaluation.patience)
-        if self._end:
-            self._progress.say(f"{self._progress.name_step(step)}  the run ends: {self._end}")
-        return bool(self._end)
 
-    def save(self, due: bool, exits: bool, last: bool) -> None:
-        """Write the checkpoint of the step that ran last.
+class Saver:
+    """Checkpoints that are due, and those at a stop and at the end."""
 
-        After a skipped step the checkpoint is postponed to the next step: its parameters may be the reason why the loss
-        was not finite, and must not replace older ones.
+    def __init__(
+        self, workload: Workload, records: Records, steps: Steps, recorder: Recorder, copies: "Copies"
+    ) -> None:
+        self._workload, self._checkpoints = workload, records.checkpoints
+        self._steps, self._recorder, self._copies = steps, recorder, copies
+        self._postponed = False  # a checkpoint was due after a skipped step
 
-        Args:
-            due: a checkpoint is due.
-            exits: the run stops here and waits until the checkpoint is complete.
-            last: this is the last step of the run.
+    def is_due(self, failed: bool) -> bool:
+        """Return whether a checkpoint is due. failed: whether the last save failed on any process."""
+        return self._checkpoints.is_due(self._steps.current, failed) or self._postponed
+
+    def save(self, occasion: Save) -> None:
+        """Write the checkpoint of the current step, whose metrics have been read.
 
         Raises:
             TrainingDiverged: the run ends, and no step since the last record updated the parameters.
             StateCorrupted: copies of the state differ.
             InputError: the data has changed on the disk.
         """
-        assert self._finished is not None and self._finished.summary is not None
-        step, updated = self._finished.step, made_update(self._finished.metrics)
-        self._postponed = due and not updated
-        saves = last or (exits and updated) or (due and not self._postponed)
-        if saves:
-            self._workload.check_data(wait=True)
-            self._replicas.compare(step, self._state)
-        if last or (exits and updated):
-            trees = self._workload.to_checkpoint(self._state)
-            self._checkpoints.save_last(step, trees, self._make_summary(), self._sync_logs)
-            if self._memory is not None:
-                self._memory.discard_after(-1)
-            if last:
-                check_end(self._finished, self._config)
-        elif saves:
-            trees = self._workload.to_checkpoint(self._state)
-            self._checkpoints.save(step, trees, self._make_summary(), self._sync_logs)
-            self._meter.restart(step)
-
-    def _make_summary(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint of the step that ran last, whose metrics have been recorded."""
-        assert self._finished is not None and self._finished.summary is not None
-        return self._finished.summary | self._metrics.to_record()
-
-    def replicate(self, step: int) -> None:
-        """Copy the state after the step into the memory of the hosts, if that is due. A skipped step has no copy."""
-        assert self._finished is not None
-        if self._memory is None or step % self._config.checkpoint.replicate_every:
+        last = self._recorder.last
+        self._postponed = occasion is Save.WHILE_TRAINING and not last.updated
+        if not last.updated and occasion is not Save.AT_END:
             return
-        if self._finished.summary is None:
-            self._record_step(self._finished)
-        if made_update(self._finished.metrics):
-            self._replicas.compare(step, self._state)
-            self._memory.save(step, self._state, self._make_summary())
+        self._workload.check_data(wait=True)
+        self._steps.check_copies()
+        trees, record = self._workload.to_checkpoint(self._steps.state), self._recorder.make_summary()
+        if occasion is Save.WHILE_TRAINING:
+            self._checkpoints.save(last.step, trees, record, self._recorder.sync)
+            self._recorder.restart_clock()
+            return
+        self._checkpoints.save_last(last.step, trees, record, self._recorder.sync)
+        self._copies.discard_after(-1)
+        if occasion is Save.AT_END:
+            check_end(last, self._workload.config)
 
-    def roll_back(self) -> int | None:
-        """Answer to a spike: go back to the last checkpoint, and leave out the batches up to the spike.
+    def save_before_exit(self) -> None:
+        """Write the checkpoint of the step before one that has no batch."""
+        # In a job of several processes, the others already run that step.
+        if self._recorder.has_steps and self._workload.processes.count == 1:
+            self._recorder.read()
+            self.save(Save.AT_STOP)
 
-        Returns:
-            The step from which the run goes on; None if there was no spike, or if there is no checkpoint.
 
-        Raises:
-            TrainingDiverged: training.skip_limit ranges of batches were left out since the last checkpoint.
-        """
-        spike, self._spike = self._spike, None
-        start = self._checkpoints.latest_verified_step() if spike is not None else None
-        if spike is None or start is None:
-            return None
-        saved = SkippedBatches.from_record(self._checkpoints.read_record(start))
-        left_out = self._left_out.leave_out(start, spike)
-        if len(left_out.ranges) - len(saved.ranges) > self._config.training.skip_limit:
-            limit = f"training.skip_limit={self._config.training.skip_limit}"
-            remedy = describe_remedy(self._config)
-            raise TrainingDiverged(f"step {spike}: a spike after {limit} returns to step {start}; {remedy}")
-        first, end = left_out.ranges[-1]
-        detail = f"a spike: back to step {start}, without batches {first} to {end - 1}"
-        self._progress.say(f"{self._progress.name_step(spike)}  {detail}")
-        self._events.write(spike, "rollback", detail)
+class Copies:
+    """Copies of the state in the memory of the hosts, after every `checkpoint.replicate_every` steps."""
+
+    def __init__(self, memory: HostMemory | None, config: Config) -> None:
+        """Take over the memory; None: there are no copies."""
+        self._memory, self._every = memory, config.checkpoint.replicate_every
+
+    def copy(self, steps: Steps, recorder: Recorder) -> None:
+        """Copy the state after the current step, if that is due. A skipped step has no copy."""
+        if self._memory is None or steps.current % self._every:
+            return
+        recorder.read()
+        if recorder.last.updated:
+            steps.check_copies()
+            self._memory.save(steps.current, steps.state, recorder.make_summary())
+
+    def discard_after(self, step: int) -> None:
+        """Delete the copies of later steps."""
         if self._memory is not None:
-            self._memory.discard_after(start)
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()  # the devices cannot hold the state twice
-        self.restore(start)
-        self._left_out = left_out
-        self._finished, self._postponed = None, False
-        if self._workload.processes.first:
-            self._open_records(start)
-        self._progress.advance(start)
-        self._begin_after(start)
-        return start
+            self._memory.discard_after(step)
 
-    def _note_corruption(self, step: int, detail: str, processes: list[int]) -> None:
-        self._events.write(step, "corruption", detail, processes=processes)
+    def close(self) -> None:
+        """Wait until the last copy is whole."""
+        if self._memory is not None:
+            self._memory.wait()
 
-    def _sync_logs(self) -> None:
-        for log in (self._log, self._samples):
-            if log is not None:
-                log.sync()
 
-    def release_state(self) -> TrainState:
-        """Return the state, which the loop must not use any more."""
-        return self._state
+@contextlib.contextmanager
+def _note_fault(events: EventLog, read_step: Callable[[], int]) -> Iterator[None]:
+    """Note an error, or a requested stop, in the history of the run."""
+    try:
+        yield
+    except BaseException as error:
+        events.write_end(read_step(), error)
+        raise
 
-    def _save_before_exit(self) -> None:
-        """Write the checkpoint of the step that ran last."""
-        if self._finished is None or self._workload.processes.count > 1:  # others already run the next step
-            return
-        if self._finished.summary is None:
-            self.record(evaluates=False)
-        self.save(due=False, exits=True, last=False)
 
-    def _record_step(self, finished: FinishedStep, measured: TrainState | None = None) -> None:
-        """Read the metrics of a step, which waits for it, and record them if they are due.
+def _restore(workload: Workload, records: Records, step: int, memory: HostMemory | None = None) -> TrainState:
+    """Return the state of a step on the devices: from a checkpoint or the memory of the hosts, or the initial one."""
+    say = records.progress.say
+    workload.processes.main.enter("restore", step)
+    if memory is not None and memory.step == step:
+        state = memory.load()
+        say(f"step {step} is in the memory of the hosts")
+    else:
+        state = workload.restore(records.checkpoints, step, say)
+    if step:
+        say(f"continues from step {step}")
+    return state
 
-        Args:
-            measured: the state after the step, if its held-out loss is due.
 
-        Raises:
-            TrainingDiverged: `check_skips` raises it, or the held-out loss is not finite.
-        """
-        config, step, metrics = self._config, finished.step, finished.metrics
-        with self._main.wait():
-            jax.block_until_ready(metrics)
-        if skipped := check_skips(step, metrics, config):
-            self._progress.say(f"{self._progress.name_step(step)}  skipped: {skipped}")
-            self._events.write(step, "skipped", skipped)
-            if self._spike is None and config.training.on_spike == "rollback" and is_spike(metrics):
-                self._spike = step
-        window = finished.window = self._window.add(loss := float(metrics["loss"]), made_update(metrics))
-        if math.isfinite(loss):
-            self._metrics.add(finished.of_model)
-        due = measured is not None or step % config.logging.every == 0
-        self._window = LossWindow() if due else window
-        units = {self._workload.unit: step * self._workload.units_per_step}
-        finished.summary = units | {"window": dataclasses.asdict(self._window)} | self._left_out.to_record()
-        finished.summary |= self._patience.to_record()
-        if not due:
-            if self._progress.shows_steps:
-                self._progress.show_step({"step": step} | finished.read_scalars() | self._meter.read_speed(step))
-            return
-        of_window = dict.fromkeys(finished.of_model) | {
-            name: to_json_number(value) for name, value in self._metrics.read().items()
-        }
-        self._metrics = MetricsWindow()
-        counts = {"loss": window.mean, "skipped": int(metrics["skipped"])}
-        values = finished.read_scalars() | of_window | counts
-        entry = self._meter.make_record(step, values) | self._watchdog.take_seconds()
-        if measured is not None:
-            self._main.enter("evaluate")
-            losses = self._workload.evaluate(measured)
-            entry |= {name: value if math.isfinite(value) else None for name, value in losses.items()}
-            finished.summary |= {name: value for name, value in losses.items() if name == "eval_loss"}
-            if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
-                raise TrainingDiverged(f"step {step}: held-out loss {loss}; {describe_remedy(config)}")
-            if losses:
-                self._patience = self._patience.add(step, loss)
-                finished.summary |= self._patience.to_record()
-            self._write_samples(step, measured)
-            self._main.enter("step")
-            self._meter.restart(step)
-        for write in self._recorders:
-            write(entry)
+def _wait_to_begin(workload: Workload, records: Records, preemption: Preemption) -> bool:
+    """Wait until the supervisor lets the steps begin. Return whether a stop of any process was requested until then."""
+    processes = workload.processes
+    processes.main.leave()  # no progress is expected
+    hold_start(preemption.requested, records.progress.say)
+    processes.main.enter("restore")
+    # Not by a collective: on CPUs the first one fails if a process comes to it 30 s later than another one.
+    return any(processes.channel("start").exchange("stop" if preemption.requested() else ""))
 
-    def _write_samples(self, step: int, state: TrainState) -> None:
-        for sample in self._workload.sample(state):
-            if self._samples is not None:
-                self._samples.write({"step": step, **sample})
+
+def _begin_records(workload: Workload, records: Records) -> None:
+    """Write what identifies the run, and the first event of this start."""
+    if workload.processes.first:
+        if not records.start:
+            set_aside_logs(workload.directory)
+        if records.checkpoints.identity is not None:
+            write_identity(workload.directory, records.checkpoints.identity)
+        workload.write_files()
+    records.events.write(records.start, "resume" if records.start else "start")
+
+
+def _make_poll(workload: Workload, records: Records, preemption: Preemption) -> Poll:
+    """Return the function that asks all processes two questions after each step.
+
+    It raises InputError if the data has changed on the disk.
+    """
+    vote = workload.processes.vote()
+
+    def poll() -> tuple[bool, bool]:
+        workload.check_data(wait=False)
+        return vote.cast(preemption.requested(), records.checkpoints.last_save_failed)
+
+    return poll
+
+
+def _go_back(workload: Workload, records: Records, steps: Steps, copies: Copies, back: Return) -> None:
+    """Return to a checkpoint after a spike, and say it."""
+    records.progress.say(f"{records.progress.name_step(back.spike)}  {back}")
+    records.events.write(back.spike, "rollback", str(back))
+    copies.discard_after(back.step)
+    steps.go_back(back, lambda: _restore(workload, records, back.step))
+    records.progress.advance(back.step)

@@ -1,6 +1,5 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
-import itertools
 import json
 import math
 import re
@@ -334,13 +333,6 @@ def _changes_of_held_out(old: Config, new: Config) -> list[str]:
         return []
     effect = "holds documents out" if after.holds_out else "also trains on the documents that were held out"
     return [f"evaluation.every was {before.every} and is {after.every}, which {effect}"]
-
-
-def set_aside_log(log: Path) -> None:
-    """Rename the log of a run that left no checkpoint to continue from."""
-    if log.exists():
-        candidates = (log.with_name(f"{log.stem}.{index}.jsonl") for index in itertools.count(1))
-        log.rename(next(path for path in candidates if not path.exists()))
 
 
 def write_run_files(setup: Setup, base_sha256: str | None) -> None:

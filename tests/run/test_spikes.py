@@ -14,7 +14,7 @@ import pytest
 import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import TrainingDiverged
-from jaxopt_llm.run.skipped_batches import SkippedBatches
+from jaxopt_llm.run.divergence import SkippedBatches
 from jaxopt_llm.step import guard
 
 STEPS, SPIKE = 14, 9
