@@ -61,7 +61,7 @@ from outcomes import save as save_report
 from train_step import HUGE_PAGES, Contender, run_alternating
 
 from jaxopt_llm.config import cli
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 EIGHT, SIXTY_FOUR, ONE = ("h200", 1, 8), ("h100", 8, 8), ("h200", 1, 1)
 LLAMA = "llama2_7b.py"

@@ -32,9 +32,9 @@ from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.links import TimedCollective, sum_traffic, time_collectives
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.initial_weights import stores_frozen_weights
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.run.initial_weights import stores_frozen_weights
+from jaxopt_llm.step.program import make_program
+from jaxopt_llm.step.validation import validate
 
 GPU, GPUS_PER_HOST = "h100", 8
 LISTED = 5  # collectives per case

@@ -30,7 +30,7 @@ def probe(recipe: str, share: float, gigabytes: float) -> dict[str, Any]:
     from jaxopt_llm.config import fields
     from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.placement import Placement
-    from jaxopt_llm.training.program import make_program
+    from jaxopt_llm.step.program import make_program
 
     limit = gigabytes * 1e9 or (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:

@@ -30,7 +30,7 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 ROOMY = 2**40  # memory of a GPU, in bytes, that has room for anything
 

@@ -37,9 +37,9 @@ from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step.program import make_program
+from jaxopt_llm.step.validation import validate
 
 MIB, GIB = 2**20, 2**30
 

@@ -33,7 +33,7 @@ from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import gradient_sharding
-from jaxopt_llm.training.program import make_program
+from jaxopt_llm.step.program import make_program
 
 MIB = 2**20
 AUTODIFF = "autodiff alone, nothing recomputed"

@@ -26,7 +26,7 @@ from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.step_plan import Plan, make_plan
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "results" / "nvidia-h200-steps.json"

@@ -22,7 +22,7 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 HOST = 8  # GPUs per host
 GIB = 2**30

@@ -64,10 +64,10 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.planning.free_memory import count_usable_bytes
     from jaxopt_llm.planning.prediction import describe_cluster
     from jaxopt_llm.planning.settings_choice import choose_settings, list_candidates
-    from jaxopt_llm.training import state as training_state
-    from jaxopt_llm.training.program import Program, make_program
-    from jaxopt_llm.training.utilisation import utilisation_per_token
-    from jaxopt_llm.training.validation import validate
+    from jaxopt_llm.step import state as training_state
+    from jaxopt_llm.step.program import Program, make_program
+    from jaxopt_llm.step.utilisation import utilisation_per_token
+    from jaxopt_llm.step.validation import validate
 
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, "benchmarks/train_step.py"))
     validate(config)
@@ -277,7 +277,7 @@ def main() -> int:
         parser.error(f"--json {own.json}: the folder {own.json.parent} does not exist; create it")
     contenders: dict[str, Contender] = {"ours": (__file__, [own.profile, *arguments], HUGE_PAGES)}
     if own.peer:
-        from jaxopt_llm.training.validation import validate
+        from jaxopt_llm.step.validation import validate
 
         config = pretrained.resolve_pretrained(cli.parse_config(arguments, "benchmarks/train_step.py"))
         validate(config)

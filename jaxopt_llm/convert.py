@@ -84,8 +84,8 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.training import lora
-from jaxopt_llm.training.initial_weights import find_frozen_base
+from jaxopt_llm.run.initial_weights import find_frozen_base
+from jaxopt_llm.step import lora
 
 
 @errors.own_flags({"data.tokenizer": "--tokenizer"})

@@ -53,7 +53,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 

@@ -96,7 +96,7 @@ from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
 from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan, make_plans
 from jaxopt_llm.planning.units import GIB, choose_unit
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
 

@@ -13,7 +13,7 @@ from texts import write_byte_tokenizer
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 # So slow that nothing changes.
 STILL = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0, "--training.steps", 1)

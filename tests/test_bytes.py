@@ -46,9 +46,9 @@ from jaxopt_llm.parallel.zero import master_sharding
 from jaxopt_llm.planning import advice, breakdown, prediction
 from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes, list_fused, walk_kernels
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.training import update
-from jaxopt_llm.training.optimizer import make_optimizer
-from jaxopt_llm.training.program import Program
+from jaxopt_llm.step import update
+from jaxopt_llm.step.optimizer import make_optimizer
+from jaxopt_llm.step.program import Program
 
 DEVICES = 8
 # Rows of a microbatch; so few queries are attended to in one part, which halves the time to compile.

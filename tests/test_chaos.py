@@ -157,7 +157,7 @@ SKIPS = """
 import sys
 from jaxopt_llm import train
 from jaxopt_llm.core import errors
-from jaxopt_llm.training.skipped_batches import SkippedBatches
+from jaxopt_llm.run.divergence import SkippedBatches
 batch_after = SkippedBatches.batch_after
 SkippedBatches.batch_after = lambda self, step: batch_after(self, step) + (step > 0)
 errors.run_command(train.main)

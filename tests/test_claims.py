@@ -11,7 +11,7 @@ import pytest
 from commands import ROOT
 
 from jaxopt_llm.config import cli
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 sys.path.append(str(ROOT / "benchmarks"))
 import claim_verdicts as verdicts

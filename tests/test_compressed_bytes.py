@@ -29,7 +29,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.training.program import Program, make_program
+from jaxopt_llm.step.program import Program, make_program
 
 HOSTS = MeshConfig(data=8, fsdp=8)
 SHARE = 7 / 8  # of an array, sent by each device of a ring of 8

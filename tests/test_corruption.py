@@ -18,10 +18,10 @@ import os, sys
 import jax, numpy as np
 from jaxopt_llm.core import errors
 from jaxopt_llm import train
-from jaxopt_llm.training import decoder_workload, loop
+from jaxopt_llm.run import decoder_workload, divergence, records
 
 fault = sys.argv.pop(1)
-run, check, calls, spikes = decoder_workload.DecoderWorkload.step, loop.check_skips, [], []
+run, check, calls, spikes = decoder_workload.DecoderWorkload.step, records.check_skips, [], []
 
 def flip(leaf):
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
@@ -44,8 +44,8 @@ def check_skips(step, metrics, config):
     return check(step, metrics, config)
 
 decoder_workload.DecoderWorkload.step = step
-loop.check_skips = check_skips
-loop.is_spike = lambda metrics: True
+records.check_skips = check_skips
+divergence.is_spike = lambda metrics: True
 errors.run_command(train.main)
 """
 FOUND = r"step 4: device 0 of process 0, device \d+ of process 1: copies of the same values differ, in masters/"

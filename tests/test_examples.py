@@ -31,8 +31,8 @@ from jaxopt_llm.engine.frontends import unbox
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.program import make_program
-from jaxopt_llm.training.state import initialize_state
+from jaxopt_llm.step.program import make_program
+from jaxopt_llm.step.state import initialize_state
 
 # A program whose products are in float32 by accident is no example.
 pytestmark = pytest.mark.filterwarnings("error::jaxopt_llm.engine.checks.EngineWarning")

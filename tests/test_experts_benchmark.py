@@ -16,7 +16,7 @@ from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 RECIPES = ("benchmarks/recipes/experts_1b.py", "benchmarks/recipes/experts_small.py", "configs/mixtral_8x7b.py")
 

@@ -20,7 +20,7 @@ from jaxopt_llm import train as training_command
 from jaxopt_llm.config import LoraConfig, OptimizerConfig, PrecisionConfig, RematConfig, ScheduleConfig, TrainingConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.training import state as training_state
+from jaxopt_llm.step import state as training_state
 
 MODEL = replace(toy.CONFIG, layers=2, pattern=("global",), attention_softcap=5.0)
 ROWS, LENGTH = 8, 16

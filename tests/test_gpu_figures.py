@@ -26,7 +26,7 @@ from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 QUICK = ("llama_8b",)
 
@@ -58,7 +58,7 @@ def test_a_step_says_its_utilisation_in_both_conventions() -> None:
     path = gpu_figures.recipe("", on_cpu=True)
     program = (
         "import json, sys, time; sys.path.insert(0, 'benchmarks')\n"
-        "from jaxopt_llm.training import utilisation\nfrom jaxopt_llm.compiler import chips\n"
+        "from jaxopt_llm.step import utilisation\nfrom jaxopt_llm.compiler import chips\n"
         "chips.chip_of = utilisation.chip_of = lambda kind: chips.CHIPS['h200']\n"
         "import train_step\n"
         f"print(json.dumps(train_step.measure(time.time(), 1, '', ['--config', {str(path)!r}])))"

@@ -27,8 +27,9 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning import free_memory
 from jaxopt_llm.planning.settings_choice import format_choices, list_settings
-from jaxopt_llm.training import attention_choice, compile, decoder_workload, divergence, guard, setup, utilisation
-from jaxopt_llm.training.evaluation import LossSum
+from jaxopt_llm.run import attention_choice, compile, decoder_workload, divergence, setup
+from jaxopt_llm.step import guard, utilisation
+from jaxopt_llm.step.evaluation import LossSum
 
 
 def tiny(directory: Path, **sections: Any) -> Config:
@@ -309,7 +310,7 @@ def test_the_history_of_a_run_is_kept_over_a_resume(tmp_path: Path, monkeypatch:
 def test_only_a_lone_overflow_at_the_end_is_no_divergence() -> None:
     def ends(steps: int, updates: int, overflow: bool, skipped: int) -> None:
         metrics = {"overflow": np.bool_(overflow), "skipped": np.int32(skipped)}
-        divergence.check_end(divergence.FinishedStep(9, metrics, None, LossWindow(steps, updates)), Config())  # type: ignore[arg-type]
+        divergence.check_end(divergence.FinishedStep(9, metrics, LossWindow(steps, updates)), Config())  # type: ignore[arg-type]
 
     ends(1, 1, False, 0)
     ends(3, 1, False, 2)

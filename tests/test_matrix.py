@@ -33,8 +33,8 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import checkpoint_sharding
-from jaxopt_llm.training import saved_state
-from jaxopt_llm.training import state as training_state
+from jaxopt_llm.step import saved_state
+from jaxopt_llm.step import state as training_state
 
 UNTIED: dict[str, Any] = {"tied_head": False, "norm_placement": "post", "qk_norm": "head", "biases": "qkv"}
 # By which head, the one of two segments and two kinds of block, and with many of the decoder's switches on.
@@ -224,7 +224,7 @@ def kernel_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the one for GPUs stands XLA's, on each device's own rows and heads as that one is."""
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", attention_xla)
     monkeypatch.setattr(
-        "jaxopt_llm.training.program.kernel_choice.choose_attention", lambda device, asked, *of: AttentionChoice(asked)
+        "jaxopt_llm.step.program.kernel_choice.choose_attention", lambda device, asked, *of: AttentionChoice(asked)
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxopt_llm.config import cli
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import memory

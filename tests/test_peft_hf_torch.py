@@ -32,9 +32,10 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.training import lora, pretrained_weights
-from jaxopt_llm.training.initial_weights import open_initial_weights
-from jaxopt_llm.training.state import StateSpecs
+from jaxopt_llm.run import pretrained_weights
+from jaxopt_llm.run.initial_weights import open_initial_weights
+from jaxopt_llm.step import lora
+from jaxopt_llm.step.state import StateSpecs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

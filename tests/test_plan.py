@@ -35,7 +35,7 @@ from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.step_plan import Plan, make_plan
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 TINY = ROOT / "benchmarks" / "recipes" / "tiny.py"
 CONFIG = Config(

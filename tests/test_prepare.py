@@ -22,7 +22,7 @@ from jaxopt_llm.data import prepared
 from jaxopt_llm.data.source import read_standard_library
 from jaxopt_llm.data.verification import find_prepared
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
-from jaxopt_llm.training.setup import open_documents
+from jaxopt_llm.run.setup import open_documents
 
 # The command with shards so small that a corpus of a few megabytes has many. It appends no more shards than its first
 # argument says, and then waits to be killed.

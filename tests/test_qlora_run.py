@@ -20,7 +20,7 @@ from jaxopt_llm.data.tokenizer import ByteTokenizer
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.training import state as training_state
+from jaxopt_llm.step import state as training_state
 
 MODEL = ModelConfig(width=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=128)
 ROWS, LENGTH, STEPS = 4, 48, 200

@@ -32,7 +32,7 @@ from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.step_plan import Plan, make_plan
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "llama2_70b_pipeline", "gpt3_175b")
 TUNING = ("llama3_8b_128k", "llama3_8b_1m", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")

@@ -23,9 +23,9 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.advice import Settings, apply_settings
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.program import Program
-from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step.program import Program
+from jaxopt_llm.step.state import TrainState
 
 ROWS, LENGTH = 24, 16
 PLAIN = Config(

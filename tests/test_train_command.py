@@ -20,7 +20,7 @@ from jaxopt_llm.config.fields import from_json
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
-from jaxopt_llm.training.setup import check_directory_is_free, open_documents, pack_documents
+from jaxopt_llm.run.setup import check_directory_is_free, open_documents, pack_documents
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_between_records_records_the_same_means(whole: Pat
     assert metrics(directory) == undisturbed
 
 
-@pytest.mark.slow  # tests/training/test_state.py and test_moments.py have one go to a pipeline and back
+@pytest.mark.slow  # tests/step/test_state.py and test_moments.py have one go to a pipeline and back
 def test_a_pipelines_checkpoint_is_everyones(tmp_path: Path) -> None:
     """Written by stages and read by one device, and by others, and the run ends as if there had been no pipeline."""
     directory, plain = tmp_path / "run", tmp_path / "plain"

@@ -13,7 +13,7 @@ from jaxopt_llm.config.fields import get_field, replace_fields
 from jaxopt_llm.config.unread import describe_unread, find_unread, find_without_effect
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.program import make_program
+from jaxopt_llm.step.program import make_program
 
 pytestmark = pytest.mark.core
 

@@ -24,8 +24,8 @@ from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import run
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.training import samples
-from jaxopt_llm.training.setup import prepare_run
+from jaxopt_llm.run import samples
+from jaxopt_llm.run.setup import prepare_run
 
 pytestmark = pytest.mark.core
 

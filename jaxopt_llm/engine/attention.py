@@ -18,7 +18,7 @@ from jaxopt_llm.kernels.copied_heads import CopiedHeads
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.per_device import PerDevice
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.attention_choice import AUTO, choose_working
+from jaxopt_llm.run.attention_choice import AUTO, choose_working
 
 
 @dataclass(frozen=True, eq=False)

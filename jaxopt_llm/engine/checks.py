@@ -19,8 +19,8 @@ from jaxopt_llm.core.jaxpr import list_constants, typeof
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, depends_on, list_equations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.update import WholeOptimizer
+from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.update import WholeOptimizer
 
 # The settings that an engine reads, as globs. All others are of the decoder, its data and its commands.
 READ = (

@@ -37,14 +37,14 @@ from jaxopt_llm.engine.queries import jit_gradients, jit_prediction, place_rows,
 from jaxopt_llm.engine.steps import Steps
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.training import injected_rates, saved_state
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
-from jaxopt_llm.training.restore import load_state
-from jaxopt_llm.training.schedule import make_schedule
-from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import Metrics
-from jaxopt_llm.training.update import WHOLE
+from jaxopt_llm.run.restore import load_state
+from jaxopt_llm.step import injected_rates, saved_state
+from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
+from jaxopt_llm.step.schedule import make_schedule
+from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.step import Metrics
+from jaxopt_llm.step.update import WHOLE
 
 
 class Engine:

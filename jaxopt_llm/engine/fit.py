@@ -28,18 +28,18 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, OomExplainer
-from jaxopt_llm.training.records import Records, open_records
-from jaxopt_llm.training.replicas import copies_state
-from jaxopt_llm.training.run_steps import train_workload
-from jaxopt_llm.training.setup import read_decay_steps
-from jaxopt_llm.training.started import has_checkpoint
-from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import Metrics, is_of_step
+from jaxopt_llm.run.loop import train_workload
+from jaxopt_llm.run.records import Records, open_records
+from jaxopt_llm.run.replicas import copies_state
+from jaxopt_llm.run.setup import read_decay_steps
+from jaxopt_llm.run.started import has_checkpoint
+from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.step import Metrics, is_of_step
 
 
 @dataclass(frozen=True, eq=False)
 class EngineWorkload:
-    """An engine and its data, as the loop sees them (training/workload.py).
+    """An engine and its data, as the loop sees them (run/workload.py).
 
     Attributes:
         held_out: batches of an evaluation, by the name of the loss, which is "" if there is only one.

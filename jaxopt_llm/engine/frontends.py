@@ -25,7 +25,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import Max, Mean, Sum, join_metrics, replace_zero
 from jaxopt_llm.engine.stored_forms import StoredForms
 from jaxopt_llm.observe.meter import OF_RECORD
-from jaxopt_llm.training.step import is_of_step
+from jaxopt_llm.step.step import is_of_step
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
 RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call

@@ -21,8 +21,8 @@ from jaxopt_llm.execution.partitioning import correct_partitioning
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.state import TrainState
-from jaxopt_llm.training.step import Differentiate, Differentiated
+from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.step import Differentiate, Differentiated
 
 Carry = tuple[Params, Params]  # variables, gradients
 

@@ -14,7 +14,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.memory import KnownShapes
 from jaxopt_llm.planning.oom import OomExplainer
 from jaxopt_llm.planning.units import choose_unit
-from jaxopt_llm.training.state import abstract_state
+from jaxopt_llm.step.state import abstract_state
 
 
 def make_explainer(engine: Engine, checkpoints: Checkpoints) -> OomExplainer:

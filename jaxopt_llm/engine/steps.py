@@ -22,8 +22,8 @@ from jaxopt_llm.engine.microbatches import BatchPlaces, Microbatches, count_rows
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
 from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
 from jaxopt_llm.parallel.mesh import make_mesh
-from jaxopt_llm.training.replicas import count_copied_bytes
-from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.run.replicas import count_copied_bytes
+from jaxopt_llm.step.state import TrainState
 
 StepStages = tuple[jax.stages.Lowered, jax.stages.Compiled]
 Shapes = tuple[tuple[int, ...], ...]

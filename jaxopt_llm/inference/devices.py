@@ -12,7 +12,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import shapes
+from jaxopt_llm.step import shapes
 
 
 def check_tensor(tensor: int, config: Config) -> None:

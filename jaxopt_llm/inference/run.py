@@ -38,8 +38,9 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
-from jaxopt_llm.training import lora, pretrained_weights
-from jaxopt_llm.training.initial_weights import find_frozen_base, open_frozen_base, read_tokenizer_digest
+from jaxopt_llm.run import pretrained_weights
+from jaxopt_llm.run.initial_weights import find_frozen_base, open_frozen_base, read_tokenizer_digest
+from jaxopt_llm.step import lora
 
 MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
 FrozenAs = Literal["resting", "original", "absent"]

@@ -18,8 +18,9 @@ from jaxopt_llm.inference.steps import choose_trained_tree
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.training import lora, pretrained_weights
-from jaxopt_llm.training.initial_weights import open_frozen_base
+from jaxopt_llm.run import pretrained_weights
+from jaxopt_llm.run.initial_weights import open_frozen_base
+from jaxopt_llm.step import lora
 
 
 def open_run_layers(directory: Path, config: Config, step: int) -> StoredLayers:

@@ -5,7 +5,7 @@ from jaxopt_llm.config import BATCH_AXES
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("virtual", "layers", "positions", "embed", "latent", "head_dim"), ()),
     "stages": ("pipeline",),
-    "groups": ("data",),  # of state that each group of devices has for itself (training/local_steps.py)
+    "groups": ("data",),  # of state that each group of devices has for itself (step/local_steps.py)
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),

@@ -52,7 +52,7 @@ class Placement:
 
     grouped: the mesh axes that a surrounding `vmap` already divides: one over gradient groups (zero.py), or over groups
         that train on their own. Shardings inside it do not name them.
-    independent: the mesh axes along which groups of devices train on their own (training/local_steps.py). Gradients are
+    independent: the mesh axes along which groups of devices train on their own (step/local_steps.py). Gradients are
         not summed over them.
     reduces_microbatches: gradients are summed over all devices after each microbatch, without gradient groups. ZeRO
         then divides them from stage 1 on.

@@ -17,7 +17,7 @@ from jaxopt_llm.kernels.attention import SCOPE
 from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
 from jaxopt_llm.planning.kernel_time import estimate_kernel
 from jaxopt_llm.planning.search import roofline
-from jaxopt_llm.training.update import UPDATE
+from jaxopt_llm.step.update import UPDATE
 
 MATMULS, CONVOLUTIONS, ATTENTION = "matmuls", "convolutions", "attention"
 ELEMENTWISE = "norms and other elementwise"

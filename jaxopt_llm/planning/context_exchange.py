@@ -15,7 +15,7 @@ from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.prediction import predict_seconds
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, describe_attention, resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.training import shapes
+from jaxopt_llm.step import shapes
 
 FIELD = "sharding.context_exchange"
 

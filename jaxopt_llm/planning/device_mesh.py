@@ -13,7 +13,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.training import choose_accumulation
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 # Share of a device's memory up to which every device holds a copy of the state, so that no weights are gathered. It
 # leaves the activations almost as much memory as a divided state would.

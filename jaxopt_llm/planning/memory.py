@@ -24,9 +24,9 @@ from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, maste
 from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.units import GIB, choose_unit
-from jaxopt_llm.training.program import Program
-from jaxopt_llm.training.state import StateSpecs, TrainState
-from jaxopt_llm.training.update import UPDATE
+from jaxopt_llm.step.program import Program
+from jaxopt_llm.step.state import StateSpecs, TrainState
+from jaxopt_llm.step.update import UPDATE
 
 MAX_ARRAYS = 6  # arrays that are listed by name
 GRADIENT_DTYPES = ("f32", "bf16")  # dtypes in which gradients are summed, in XLA's names

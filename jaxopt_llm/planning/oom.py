@@ -27,8 +27,8 @@ from jaxopt_llm.planning.memory import KnownShapes, find_largest, format_kinds, 
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.program import Program
-from jaxopt_llm.training.state import TrainState
+from jaxopt_llm.step.program import Program
+from jaxopt_llm.step.state import TrainState
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"  # prefix of XLA's error
 DEFAULT_LACKING = GIB  # bytes that are assumed to be lacking if XLA's error does not say how many

@@ -29,7 +29,7 @@ from jaxopt_llm.core.pulse import UNWATCHED
 from jaxopt_llm.distributed import activity
 from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.distributed.process_group import Processes
-from jaxopt_llm.training.setup import check_hub_commits
+from jaxopt_llm.run.setup import check_hub_commits
 
 pytestmark = pytest.mark.core
 NAME, COMMIT = "org/tiny", "0123456789abcdef0123456789abcdef01234567"

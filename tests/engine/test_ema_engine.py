@@ -17,7 +17,7 @@ from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.parallel.offload import HOST
-from jaxopt_llm.training import step, update
+from jaxopt_llm.step import step, update
 
 pytestmark = pytest.mark.core
 

@@ -22,7 +22,7 @@ from jaxopt_llm.core.errors import CheckpointError, InputError, Preempted
 from jaxopt_llm.engine import checks
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.fit import _resolve_config
-from jaxopt_llm.training import loop
+from jaxopt_llm.run import loop
 
 ROWS, STEPS = 16, 6
 

@@ -30,7 +30,7 @@ from jaxopt_llm.engine.program import EngineProgram, make_engine_program
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.planning.search.roofline import kernel_efficiency
-from jaxopt_llm.training import attention_choice
+from jaxopt_llm.run import attention_choice
 
 pytestmark = pytest.mark.core
 

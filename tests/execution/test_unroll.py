@@ -29,7 +29,7 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
-from jaxopt_llm.training import step
+from jaxopt_llm.step import step
 
 pytestmark = pytest.mark.core
 

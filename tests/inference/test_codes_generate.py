@@ -28,7 +28,7 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import Int8Weight, Nf4Weight
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import lora
+from jaxopt_llm.step import lora
 
 CONFIG = replace(folders.CONFIG, vocabulary_size=512, layers=2, width=64, mlp_width=64)
 PROMPTS = [np.array([5, 80, 33, 7, 200], np.int32), np.array([11, 12, 250], np.int32)]

@@ -33,7 +33,7 @@ from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, Measurement, choose_fastest
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training import program
+from jaxopt_llm.step import program
 
 pytestmark = pytest.mark.core
 

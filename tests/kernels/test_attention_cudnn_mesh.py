@@ -33,7 +33,7 @@ def test_a_step_equals_that_of_xla_on_one_device(
     axes: dict[str, int], stage: int, exchange: Any, remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With documents, grouped queries and, but in a ring, a window, in float32."""
-    chosen = "jaxopt_llm.training.program.kernel_choice.choose_attention"
+    chosen = "jaxopt_llm.step.program.kernel_choice.choose_attention"
     monkeypatch.setattr(chosen, lambda device, asked, *of: AttentionChoice(asked))
     directions = cudnn_emulator.emulate(monkeypatch)
     mesh = MeshConfig(**axes)

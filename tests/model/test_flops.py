@@ -24,7 +24,7 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.projections import RANK_MULTIPLE
-from jaxopt_llm.training.lora import adapt_model
+from jaxopt_llm.step.lora import adapt_model
 
 ROWS, SEQUENCE = 2, 8
 # A vocabulary without padding, because the step also computes padded rows.

@@ -21,7 +21,7 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.training.lora import adapt_model
+from jaxopt_llm.step.lora import adapt_model
 
 pytestmark = pytest.mark.core
 

@@ -22,8 +22,8 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.training import lora
-from jaxopt_llm.training.optimizer import make_optimizer
+from jaxopt_llm.step import lora
+from jaxopt_llm.step.optimizer import make_optimizer
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.planning.context_exchange import FIELD, resolve_exchange
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 RECIPE = cli.load_recipe("llama3_8b_128k.py")  # 32 heads, 8 key-value heads, context 8
 EIGHT = Cluster("h200", 1, 8)

@@ -10,7 +10,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import device_mesh
 from jaxopt_llm.planning.device_mesh import COPIED_SHARE, Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from jaxopt_llm.planning import memory
 from jaxopt_llm.planning.activations import Activations
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory
 from jaxopt_llm.planning.units import GIB
-from jaxopt_llm.training.program import make_program
+from jaxopt_llm.step.program import make_program
 
 KNOWN = KnownShapes(
     gradients={(36, 640): "segment_0/block_0/mlp/up", (640,): "non_layer/final_norm/scale"},

@@ -23,8 +23,8 @@ from jaxopt_llm.parallel import mesh
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import oom
-from jaxopt_llm.training import setup
-from jaxopt_llm.training.program import Program
+from jaxopt_llm.run import setup
+from jaxopt_llm.step.program import Program
 
 MODEL = ModelConfig(width=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp_width=16)
 XLA = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."

@@ -12,7 +12,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.links import sum_traffic
 from jaxopt_llm.planning.overlap import find_exposed_seconds
 from jaxopt_llm.planning.search.roofline import seconds_in_memory
-from jaxopt_llm.training.program import make_program
+from jaxopt_llm.step.program import make_program
 
 CHIP = CHIPS["h100"]
 KERNEL = seconds_in_memory(2 * 2**20, CHIP)  # of each `copy` below

@@ -30,7 +30,7 @@ from jaxopt_llm.planning.search.setting_space import (
 )
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.settings_choice import list_candidates
-from jaxopt_llm.training.local_steps import has_groups
+from jaxopt_llm.step.local_steps import has_groups
 
 GPU = "h100"  # by whose rates meshes are compared
 

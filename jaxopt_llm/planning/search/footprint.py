@@ -25,7 +25,7 @@ from jaxopt_llm.planning.search.microbatch import (
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.state_sizes import StateSizes
-from jaxopt_llm.training.local_steps import has_groups
+from jaxopt_llm.step.local_steps import has_groups
 
 # XLA of jax 0.11 brings offloaded state outside the stacks to the device long before the update. Offloaded state in the
 # stacks it brings one layer at a time.

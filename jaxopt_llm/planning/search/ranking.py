@@ -33,8 +33,8 @@ from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.stopping import is_settled
 from jaxopt_llm.planning.search.workload import estimate_work
-from jaxopt_llm.training.local_steps import has_groups
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.local_steps import has_groups
+from jaxopt_llm.step.validation import validate
 
 MAX_COMPILED = 12  # settings
 MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given ones is legal

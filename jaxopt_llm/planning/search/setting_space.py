@@ -14,7 +14,7 @@ from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.training import shapes
+from jaxopt_llm.step import shapes
 
 # Ordered from the one that saves most activations on the device to the one that saves fewest.
 REMATS = (

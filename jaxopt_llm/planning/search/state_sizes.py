@@ -17,11 +17,11 @@ from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding
-from jaxopt_llm.training import moments, state, update
-from jaxopt_llm.training.local_steps import has_groups, make_group_specs, place_groups
-from jaxopt_llm.training.lora import adapt_model
-from jaxopt_llm.training.optimizer import make_optimizer
-from jaxopt_llm.training.state import StateSpecs
+from jaxopt_llm.step import moments, state, update
+from jaxopt_llm.step.local_steps import has_groups, make_group_specs, place_groups
+from jaxopt_llm.step.lora import adapt_model
+from jaxopt_llm.step.optimizer import make_optimizer
+from jaxopt_llm.step.state import StateSpecs
 
 
 @dataclass(frozen=True)

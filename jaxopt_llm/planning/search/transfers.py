@@ -21,7 +21,7 @@ from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster
 from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
-from jaxopt_llm.training.local_steps import has_groups
+from jaxopt_llm.step.local_steps import has_groups
 
 # Axes whose transfers the next matmul waits for, because it reads their result: XLA may schedule a kernel next to such
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over

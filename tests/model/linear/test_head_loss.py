@@ -21,7 +21,7 @@ from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.lora import adapt_model
+from jaxopt_llm.step.lora import adapt_model
 
 BATCH = toy.packed(rows=4, length=16)
 Z_LOSS = 0.01

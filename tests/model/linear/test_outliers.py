@@ -29,8 +29,8 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
-from jaxopt_llm.training import state as training_state
-from jaxopt_llm.training.program import Program
+from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step.program import Program
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from jaxopt_llm.planning.search.setting_space import (
     list_mesh_problems,
     list_variants,
 )
-from jaxopt_llm.training.validation import validate
+from jaxopt_llm.step.validation import validate
 
 RECIPE = cli.load_recipe("10b.py")
 MIXED = fields.replace_fields(RECIPE, {"model.moe.experts": 12, "model.moe.expert_width": 1024})

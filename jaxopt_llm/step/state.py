@@ -1,0 +1,286 @@
+"""Training state and its sharding. Conversion to and from checkpoint trees: saved_state.py."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding
+
+from jaxopt_llm.compiler import xla_options
+from jaxopt_llm.config import PrecisionConfig
+from jaxopt_llm.core import tree
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import offload, zero
+from jaxopt_llm.parallel.gathering import cast_masters
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.step import update
+from jaxopt_llm.step.ema import begin_average
+from jaxopt_llm.step.guard import Guard, guard_specs, initialize_guard
+from jaxopt_llm.step.loss_scale import LossScale, initialize_loss_scale, loss_scale_specs
+from jaxopt_llm.step.update import Optimizers
+
+# Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
+HOST_BYTES_PER_PROGRAM = 2**30
+# The fields of the state that have specs.
+STORED = ("masters", "moments", "average", "frozen", "guard", "loss_scale", "variables", "groups")
+# The fields that each group of devices has for itself with local steps.
+GROUP_FIELDS = ("masters", "moments", "guard", "loss_scale")
+
+
+@struct.dataclass
+class TrainState:
+    """State of the training.
+
+    Attributes:
+        step: int32, number of batches read.
+        masters: master weights of the trainable parameters.
+        moments: optimizer state of the trainable parameters.
+        compute: compute copy of the trainable parameters, kept between steps (zero.has_compute_copy); otherwise None.
+        frozen: parameters without master weights or moments.
+        guard: see guard.py.
+        loss_scale: see loss_scale.py; empty without loss scaling.
+            With several losses (shares.py), `moments`, `guard` and `loss_scale` are dicts by the name of the loss.
+        variables: the model's variables that are not parameters, such as running means; empty for the decoder.
+        average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
+        groups: GROUP_FIELDS of each group of devices, [G, ...]; empty without local steps (local_steps.py), which give
+            `masters` and `moments` another meaning.
+    """
+
+    step: tree.Leaf
+    masters: Params
+    moments: Params
+    compute: Params | None
+    frozen: Params
+    guard: Guard
+    loss_scale: LossScale
+    variables: Params = field(default_factory=dict)
+    average: Params | None = None
+    groups: dict[str, tree.Tree] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> Params:
+        """Values of the trained parameters that the model reads: the compute copy if there is one, else the masters."""
+        return self.masters if self.compute is None else self.compute
+
+    @property
+    def all_parameters(self) -> tree.Tree:
+        """Parameters in all their copies."""
+        return self.masters, self.compute, self.frozen, self.groups.get("masters")
+
+    @property
+    def optimizer_state(self) -> tree.Tree:
+        """State that belongs to the trained parameters and that only the update reads."""
+        return self.moments, self.average, self.groups.get("moments")
+
+    @property
+    def updatable(self) -> update.Updatable:
+        """Return the part that the update changes."""
+        return update.Updatable(self.masters, self.moments, self.compute, self.average)
+
+    @property
+    def averaged_masters(self) -> Params:
+        """Values of the trained parameters to use outside of training: their average if there is one."""
+        return self.masters if self.average is None else self.average
+
+
+@dataclass(frozen=True)
+class StateSpecs:
+    """ParamSpecs of all leaves of the state, except for `compute`, which is a cast of the masters.
+
+    Attributes:
+        keep_frozen: checkpoints also hold the frozen parameters. If False, a resume reads them from their source.
+        one_group: with local steps, specs of the state of one group; otherwise None.
+    """
+
+    masters: Params
+    moments: Params
+    frozen: Params
+    guard: Guard
+    loss_scale: LossScale
+    keep_frozen: bool = True
+    variables: Params = field(default_factory=dict)
+    average: Params | None = None
+    groups: dict[str, tree.Tree] = field(default_factory=dict)
+    one_group: "StateSpecs | None" = None
+
+
+def make_state_specs(
+    specs: Params,
+    frozen: Params,
+    optimizers: Optimizers,
+    precision: PrecisionConfig,
+    keep_frozen: bool = True,
+    averages: bool = False,
+) -> StateSpecs:
+    """Return the specs of the state.
+
+    Args:
+        specs, frozen: specs of the trainable and of the frozen parameters, the two halves of a `tree.partition`.
+        averages: whether there is an average of the trainable parameters.
+    """
+    moments = update.moment_specs(optimizers, specs)
+    average = specs if averages else None
+    guard = update.for_each_loss(optimizers, guard_specs)
+    loss_scale = update.for_each_loss(optimizers, functools.partial(loss_scale_specs, precision))
+    return StateSpecs(specs, moments, frozen, guard, loss_scale, keep_frozen, average=average)
+
+
+def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the sharding of each leaf of the state between steps, as a TrainState of shardings."""
+    # Adapters are small and stay on the device even if their base is offloaded.
+    trained_sharding = zero.parameter_sharding if jax.tree.leaves(specs.frozen) else zero.resting_parameter_sharding
+    moments_sharding = zero.scattered_sharding if specs.groups else zero.optimizer_state_sharding
+    update_sharding = zero.optimizer_state_sharding if zero.has_compute_copy(placement) else trained_sharding
+    return TrainState(
+        step=placement.replicated,
+        masters=update_sharding(specs.masters, placement),
+        moments=moments_sharding(specs.moments, placement),
+        compute=trained_sharding(specs.masters, placement) if zero.has_compute_copy(placement) else None,
+        frozen=zero.resting_parameter_sharding(specs.frozen, placement),
+        guard=jax.tree.map(lambda spec: placement.replicated, specs.guard),
+        loss_scale=jax.tree.map(lambda spec: placement.replicated, specs.loss_scale),
+        variables=zero.variable_sharding(specs.variables, placement),
+        average=zero.optimizer_state_sharding(specs.average, placement),
+        groups=zero.master_sharding(specs.groups, placement),
+    )
+
+
+def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the state as ShapeDtypeStructs with shardings, for compilation or as the target of a restore."""
+
+    def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+    def copy_shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, placement.precision.for_param(spec).compute_dtype)
+
+    compute = jax.tree.map(copy_shape, specs.masters) if zero.has_compute_copy(placement) else None
+    stored = {name: jax.tree.map(shape, getattr(specs, name)) for name in STORED}
+    state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), compute=compute, **stored)
+    # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
+    # the abstract mesh keeps it.
+    concrete, mesh = state_shardings(specs, placement), placement.mesh.abstract_mesh
+    abstract = concrete if placement.mesh is mesh else state_shardings(specs, replace(placement, mesh=mesh))
+
+    def add_sharding(leaf: jax.ShapeDtypeStruct, concrete: NamedSharding, abstract: NamedSharding) -> tree.Leaf:
+        return leaf.update(sharding=abstract if abstract.memory_kind == offload.HOST else concrete)
+
+    return jax.tree.map(add_sharding, state, concrete, abstract)
+
+
+def make_compute_copy(specs: Params, masters: Params, shardings: Params | None, placement: Placement) -> Params | None:
+    """Cast and gather the masters into the compute copy; None if `shardings` is None.
+
+    It converts one leaf at a time, so that the device does not hold the whole copy twice.
+    """
+
+    def copy(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
+        def convert(master: jax.Array) -> jax.Array:
+            return cast_masters(spec, offload.fetch_to_device(master), placement)
+
+        return jax.jit(convert, out_shardings=sharding)(master)
+
+    return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
+
+
+def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
+    """Return the state with the average, if there is one, in place of the masters and in their compute copy.
+
+    It copies the average only where it rests in another memory than the masters, and for a compute copy.
+    """
+    if state.average is None:
+        return state
+    shardings = state_shardings(specs, placement)
+    masters = jax.tree.map(jax.device_put, state.average, shardings.masters)
+    compute = make_compute_copy(specs.masters, masters, shardings.compute, placement)
+    return replace(state, masters=masters, compute=compute)
+
+
+def initialize_state(
+    specs: StateSpecs,
+    optimizers: Optimizers,
+    seed: int,
+    placement: Placement,
+    given: Params | None = None,
+    make_values: Callable[[], tuple[Params, Params]] | None = None,
+) -> TrainState:
+    """Return the state before the first step. Each device makes its own shards.
+
+    Args:
+        given: parameters from another source, with their final sharding, and None for those that are drawn at random.
+        make_values: traced function that returns the initial parameters and variables; by default parameters are drawn
+            as their specs say, and there are no variables.
+    """
+
+    def make(given: Params) -> TrainState:
+        params, variables = (
+            make_values() if make_values else (leaves.initialize(tree.merge(specs.masters, specs.frozen), seed), {})
+        )
+        # Moments may depend on the masters, such as averages of them.
+        masters = tree.merge(offload.fetch_to_device(given), tree.restrict(params, specs.masters))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            masters=masters,
+            moments=update.initialize_moments(optimizers, specs.masters, masters),
+            compute=None,
+            frozen=tree.restrict(params, specs.frozen),
+            guard=update.for_each_loss(optimizers, initialize_guard),
+            loss_scale=update.for_each_loss(optimizers, functools.partial(initialize_loss_scale, placement.precision)),
+            variables=variables,
+        )
+
+    shardings = state_shardings(specs, placement)
+    drawn = replace(shardings, compute=None, average=None)
+    sharding_by_path = dict(tree.leaves_with_path(drawn))
+    halves = {"masters": specs.masters, "frozen": specs.frozen}
+    given_halves = {name: tree.restrict(given, half) for name, half in halves.items()}
+    state = dict(tree.leaves_with_path(given_halves))
+
+    def make_leaves(paths: Sequence[str]) -> dict[str, jax.Array]:
+        def make_selected(given: Params) -> dict[str, jax.Array]:  # XLA removes what only the other leaves need
+            by_path = dict(tree.leaves_with_path(make(given)))
+            return {path: by_path[path] for path in paths}
+
+        selected = jax.jit(
+            make_selected,
+            out_shardings={path: sharding_by_path[path] for path in paths},
+            compiler_options=xla_options.initialization_options(placement.mesh),
+        )
+        made: dict[str, jax.Array] = selected(given_halves["masters"])
+        return made
+
+    made = jax.eval_shape(make, given_halves["masters"])
+    shapes = {path: leaf for path, leaf in tree.leaves_with_path(made) if path not in state}
+    for paths in _divide_into_programs(shapes, sharding_by_path):
+        state |= make_leaves(paths)
+    whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
+    compute = make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
+    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average))
+
+
+def _divide_into_programs(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, NamedSharding]
+) -> list[list[str]]:
+    """Return the paths of the leaves that each program makes.
+
+    Several programs make the leaves in host memory: a program holds all its outputs on the device before it moves any.
+    """
+    programs: list[list[str]] = [[]]
+    room = 0
+    for path, leaf in shapes.items():
+        if shardings[path].memory_kind != offload.HOST:
+            programs[0].append(path)
+            continue
+        size = math.prod(shardings[path].shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if size > room:
+            programs.append([])
+            room = HOST_BYTES_PER_PROGRAM
+        programs[-1].append(path)
+        room -= size
+    return programs

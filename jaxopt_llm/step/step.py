@@ -1,0 +1,266 @@
+"""One training step: loss, gradients, gradient clipping and the optimizer update, for any model.
+
+The update is always computed. If the loss or the gradient norm is not finite, or the norm is an outlier, it is
+discarded (see guard.py, and the `jnp.where` in update.py).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxopt_llm.config.run import Options
+from jaxopt_llm.core import tree
+from jaxopt_llm.execution.gradients import sum_of_squares
+from jaxopt_llm.model.linear.leaves import is_wrapped
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.step import ema, update
+from jaxopt_llm.step.guard import Guard, judge_step
+from jaxopt_llm.step.hyperparameters import Hyperparameters, place_hyperparameters
+from jaxopt_llm.step.injected_rates import make_rate_metrics
+from jaxopt_llm.step.loss_scale import adjust_loss_scale
+from jaxopt_llm.step.state import StateSpecs, TrainState, state_shardings
+from jaxopt_llm.step.update import LossOptimizer, Scalars, Updatable
+
+Metrics = dict[str, Any]  # arrays on the device, or `Metric`s of them
+# The metrics of every step. All others are the model's.
+OF_STEP = ("loss", "grad_norm", "skipped", "skipped_in_a_row", "overflow", "learning_rate", "loss_scale")
+# (state, batch, hyperparameters) -> (state, metrics). With an optimizer of the user there are no hyperparameters.
+Step = Callable[[TrainState, Any, Hyperparameters | None], tuple[TrainState, Metrics]]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of a training step.
+
+    Attributes:
+        clip_norm: largest global gradient norm; 0 for no clip.
+        skip_outliers, spike_factor: limits of the norm and of the loss, see guard.judge_step; 0 for none.
+        ema_decay: decay of the average of the parameters (ema.py); 0 for no average.
+        elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
+        gradients_by_period: whether the backward makes the gradients of a stack period by period, without a loop.
+        in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
+            clip and no loss scale. A step that is not finite still updates the parameters, but counts as skipped.
+        dropout_seed: seed of the decoder's dropout, whose mask is a function of the seed and the step; None for no
+            dropout.
+    """
+
+    clip_norm: float = 0.0
+    skip_outliers: float = 0.0
+    spike_factor: float = 0.0
+    ema_decay: float = 0.0
+    elementwise: bool = False
+    gradients_by_period: bool = False
+    in_backward: bool = False
+    dropout_seed: int | None = None
+
+    def new_weight(self, guard: Guard) -> jax.Array | float:
+        """Return the weight of the new parameters in their average; 0 without an average."""
+        return ema.new_weight(self.ema_decay, guard["updates"]) if self.ema_decay else 0.0
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """Loss and gradients of a batch.
+
+    Attributes:
+        loss: mean loss, float32.
+        gradients: gradients of `divisor` × the mean loss.
+        divisor: float32 scalar. The update divides by it together with the clip: to divide here would make a second
+            copy of the gradients.
+        metrics: further metrics of the step.
+        variables: the model's variables that are not parameters, after the batch.
+        written: the values that the loss assigns to parameters, with None for those to which it assigns nothing; None
+            if it assigns to none. The update starts from them.
+    """
+
+    loss: jax.Array
+    gradients: Params
+    divisor: jax.Array | float
+    metrics: Metrics
+    variables: Params
+    written: Params | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of the loss, the backward and the update of a step.
+
+    overflow: bool. guard: after the step. metrics, variables: see Differentiated. frozen: the frozen parameters after
+    the step; None if they stay as they are.
+    """
+
+    loss: jax.Array
+    norm: jax.Array
+    overflow: jax.Array
+    guard: Guard
+    updated: Updatable
+    metrics: Metrics
+    variables: Params
+    frozen: Params | None = None
+
+
+Differentiate = Callable[[TrainState, Any, jax.Array | float], Differentiated]  # (state, batch, loss scale)
+Advance = Callable[[TrainState, Any, Hyperparameters | None], Outcome]  # (state, batch, hyperparameters)
+BindOptimizers = Callable[[Hyperparameters | None], LossOptimizer]
+BindSchedule = Callable[[Hyperparameters | None], optax.Schedule | None]
+
+
+def is_of_step(name: str) -> bool:
+    """Return whether a metric is one of every step, or one of several such as `learning_rate/head`."""
+    return name in OF_STEP or name.startswith("learning_rate/")
+
+
+def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:
+    """Return the step, not jitted.
+
+    Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
+
+    - `loss`, `grad_norm`: may be infinite or NaN.
+    - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state; with
+      several of these, `learning_rate/` and the label of each (injected_rates.py).
+    - `skipped`: number of skipped steps so far, this one included.
+    - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
+    - `overflow`: bool; the loss scale made the gradients of this step overflow.
+    - `loss_scale`: loss scale of the next step, if the precision has one.
+    - the metrics of the model.
+    """
+    return _Step(advance, bind_schedule, placement).step
+
+
+def jit_step(
+    step: Step,
+    specs: StateSpecs,
+    placement: Placement,
+    batch_sharding: tree.Tree,
+    compiler_options: Options | None = None,
+) -> Any:
+    """Return the step jitted for a state of these specs. It donates the state that it receives.
+
+    Args:
+        batch_sharding: of the batch's fields, or one for all of them.
+    """
+    state_sharding = state_shardings(specs, placement)
+    return jax.jit(
+        step,
+        in_shardings=(state_sharding, batch_sharding, placement.replicated),
+        out_shardings=(state_sharding, placement.replicated),
+        donate_argnums=0,
+        compiler_options=compiler_options,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class BoundStep:
+    """Jitted step with its hyperparameters: (state, batch) -> (state, metrics).
+
+    jitted: from `jit_step`. hyperparameters: on the host.
+    """
+
+    jitted: Any
+    hyperparameters: Hyperparameters | None
+    placement: Placement
+
+    @functools.cached_property
+    def placed(self) -> Hyperparameters | None:
+        """The hyperparameters on the devices. A step that `lower` returned takes them as its third argument."""
+        return place_hyperparameters(self.hyperparameters, self.placement.replicated)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        new: tuple[TrainState, Metrics] = self.jitted(state, batch, self.placed)
+        return new
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Return the step lowered for a state and a batch, which may be abstract."""
+        lowered: jax.stages.Lowered = self.jitted.lower(state, batch, self.hyperparameters)
+        return lowered
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    advance: Advance
+    bind_schedule: BindSchedule
+    placement: Placement
+
+    def step(
+        self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
+    ) -> tuple[TrainState, Metrics]:
+        # Compiled programs are named after this method: jit_step.
+        precision, schedule = self.placement.precision, self.bind_schedule(hyperparameters)
+        outcome = self.advance(state, batch, hyperparameters)
+        new_state = TrainState(
+            state.step + 1,
+            **outcome.updated._asdict(),
+            frozen=offload.store_like(state.frozen if outcome.frozen is None else outcome.frozen, state.frozen),
+            guard=outcome.guard,
+            loss_scale=adjust_loss_scale(state.loss_scale, outcome.overflow, precision.loss_scale_growth_interval),
+            variables=outcome.variables,
+        )
+        metrics = {
+            "loss": outcome.loss,
+            "grad_norm": outcome.norm,
+            "skipped": new_state.step - outcome.guard["updates"],
+            "skipped_in_a_row": outcome.guard["skipped_in_a_row"],
+            "overflow": outcome.overflow,
+            **outcome.metrics,
+        }
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.guard["updates"]), jnp.float32)
+        else:
+            metrics |= make_rate_metrics(outcome.updated.moments[update.WHOLE])
+        if precision.scales_loss:
+            metrics["loss_scale"] = new_state.loss_scale["scale"]
+        return new_state, metrics
+
+
+def update_after_backward(
+    differentiate: Differentiate,
+    bind: BindOptimizers,
+    specs: StateSpecs,
+    placement: Placement,
+    settings: StepSettings,
+) -> Advance:
+    """Return the function that computes all gradients, and then updates all parameters."""
+    clip_norm = settings.clip_norm
+
+    def advance(state: TrainState, batch: Any, hyperparameters: Hyperparameters | None) -> Outcome:
+        found = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
+        squares = sum_of_squares(found.gradients, specs.masters, settings.gradients_by_period)
+        norm = jnp.sqrt(squares) / found.divisor
+        overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
+        limits = settings.skip_outliers, settings.spike_factor
+        good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
+        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
+        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard), found.loss)
+        if found.written is not None:
+            state = _assign(state, found.written, good)
+        updated = update.apply_gradients(
+            *(bind(hyperparameters), specs.masters, state.updatable, found.gradients, scalars, placement),
+            elementwise=settings.elementwise,
+        )
+        # A step that is skipped changes no variables either.
+        variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), found.variables, state.variables)
+        return Outcome(found.loss, norm, overflow, guard, updated, found.metrics, variables, state.frozen)
+
+    return advance
+
+
+def _assign(state: TrainState, written: Params, good: jax.Array) -> TrainState:
+    """Return the state with the values that the loss assigns to parameters, unless the step is skipped."""
+
+    def assign(old: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if old is None or new is None:
+            return old
+        on_device = offload.fetch_to_device(old)
+        return offload.store_like(jnp.where(good, new.astype(old.dtype), on_device), old)
+
+    def assign_to(half: Params) -> Params:
+        return jax.tree.map(assign, half, written, is_leaf=lambda leaf: leaf is None or is_wrapped(leaf))
+
+    return replace(state, masters=assign_to(state.masters), frozen=assign_to(state.frozen))

@@ -1,0 +1,54 @@
+"""The commands that a run prints at its end."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import toy
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.config.data import Content
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.run.next_commands import list_next_commands
+
+LLAMA = {"model.pattern": ("global",), "model.positions": "rotary"}
+CHATS = {"data.content": "chat", "lora.rank": 4}
+PYTHON = "  python -m jaxopt_llm."
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["evaluate --checkpoint DIR", "generate --checkpoint DIR --prompt TEXT", "convert export"]),
+        (
+            CHATS,
+            [
+                "evaluate --checkpoint DIR",
+                "generate --checkpoint DIR --chat",
+                "convert merge --checkpoint DIR --to 'a run-merged'",
+                "convert export --checkpoint DIR --to 'a run-exported'",
+            ],
+        ),
+        # A PEFT folder has whole weights and tables of another size beside the adapters.
+        (CHATS | {"training.trainable": ("*norm*",)}, ["evaluate", "generate", "convert merge", "convert export"]),
+        (CHATS | {"model.resize_vocabulary": True}, ["evaluate", "generate", "convert merge", "convert export"]),
+        ({"evaluation.every": 0}, ["evaluate --checkpoint DIR --data.paths FILE", "generate", "convert export"]),
+        ({"model.pattern": ("sliding", "global")}, ["evaluate", "generate"]),  # no class of transformers has it
+    ],
+)
+def test_the_commands_are_those_of_the_kind_of_run(
+    settings: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = replace_fields(Config(model=toy.UNIFORM), {**LLAMA, "run.directory": "a run", **settings})
+    head, *lines = list_next_commands(config)
+    assert head == "next:" and len(lines) == len(expected)
+    for line, beginning in zip(lines, expected, strict=True):
+        assert line.startswith(PYTHON + beginning.replace("DIR", "'a run'"))
+
+
+@pytest.mark.parametrize("content", get_args(Content))
+def test_every_form_of_conversations_is_continued_as_a_conversation(content: str) -> None:
+    config = replace_fields(Config(model=toy.UNIFORM), {**LLAMA, "run.directory": "run", "data.content": content})
+    (line,) = (line for line in list_next_commands(config) if "generate" in line)
+    assert line.endswith(" --prompt TEXT" if content == "text" else " --chat")
