@@ -27,7 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.data.source import read_standard_library
+from jaxopt_llm.data.reading.source import read_standard_library
 
 COLUMNS, FACTOR = 6, 60.0
 READ_BY = {  # norms of a block, and the matrices that read them

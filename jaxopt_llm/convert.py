@@ -74,8 +74,8 @@ from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
-from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.data.tokenizer_files import keep_tokenizer
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
 from jaxopt_llm.inference import base_difference, card, devices, run, stored
 from jaxopt_llm.inference.exported import describe_merge, describe_training, list_prompt_notes, list_tokenizer_notes
 from jaxopt_llm.inference.flags import Step

@@ -41,11 +41,11 @@ from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.corpus import open_all_documents, open_corpus, open_validation_sets
-from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.skipped import Skipped
-from jaxopt_llm.data.tokenizer import Tokenizer
-from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.data.reading.skipped import Skipped
+from jaxopt_llm.data.rows.packing import PackedRows
+from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus, open_validation_sets
+from jaxopt_llm.data.tokens.pieces import TokenStream
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.run import LoadedModel

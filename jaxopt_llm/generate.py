@@ -68,7 +68,7 @@ import numpy as np
 from jaxopt_llm.config import DataConfig, ModelConfig
 from jaxopt_llm.config.data import find_argument_problems
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
+from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference import chat, run
 from jaxopt_llm.inference.run import LoadedModel

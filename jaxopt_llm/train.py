@@ -35,7 +35,7 @@ from jaxopt_llm.checkpoint.native.lock import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import Preempted
-from jaxopt_llm.data.verification import Verification, find_prepared
+from jaxopt_llm.data.tokens.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes

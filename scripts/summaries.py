@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxopt_llm.data.source import read_standard_library
+from jaxopt_llm.data.reading.source import read_standard_library
 
 HELD_OUT = 10  # one in 10 modules is held out
 MOST = 100  # maximum characters of a prompt, and of a completion

@@ -119,7 +119,7 @@ def _names(text: str, path: Path) -> bool:
 
 
 def tested_by_name(test: Path) -> list[Path]:
-    """Return the modules that a test file is named after: data/packing.py for tests/data/test_packing.py."""
+    """Return the modules that a test file is named after: data/rows/packing.py for tests/data/rows/test_packing.py."""
     folder = ROOT / "jaxopt_llm" / test.parent.relative_to(ROOT / "tests")
     name = test.stem.removeprefix("test_")
     return [path for path in folder.glob("*.py") if name == path.stem or name.startswith(f"{path.stem}_")]

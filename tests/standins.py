@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.config import ModelConfig, RopeConfig
-from jaxopt_llm.data.source import read_standard_library
+from jaxopt_llm.data.reading.source import read_standard_library
 
 # In the order of Llama 3: the ids of its special tokens, too, follow those of its words.
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

@@ -26,7 +26,7 @@ from jaxopt_llm import generate
 from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data import continuation
+from jaxopt_llm.data.tokens import continuation
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.inference import chat, run
 from jaxopt_llm.model.decoder_specs import param_specs

@@ -18,11 +18,11 @@ from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, w
 
 from jaxopt_llm.checkpoint.native.step_directories import find_checkpoints
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.data.corpus import open_corpus
-from jaxopt_llm.data.loader import Loader
-from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.source import read_standard_library
-from jaxopt_llm.data.tokenizer import JsonTokenizer
+from jaxopt_llm.data.reading.source import read_standard_library
+from jaxopt_llm.data.rows.loader import Loader
+from jaxopt_llm.data.rows.packing import PackedRows
+from jaxopt_llm.data.tokens.corpus import open_corpus
+from jaxopt_llm.data.tokens.tokenizer import JsonTokenizer
 
 STEPS = ("--training.steps", 4, "--evaluation.every", 2, "--data.held-out", 0.2)
 
@@ -87,8 +87,8 @@ WATCHED = """
 import itertools, json, sys, threading, types
 from jaxopt_llm import train
 from jaxopt_llm.core import errors
-from jaxopt_llm.data import loader
-from jaxopt_llm.data.loader import Loader
+from jaxopt_llm.data.rows import loader
+from jaxopt_llm.data.rows.loader import Loader
 read, log, waits = Loader.rows_at, open(sys.argv.pop(1), "w"), threading.Event()
 ticks = itertools.count()
 loader.time = types.SimpleNamespace(perf_counter=lambda: next(ticks) if waits.is_set() else 0)

@@ -19,9 +19,9 @@ import jaxopt_llm
 from jaxopt_llm import convert
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.config import DataConfig, cli
-from jaxopt_llm.data.corpus import open_corpus
-from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.data.tokenizer_files import write_tokenizer
+from jaxopt_llm.data.tokens.corpus import open_corpus
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_files import write_tokenizer
 from jaxopt_llm.inference import base_difference, exported
 
 torch = pytest.importorskip("torch")

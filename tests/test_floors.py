@@ -15,7 +15,9 @@ FLOORS = (
     ("supervision",),
     ("parallel",),
     ("model",),
-    ("data", "checkpoint", "observe", "execution"),
+    ("data/reading", "checkpoint", "observe", "execution"),
+    ("data/tokens",),
+    ("data/rows",),
     ("step",),
     ("run",),
     ("inference",),
@@ -40,14 +42,15 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init_
 
 
 def room(module: str) -> str:
-    """jaxopt_llm.model.layers -> model"""
-    return module.split(".")[1]
+    """jaxopt_llm.model.layers -> model, and jaxopt_llm.data.rows.packing -> data/rows"""
+    first, *more = module.split(".")[1:]
+    return f"{first}/{more[0]}" if first == "data" else first
 
 
 def own_room(path: Path) -> str:
     """A folder's __main__ is a command: it stands above the folder, at whose name it is called."""
-    relative = path.relative_to(PACKAGE)
-    return str(relative.with_suffix("")) if path.name == "__main__.py" else relative.parts[0].removesuffix(".py")
+    relative = path.relative_to(PACKAGE).with_suffix("")
+    return str(relative) if path.name == "__main__.py" else room(".".join(("jaxopt_llm", *relative.parts)))
 
 
 def imported(path: Path) -> set[str]:

@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 
 from jaxopt_llm.config import Config, ModelConfig
 from jaxopt_llm.core.errors import InputError, OutOfMemory
-from jaxopt_llm.data.continuation import Continuation
-from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
+from jaxopt_llm.data.tokens.continuation import Continuation
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate, main
 from jaxopt_llm.inference.run import LoadedModel

@@ -18,9 +18,9 @@ from texts import train_tokenizer, write_jsonl, write_text
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data import prepared
-from jaxopt_llm.data.source import read_standard_library
-from jaxopt_llm.data.verification import find_prepared
+from jaxopt_llm.data.reading.source import read_standard_library
+from jaxopt_llm.data.tokens import prepared
+from jaxopt_llm.data.tokens.verification import find_prepared
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
 from jaxopt_llm.run.setup import open_documents
 
@@ -30,7 +30,8 @@ SMALL_SHARDS = """
 import sys, threading
 from jaxopt_llm import prepare
 from jaxopt_llm.core import errors
-from jaxopt_llm.data import prepared, source
+from jaxopt_llm.data.reading import source
+from jaxopt_llm.data.tokens import prepared
 most, shard_record_path, grow = int(sys.argv.pop(1)), prepared.shard_record_path, prepared.ShardMerger.merge_ready
 
 def gated(directory, number):

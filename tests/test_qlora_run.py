@@ -15,8 +15,8 @@ from texts import stream
 
 from jaxopt_llm.config import LoraConfig, ModelConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.rows.packing import PackedRows
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params

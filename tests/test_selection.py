@@ -113,12 +113,12 @@ def collection(config: Any, items: list[Any]) -> list[str]:
 
 
 def test_quick_runs_the_nearest_first_and_none_that_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    far, near, own = "tests/planning/test_links.py", "tests/data/test_loader.py", "tests/data/test_packing.py"
+    far, near, own = "tests/planning/test_links.py", "tests/data/rows/test_loader.py", "tests/data/rows/test_packing.py"
     items = slow_tests(far, near, own, each=1)
     option = SimpleNamespace(slow=False, slow_share=None, measure=False, quick=True, gpu_tests_on_cpu=False)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     config = SimpleNamespace(args=["tests"], option=option, hook=hook, stash=pytest.Stash())
-    monkeypatch.setattr(selection, "changed_files", lambda: [ROOT / "jaxopt_llm/data/packing.py"])
+    monkeypatch.setattr(selection, "changed_files", lambda: [ROOT / "jaxopt_llm/data/rows/packing.py"])
     assert collection(config, items) == [f"{own}::0", f"{near}::0"]
     assert f"{far}::0" in config.stash[conftest.COLLECTED]
     option.quick = False
@@ -149,9 +149,9 @@ def test_the_summary_counts_skips_by_reason_and_names_the_command_for_a_failure(
 
 
 def test_tests_are_ordered_by_their_distance_from_a_change() -> None:
-    names = ("tests/data/test_packing.py", "tests/data/test_loader.py", "tests/planning/test_links.py")
+    names = ("tests/data/rows/test_packing.py", "tests/data/rows/test_loader.py", "tests/planning/test_links.py")
     paths = [ROOT / name for name in names]
-    found = selection.distances(paths, [ROOT / "jaxopt_llm/data/packing.py"])
+    found = selection.distances(paths, [ROOT / "jaxopt_llm/data/rows/packing.py"])
     own, near, unrelated = (found[path] for path in paths)
     assert own == 0 < near < unrelated
 

@@ -17,8 +17,8 @@ from test_loop import tiny
 from jaxopt_llm import train as train_command
 from jaxopt_llm.config import Config, EvaluationConfig, MeshConfig, OffloadConfig, cli
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, join_all
+from jaxopt_llm.data.tokens.pieces import IndexedPiece, join_all
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate

@@ -24,9 +24,9 @@ import os, sys, threading, time
 import jax
 from jaxopt_llm.config import Config, DataConfig, DistributedConfig, RunConfig, WatchdogConfig
 from jaxopt_llm.core import errors
-from jaxopt_llm.data import tokens
-from jaxopt_llm.data.source import Document
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokens import pieces
+from jaxopt_llm.data.reading.source import Document
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.watchdog import Watchdog
@@ -48,7 +48,7 @@ def stick(where):
 def read_slowly():
     for number in range({4 * LIMIT}):
         time.sleep(0.5)  # twice the limit in all
-        yield Document("", bytes(tokens._BATCH_BYTES), b"")
+        yield Document("", bytes(pieces._BATCH_BYTES), b"")
 
 def save(processes):
     processes.saving.enter("save", 3)
@@ -66,7 +66,7 @@ def main():
         with Watchdog(config, processes) as watchdog:
             stick("prepare")
             if hangs == "nothing, prepared slowly" and index == "1":
-                tokens.tokenize("", read_slowly(), ByteTokenizer(), processes.main)
+                pieces.tokenize("", read_slowly(), ByteTokenizer(), processes.main)
             channel.exchange("")
             watchdog.name_slow(print)
             for step in range(1, 10):
@@ -195,7 +195,7 @@ def start_run(
 @pytest.mark.parametrize(
     ("function", "call", "phase", "step"),
     [
-        ("jaxopt_llm.data.loader:_poll", 6, "data", 6),
+        ("jaxopt_llm.data.rows.loader:_poll", 6, "data", 6),
         ("jaxopt_llm.run.decoder_workload:DecoderWorkload.step", 6, "step", 6),
         (
             "jaxopt_llm.parallel.rows:LocalRows.make_global",
@@ -226,7 +226,7 @@ PREPARE_LIMIT = 20  # seconds, in which nothing else than the gate may keep a pr
 
 @pytest.mark.slow
 def test_a_run_ends_if_one_process_stops_while_it_opens_its_data_and_can_be_started_again(tmp_path: Path) -> None:
-    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.corpus:_open_file")
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.tokens.corpus:_open_file")
     for index, process in enumerate(start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT)):
         _, stderr = finish(process, 5)
         assert f"error: process 1 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
@@ -263,7 +263,7 @@ def test_a_run_goes_on_while_a_save_is_slow_and_ends_if_it_never_returns(tmp_pat
 
 @pytest.mark.slow
 def test_a_run_of_one_process_is_watched_if_asked(tmp_path: Path) -> None:
-    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.loader:_poll", 6)
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.rows.loader:_poll", 6)
     watched = ("--watchdog.single-process", True, "--watchdog.floor-seconds", RUN_LIMIT)
     watched = (*watched, "--data.stall-seconds", RUN_LIMIT)
     _, stderr = finish(start_gated(run, [gate], "--training.steps", 10, *watched), 5)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxopt_llm.data.source import Document
-from jaxopt_llm.data.tokenizer import ByteTokenizer
-from jaxopt_llm.data.tokens import IndexedPiece, TokenStream, join_all, tokenize
+from jaxopt_llm.data.reading.source import Document
+from jaxopt_llm.data.tokens.pieces import IndexedPiece, TokenStream, join_all, tokenize
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 
 
 def piece(documents: Sequence[bytes], name: str = "texts") -> IndexedPiece:

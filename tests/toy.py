@@ -27,8 +27,8 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import get_field, walk_fields
 from jaxopt_llm.core import tree
-from jaxopt_llm.data.packing import PackedRows
-from jaxopt_llm.data.tokenizer import ByteTokenizer
+from jaxopt_llm.data.rows.packing import PackedRows
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder_specs import list_segments

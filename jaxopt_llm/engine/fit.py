@@ -16,7 +16,7 @@ from jaxopt_llm.config import Config, ScheduleConfig, fields
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.data.loader import read_ahead
+from jaxopt_llm.data.rows.loader import read_ahead
 from jaxopt_llm.distributed.agreement import check_same_programs
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.watchdog import Watchdog

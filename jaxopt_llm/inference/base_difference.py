@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from jaxopt_llm.checkpoint.stored_layers import StoredLayers
 from jaxopt_llm.config import Config, PrecisionConfig, RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.execution.segments import (
     LocalSegment,
     attach_non_layer,

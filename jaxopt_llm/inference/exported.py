@@ -12,17 +12,17 @@ from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_nothing
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import parse_arguments
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.continuation import find_eos_ids
-from jaxopt_llm.data.template import Renderer, find_template
-from jaxopt_llm.data.tokenizer import (
+from jaxopt_llm.data.tokens.continuation import find_eos_ids
+from jaxopt_llm.data.tokens.template import Renderer, find_template
+from jaxopt_llm.data.tokens.tokenizer import (
     Tokenizer,
     find_tokenizer_folder,
     load_tokenizer,
     read_json_object,
 )
-from jaxopt_llm.data.tokenizer_classes import BACKEND, choose_class, plain_name
-from jaxopt_llm.data.tokenizer_files import copy_files, drop_code, write_tokenizer
-from jaxopt_llm.data.tokenizer_folder import GENERATION_FILE, VOCABULARY
+from jaxopt_llm.data.tokens.tokenizer_classes import BACKEND, choose_class, plain_name
+from jaxopt_llm.data.tokens.tokenizer_files import copy_files, drop_code, write_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_folder import GENERATION_FILE, VOCABULARY
 
 # Fields of a base's generation_config.json that are kept: numbers that choose and end a text, and nothing that names
 # code. Its EOS tokens are those of the training, in addition to its own.

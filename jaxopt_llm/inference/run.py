@@ -25,8 +25,8 @@ from jaxopt_llm.config import (
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import errors, hub, json_files, tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokenizer_folder import VOCABULARY
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.inference import card
 from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters

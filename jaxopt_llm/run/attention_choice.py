@@ -13,8 +13,8 @@ from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.corpus import Source
-from jaxopt_llm.data.packing import measure_waste
+from jaxopt_llm.data.rows.packing import measure_waste
+from jaxopt_llm.data.tokens.corpus import Source
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice

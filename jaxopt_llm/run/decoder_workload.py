@@ -10,8 +10,8 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
-from jaxopt_llm.data.loader import read_ahead
-from jaxopt_llm.data.verification import Verification
+from jaxopt_llm.data.rows.loader import read_ahead
+from jaxopt_llm.data.tokens.verification import Verification
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.run import pretrained_weights
 from jaxopt_llm.run.compile import Executables

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.compiler import kernel_choice
 from jaxopt_llm.config import MeshConfig, OffloadConfig, ShardingConfig
-from jaxopt_llm.data.continuation import Continuation, extend_continuations, find_eos_ids
-from jaxopt_llm.data.tokens import TokenStream
+from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
+from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh

@@ -12,7 +12,7 @@ from jaxopt_llm.core.errors import CheckpointError, InputError
 
 PACKAGE = Path(json_files.__file__).parent.parent
 # Arguments of a tool call are text of a row, and may be no JSON.
-PARSERS = {"core/json_files.py", "data/turns.py"}
+PARSERS = {"core/json_files.py", "data/tokens/turns.py"}
 
 
 DEEP = ("[" * 100_000, '{"a":' * 100_000, "[" * 101 + "]" * 101)

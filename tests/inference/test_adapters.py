@@ -25,8 +25,8 @@ from jaxopt_llm.checkpoint.huggingface.model_writer import LoadedLayers, collect
 from jaxopt_llm.checkpoint.peft.adapter_writer import WholeParameters, write_adapter_folder
 from jaxopt_llm.config.fields import replace_fields, to_json
 from jaxopt_llm.core.errors import CommandError, InputError
-from jaxopt_llm.data.tokenizer import load_tokenizer
-from jaxopt_llm.data.tokenizer_files import keep_tokenizer
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
 from jaxopt_llm.inference import run
 from jaxopt_llm.inference.load import Pretrained
 

@@ -9,7 +9,7 @@ from commands import command, metrics, start, train
 from texts import write_jsonl
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data import prepared
+from jaxopt_llm.data.tokens import prepared
 
 STEPS = ("--training.steps", 12, "--evaluation.every", 6, "--data.held-out", 0.2, "--optimizer.learning-rate", 1e-2)
 

@@ -19,7 +19,7 @@ from jaxopt_llm import evaluate, load_pretrained
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import devices, run

@@ -10,7 +10,7 @@ from texts import stream
 from jaxopt_llm.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.corpus import Source
+from jaxopt_llm.data.tokens.corpus import Source
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
 from jaxopt_llm.kernels import attention_auto, attention_triton

@@ -12,7 +12,7 @@ import pytest
 from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokenizer import JsonTokenizer
+from jaxopt_llm.data.tokens.tokenizer import JsonTokenizer
 
 pytestmark = pytest.mark.core
 

@@ -1,0 +1,181 @@
+"""Search for the files of a corpus."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
+from jaxopt_llm.data.reading import remote, saved_dataset
+from jaxopt_llm.data.reading.storage import LocalStorage, Storage, is_prepared
+
+SUFFIXES = {
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **{".json": "json", ".csv": "csv"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".npy": "numpy", ".idx": "megatron", ".bin": "megatron"},
+}
+# Formats of files that often only describe a folder, such as dataset_info.json. So a search of a folder takes them only
+# if data.format names them.
+_NAMED_FORMATS = {"json", "csv"}
+COMPRESSED = (".gz", ".bz2", ".zst")
+
+
+@dataclass(frozen=True)
+class File:
+    """File or prepared folder to read. Its text is the path or URL that the user knows it by, for messages.
+
+    Attributes:
+        name: path relative to the requested folder, with `/` as separator.
+        path: path on this machine.
+        url: the URL that it was downloaded from; empty for a local file.
+    """
+
+    name: str
+    path: Path
+    format: str
+    url: str = ""
+
+    def __str__(self) -> str:
+        return self.url or str(self.path)
+
+
+def find_corpus_files(config: DataConfig, setting: str = "data.paths", pulse: Pulse = UNWATCHED) -> list[list[File]]:
+    """Return the files of each of data.paths.
+
+    Args:
+        setting: what names the paths, for messages.
+        pulse: notes the progress of downloads.
+
+    Raises:
+        InputError: `find_files` raises it, or two paths contain the same file.
+    """
+    remote.check_backends(config.paths, setting)
+    found = [find_files(pattern, config, setting, pulse) for pattern in config.paths]
+    seen: dict[str, tuple[str, Path]] = {}
+    for pattern, files in zip(config.paths, found, strict=True):
+        for file in files:
+            origin = locate(file)
+            other, path = seen.setdefault(origin, (pattern, file.path))
+            if (other, path) != (pattern, file.path):
+                problem = f"{other} and {pattern} both read {origin}, so its documents would occur twice"
+                raise InputError(f"{setting}: {problem}; remove one, or give one a larger weight with data.weights")
+    return found
+
+
+def locate(file: File) -> str:
+    """Return the path of a file without symbolic links, or its URL. It is the same for the same file."""
+    return file.url or str(file.path.resolve())
+
+
+@contextmanager
+def name_url(file: File) -> Iterator[None]:
+    """Name the URL of a file instead of its local copy in the messages of errors."""
+    try:
+        yield
+    except InputError as error:
+        folder = file.url.rpartition("/")[0] or str(file.path.parent)
+        raise InputError(str(error).replace(str(file.path.parent), folder)) from error
+
+
+def find_files(pattern: str, config: DataConfig, setting: str = "data.paths", pulse: Pulse = UNWATCHED) -> list[File]:
+    """Return the files of one of data.paths, sorted by name.
+
+    A path is a file, a folder (searched recursively) or a glob (with `**`). In a folder, data.format=auto takes all
+    files with a known suffix except .json and .csv, text takes all files, and other formats take the files with their
+    suffix. A Megatron pair is named by either file or by their common prefix.
+
+    Args:
+        setting: the setting that names the path, for messages.
+        pulse: notes the progress of downloads.
+
+    Raises:
+        InputError: there are no files, or none of a known format.
+    """
+    storage: Storage = remote.RemoteStorage(pattern, setting) if remote.is_url(pattern) else LocalStorage(pattern)
+    path = storage.path
+    if storage.is_file(path):
+        found, root = [path], path.parent
+    elif is_prepared(storage, path):
+        return _make_files(storage, {path: (path.name, "prepared")}, pulse)
+    elif is_folder := storage.is_folder(path):
+        found, root = _select_in_folder(storage, config, setting, pulse), path
+    else:
+        pair = path.with_name(path.name + ".idx")
+        found = [pair] if storage.is_file(pair) else _glob(storage)
+        root = PurePath(os.path.commonpath([p.parent for p in found])) if found else path
+    files = {}
+    for match in found:
+        guesses = config.format == "auto" or storage.is_folder(match)
+        file_format = _guess_format(storage, match) if guesses else config.format
+        if file_format is None:
+            shown = storage.url(match) or match
+            raise InputError(f"{setting} {shown}: the suffix does not tell the format; set --data.format")
+        file = match.with_suffix(".idx") if file_format == "megatron" else match
+        files[file] = file.relative_to(root).as_posix(), file_format
+    if not files:
+        what = f"no file of the format {config.format}" if is_folder else "no such file or folder"
+        if is_folder and config.format == "auto" and (left := _find_left_out(storage)):
+            problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
+            raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set --data.format")
+        raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
+    return _make_files(storage, files, pulse)
+
+
+def _make_files(storage: Storage, files: dict[PurePath, tuple[str, str]], pulse: Pulse) -> list[File]:
+    """Return files sorted by name, copied to this machine. files: name and format of each path."""
+    paths = sorted(files, key=lambda path: files[path][0])
+    pairs = [(path, path.with_suffix(".bin")) if files[path][1] == "megatron" else (path,) for path in paths]
+    local = storage.fetch(pairs, pulse)
+    return [
+        File(files[path][0], copy, files[path][1], storage.url(path)) for path, copy in zip(paths, local, strict=True)
+    ]
+
+
+def _select_in_folder(storage: Storage, config: DataConfig, setting: str, pulse: Pulse) -> list[PurePath]:
+    formats = {*SUFFIXES.values(), "prepared"} - _NAMED_FORMATS if config.format == "auto" else {config.format}
+    paths = [
+        path
+        for path in storage.walk(storage.path)
+        if ("arrow" in formats and path.name in saved_dataset.DESCRIPTIONS)
+        or (config.format == "text" and storage.is_file(path))
+        or _guess_format(storage, path) in formats
+    ]
+    if "arrow" not in formats:
+        return paths
+
+    def read(path: PurePath) -> dict[str, Any]:
+        (copy,) = storage.fetch([(path,)], pulse)
+        return json_files.read_object(copy, "save the data set again", InputError)
+
+    return saved_dataset.select(paths, read, lambda path: f"{setting} {storage.url(path) or path}")
+
+
+def _find_left_out(storage: Storage) -> str | None:
+    """Return a file in a folder that data.format=auto does not take, although its format is known."""
+    found = (path for path in storage.walk(storage.path) if _guess_format(storage, path) in _NAMED_FORMATS)
+    return min((storage.url(path) or str(path) for path in found), default=None)
+
+
+def _glob(storage: Storage) -> list[PurePath]:
+    """Return the matches without the files of prepared folders, because `**` matches a folder and its files."""
+    matches = storage.glob()
+    prepared = {folder for folder in {path.parent for path in matches} if is_prepared(storage, folder)}
+    matches = [path for path in matches if path.parent not in prepared]
+    return [path for path in matches if storage.is_file(path) or is_prepared(storage, path)]
+
+
+def is_compressed(file: File) -> bool:
+    return file.path.suffix in COMPRESSED
+
+
+def _guess_format(storage: Storage, path: PurePath) -> str | None:
+    if storage.is_folder(path):
+        return "prepared"
+    name = PurePath(path.stem) if path.suffix in COMPRESSED else path
+    return SUFFIXES.get(name.suffix)

@@ -1,0 +1,135 @@
+"""Rows of data files: their content as text or as a conversation."""
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.reading import conversation
+from jaxopt_llm.data.reading.find import File
+from jaxopt_llm.data.reading.row_fields import FieldCounter, known_fields
+from jaxopt_llm.data.reading.skipped import Malformed, Position, Skipped
+
+_names = reprlib.Repr()
+_names.maxlist, _names.maxstring = 40, 60  # a file without a header has its first texts as column names
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of the documents of a file.
+
+    It contains the documents that start in bytes [first, last) of a JSONL file or of a text file with a separator, or
+    row groups [first, last) of a Parquet file. A file that can only be read from its start is one part.
+
+    Attributes:
+        row: number of rows before the part; only known for a Parquet file.
+    """
+
+    file: File
+    first: int
+    last: int
+    row: int = 0
+
+
+Row = tuple[Position, bytes | Malformed]
+
+
+class NoColumn(Malformed):
+    pass
+
+
+class RowEncoder:
+    """Encoder of rows: to the text of their column, or to a conversation as JSON.
+
+    Args:
+        config: the settings.
+        skipped: counts the fields that nothing reads.
+        template: source of the chat template, if there is one.
+    """
+
+    def __init__(self, config: DataConfig, skipped: Skipped, template: str = "") -> None:
+        self.config = config
+        self._skipped = skipped
+        self._counter = FieldCounter(skipped, template)
+        columns = config.column_names()
+        self._fields: dict[str, str | None] = dict.fromkeys(columns)  # of columns whose field has another name, or none
+        self._fields |= {column: field for field, column in columns.items() if column}
+
+    def detect_form(self, columns: Iterable[str], where: object) -> str:
+        """Return `text`, or the form of conversations that has these columns."""
+        if self.config.content != "chat":
+            return self.config.content
+        names = list(columns)
+        try:
+            return conversation.detect_form([field for field in map(self._field, names) if field], where)
+        except InputError as error:
+            named = (column for column in self.config.column_names().values() if column)
+            if missing := next((column for column in named if column not in names), ""):
+                found = ", ".join(sorted(names)[:40])
+                raise InputError(f"data.columns: no column {missing!r} among {found}; {error}") from error
+            raise
+
+    def is_used(self, column: str, form: str) -> bool:
+        """Return whether a column is used, or can make a row malformed."""
+        if form == "text":
+            return column == self.config.text_field
+        return self._field(column) in known_fields(form)
+
+    def note_columns(self, rows_by_column: Mapping[str, int], form: str) -> None:
+        """Note the columns of rows, and count those that are not used by their number of rows."""
+        if self.config.columns:
+            self._skipped.columns |= rows_by_column.keys()
+        for column, rows in rows_by_column.items():
+            if not self.is_used(column, form):
+                self._skipped.add_unread(column, rows)
+
+    def encode(self, row: Any, form: str, counts_columns: bool = True) -> bytes:
+        """Return the content of a row: the text of its column, or the conversation as JSON.
+
+        Args:
+            row: the row.
+            form: form of the conversation, or `text`.
+            counts_columns: whether the columns of this row are noted, instead of those of the file.
+
+        Raises:
+            Malformed: the row is not valid.
+        """
+        if isinstance(row, Malformed):
+            raise row
+        if not isinstance(row, dict):
+            raise Malformed("not a JSON object")
+        if counts_columns:
+            self.note_columns({column: 1 for column, value in row.items() if value not in (None, "")}, form)
+        if form != "text":
+            named = {field: value for column, value in row.items() if (field := self._field(column))}
+            return encode_utf8(conversation.normalize_conversation(named, form, self._counter))
+        if self.config.text_field not in row:
+            description = describe_missing_column(sorted(row), self.config)
+            raise NoColumn(f"without the column {self.config.text_field!r}", description)
+        return self.encode_text(row[self.config.text_field])
+
+    def encode_text(self, text: Any) -> bytes:
+        if not isinstance(text, str):
+            kind = "null" if text is None else type(text).__name__
+            raise Malformed(f"without text in column {self.config.text_field!r}", f"it holds {kind}")
+        return encode_utf8(text)
+
+    def _field(self, column: str) -> str | None:
+        """Return the field that a column holds, or None if data.columns says that it is not read."""
+        return self._fields.get(column, column)
+
+
+def encode_utf8(text: str) -> bytes:
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
+        return text.encode(errors="surrogatepass")
+
+
+def describe_missing_column(columns: Iterable[str], config: DataConfig) -> str:
+    names = list(columns)
+    chat = ", or read conversations with --data.content chat" if conversation.matching_forms(names) else ""
+    found = f"no column {config.text_field!r} among {_names.repr(names)}"
+    return f"{found}; name the text column with --data.text_field{chat}"

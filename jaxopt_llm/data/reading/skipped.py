@@ -1,0 +1,126 @@
+"""Positions of rows in files, and counts of what is not read: skipped rows by reason, and fields of rows."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.reading.find import File
+from jaxopt_llm.data.reading.stream import find_line
+
+_MAX_FIELDS = 1000  # whose rows are counted by name
+_SHOWN_FIELDS = 12
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of a row in a file, for messages.
+
+    Attributes:
+        unit: what `number` counts: bytes from 0, or lines or rows from 1; empty for a whole file.
+    """
+
+    file: File
+    unit: Literal["", "byte", "line", "row"] = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        """Return the path and the line or row. To find the line of a byte, this reads the file up to the byte."""
+        if self.unit == "byte":
+            return f"{self.file}, line {find_line(self.file, self.number)}"
+        return f"{self.file}, {self.unit} {self.number}" if self.unit else str(self.file)
+
+
+class Malformed(Exception):
+    """Exception for a row that does not hold a valid text or conversation.
+
+    Attributes:
+        reason: phrase that also describes several such rows: "3 not valid JSON". The rows are counted by it.
+        detail: more about this row, or empty.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+
+
+class Skipped:
+    """Numbers of skipped rows by reason, and of rows with a field that nothing reads.
+
+    Attributes:
+        counts: number of skipped rows by reason.
+        examples: position of the first malformed row of each reason. Rows that are not malformed have no example.
+        unread: number of rows by the name of a field that nothing reads, such as `id`, or `mood of a message`.
+        endless: number of conversations in which no special token ends a learned turn.
+        columns: the columns of the rows. They are only known if data.columns is set.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, Position] = {}
+        self.unread: Counter[str] = Counter()
+        self.endless = 0
+        self.columns: set[str] = set()
+
+    def add(self, reason: str, example: object = None) -> None:
+        self.counts[reason] += 1
+        if isinstance(example, Position):
+            self.examples.setdefault(reason, example)
+
+    def add_unread(self, field: str, rows: int = 1) -> None:
+        if rows:
+            # Names may be data, such as ids. So there is a bound.
+            known = field in self.unread or len(self.unread) < _MAX_FIELDS
+            self.unread[field if known else "other fields"] += rows
+
+    def describe(self) -> list[str]:
+        """Return the number, the reason and the example of each reason, as text."""
+        examples = {reason: f" (first: {position})" for reason, position in self.examples.items()}
+        return [f"{count:,} {reason}{examples.get(reason, '')}" for reason, count in sorted(self.counts.items())]
+
+    def describe_notes(self) -> list[str]:
+        """Return what may be wrong with the rows that are read: a line about fields, and a line about ends of turns."""
+        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
+        ends = f"chat template: no special token ends a learned turn of {rows}, so a model does not learn where to stop"
+        notes = [self.describe_unread(), f"{ends}; write one in a copy of the template" if self.endless else ""]
+        return [note for note in notes if note]
+
+    def describe_unread(self) -> str:
+        """Return the fields that nothing reads, with the number of rows that have them; empty if there is none."""
+        found = [f"{field} ({count:,} row{'s' * (count != 1)})" for field, count in self.unread.most_common()]
+        more = f", and {len(found) - _SHOWN_FIELDS} more" if len(found) > _SHOWN_FIELDS else ""
+        return f"fields not read: {', '.join(found[:_SHOWN_FIELDS])}{more}" if found else ""
+
+    def check_columns(self, config: DataConfig) -> None:
+        """Raise InputError if no row has a column that data.columns names. Call it after all rows are read."""
+        missing = [column for column in config.column_names().values() if column and column not in self.columns]
+        if missing and self.columns:
+            found = ", ".join(sorted(self.columns)[:40])
+            problem = f"no row has the column {missing[0]!r}"
+            raise InputError(f"data.columns={' '.join(config.columns)}: {problem}; the columns are {found}")
+
+    def to_record(self, files: Sequence[File]) -> dict[str, Any]:
+        """Return the counts, examples and fields as a JSON object that names files by their index."""
+        record: dict[str, Any] = {"skipped": dict(sorted(self.counts.items()))}
+        if self.examples:
+            found = sorted(self.examples.items())
+            record["examples"] = {why: [files.index(at.file), at.unit, at.number] for why, at in found}
+        if self.unread:
+            record["unread"] = dict(sorted(self.unread.items()))
+        if self.endless:
+            record["endless"] = self.endless
+        if self.columns:
+            record["columns"] = sorted(self.columns)
+        return record
+
+    def add_record(self, record: Mapping[str, Any], files: Sequence[File]) -> None:
+        """Add what `to_record` returned for the same files."""
+        self.counts.update(record["skipped"])
+        for reason, (index, unit, number) in record.get("examples", {}).items():
+            self.examples.setdefault(reason, Position(files[index], unit, number))
+        for field, count in record.get("unread", {}).items():
+            self.add_unread(field, count)
+        self.endless += record.get("endless", 0)
+        self.columns.update(record.get("columns", ()))

@@ -1,0 +1,386 @@
+"""Tokenized documents: pieces in memory or in files, and token streams over them."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.pulse import UNWATCHED, Pulse
+from jaxopt_llm.data.reading.source import Document
+from jaxopt_llm.data.tokens.file_array import Array
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
+
+_BATCH_BYTES = 2**22  # text per call of the tokenizer, which uses all cores
+_BLOCK = 2**20  # groups whose keys are read at once
+_SAMPLES, _SAMPLE_BYTES = 64, 2**12  # samples of a large file that its fingerprint covers
+
+
+@dataclass(frozen=True, eq=False)
+class Piece(ABC):
+    """Concatenated documents of one file or of a part of it: the base class of all formats.
+
+    A piece needs no memory per document.
+
+    Attributes:
+        name: name of the file, for messages.
+        tokens: any integer dtype, [N], including BOS and EOS.
+        size: N.
+        groups: number of groups. A group is held out, or trained on, as a whole. It is one document; for formats
+            without an index, where finding every document would mean reading every token, it is a chunk of documents.
+        documents: number of documents, or None if it is not known.
+        mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
+    """
+
+    name: str
+    tokens: Array
+
+    @property
+    def size(self) -> int:
+        return self.tokens.size
+
+    @property
+    @abstractmethod
+    def groups(self) -> int: ...
+
+    @property
+    def documents(self) -> int | None:
+        return self.groups
+
+    @property
+    def mask(self) -> Array | None:
+        return None
+
+    def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
+        """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
+        return hash_indices(first, last)
+
+    @abstractmethod
+    def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of the first token of each group.
+
+        The starts are non-decreasing. The start of group `self.groups` (one past the last) is `size`.
+        """
+
+    @abstractmethod
+    def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the indices in [first, last) at which a document starts."""
+
+    @abstractmethod
+    def describe_position(self, token: int) -> str:
+        """Return the file and document of a token, for an error message."""
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedPiece(Piece):
+    """Documents with an index: the position where each ends.
+
+    Attributes:
+        ends: int64 [documents], the end of each document in `tokens`.
+        keys: uint64 [documents], the held-out key of each document.
+    """
+
+    ends: Array
+    keys: Array
+    mask: Array | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.ends.size
+
+    def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
+        return np.asarray(self.keys[first:last])
+
+    def group_starts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.where(groups > 0, self.ends[groups - 1], 0)
+
+    def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
+        ends = self.ends
+        low, high = (int(ends.searchsorted(token)) for token in (first, last))
+        check_non_decreasing(ends[max(low - 1, 0) : high + 2], self.name)
+        return np.concatenate([np.zeros(int(first == 0), np.int64), ends[low:high]])
+
+    def describe_position(self, token: int) -> str:
+        return f"{self.name}, document {self.ends.searchsorted(token, side='right')}"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Concatenation of spans of pieces, without a copy. Each span starts and ends at a document boundary.
+
+    Attributes:
+        starts: int64 [spans + 1], the start of each span in the stream, then the length of the stream.
+        origins: int64 [spans], the start of each span in the concatenation of all pieces.
+        documents: number of documents, or None if it is not known. Empty documents have no tokens, but count.
+    """
+
+    pieces: tuple[Piece, ...]
+    starts: NDArray[np.int64]
+    origins: NDArray[np.int64]
+    documents: int | None
+    _bounds: NDArray[np.int64] = field(init=False)  # [pieces + 1]: as `starts`, for the pieces in their concatenation
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_bounds", _cumulative([piece.size for piece in self.pieces]))
+
+    def __str__(self) -> str:
+        known = "" if self.documents is None else f"{self.documents:,} documents, "
+        return f"{known}{self.size:,} tokens"
+
+    @property
+    def size(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the tokens at positions [first, first + count), int64 [count]."""
+        tokens = np.empty(count, np.int64)
+        for position, piece, begin, end in self._slices(first, count):
+            tokens[position - first : position - first + end - begin] = piece.tokens[begin:end]
+        return tokens
+
+    @property
+    def has_mask(self) -> bool:
+        """True if the stream contains conversations."""
+        return any(piece.mask is not None for piece in self.pieces)
+
+    def read_mask(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Return whether the loss counts each of positions [first, first + count) as a target, bool [count]."""
+        mask = np.ones(count, bool)
+        for position, piece, begin, end in self._slices(first, count):
+            if piece.mask is not None:
+                mask[position - first : position - first + end - begin] = piece.mask[begin:end]
+        return mask
+
+    def document_starts(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the positions in [first, first + count) at which a document starts."""
+        slices = self._slices(first, count)
+        return np.concatenate(
+            [piece.document_starts(begin, end) + (position - begin) for position, piece, begin, end in slices]
+        )
+
+    def describe_position(self, position: int) -> str:
+        """Return the file and document of a position, for an error message."""
+        ((_, piece, token, _),) = self._slices(position, 1)
+        return piece.describe_position(token)
+
+    def _slices(self, first: int, count: int) -> Iterator[tuple[int, Piece, int, int]]:
+        """Yield (position, piece, begin, end): tokens [begin, end) of the piece are at `position` of the stream.
+
+        Together the slices cover positions [first, first + count).
+        """
+        position, span = first, int(self.starts.searchsorted(first, side="right")) - 1
+        while position < first + count:
+            origin = int(self.origins[span]) + position - int(self.starts[span])
+            index = int(self._bounds.searchsorted(origin, side="right")) - 1
+            begin = origin - int(self._bounds[index])
+            size = min(first + count, int(self.starts[span + 1])) - position
+            yield position, self.pieces[index], begin, begin + size
+            position, span = position + size, span + 1
+
+
+GroupRanges = NDArray[np.int64]  # [N, 2]: ranges [first, last) of groups of a piece, in increasing order
+
+
+def join_ranges(pieces: Sequence[Piece], ranges: Sequence[GroupRanges]) -> TokenStream:
+    """Return the stream of some groups of each piece, in order.
+
+    Raises InputError if the index of a piece is damaged.
+    """
+    nothing = np.empty(0, np.int64)
+    origins, lengths, documents = [nothing], [nothing], 0
+    bounds = _cumulative([piece.size for piece in pieces])
+    for piece, of_piece, bound in zip(pieces, ranges, bounds, strict=False):
+        edges = piece.group_starts(of_piece.ravel())
+        check_non_decreasing(np.concatenate([[0], edges, [piece.size]]), piece.name)
+        begins, ends = edges.reshape(-1, 2).T
+        nonempty = ends > begins
+        origins.append(bound + begins[nonempty])
+        lengths.append((ends - begins)[nonempty])
+        documents += int((of_piece[:, 1] - of_piece[:, 0]).sum())
+    known = all(piece.documents is not None for piece in pieces)
+    starts = _cumulative(np.concatenate(lengths))
+    return TokenStream(tuple(pieces), starts, np.concatenate(origins), documents if known else None)
+
+
+def join_all(pieces: Sequence[Piece]) -> TokenStream:
+    """Return the stream of all documents of the pieces, in order."""
+    return join_ranges(pieces, [_complement(np.empty(0, np.int64), piece.groups) for piece in pieces])
+
+
+def split_held_out(pieces: Sequence[Piece], share: float) -> tuple[list[GroupRanges], list[GroupRanges]]:
+    """Split the groups of each piece into training and held-out ranges.
+
+    Groups with a key in the lowest `share` of all keys are held out. Consecutive groups with the same key, such as the
+    documents of one conversation, stay in one split. If at least two such runs of groups are not empty, each split gets
+    one. Memory grows only with the number of held-out groups.
+
+    A larger share only adds held-out documents. New documents do not move existing ones to the other split, except the
+    one run that was held out because the share was too small to hold out any.
+    """
+    held_out = [_groups_below(piece, share) for piece in pieces]
+    size = sum(piece.size for piece in pieces)
+
+    def count_held_out() -> int:
+        return sum(map(_count_tokens, pieces, map(_single_ranges, held_out)))
+
+    if size and not count_held_out():
+        index, groups = _find_extreme_groups(pieces, lowest=True)
+        held_out[index] = np.union1d(held_out[index], groups)
+    if size and count_held_out() == size:
+        index, groups = _find_extreme_groups(pieces, lowest=False)
+        held_out[index] = np.setdiff1d(held_out[index], groups)
+    training = [_complement(groups, piece.groups) for piece, groups in zip(pieces, held_out, strict=True)]
+    return training, [_single_ranges(groups) for groups in held_out]
+
+
+def _key_blocks(piece: Piece) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    for first in range(0, piece.groups, _BLOCK):
+        yield first, piece.group_keys(first, min(first + _BLOCK, piece.groups))
+
+
+def _groups_below(piece: Piece, share: float) -> NDArray[np.int64]:
+    found = [first + np.flatnonzero(keys.astype(np.float64) / 2**64 < share) for first, keys in _key_blocks(piece)]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def _find_extreme_groups(pieces: Sequence[Piece], lowest: bool) -> tuple[int, NDArray[np.int64]]:
+    """Return the index of a piece, and its consecutive groups with the lowest or highest key of all.
+
+    Empty groups count only if there are no others.
+    """
+    best = (True, 2**64, 0, 0)
+    for index, piece in enumerate(pieces):
+        for first, keys in _key_blocks(piece):
+            empty = np.diff(piece.group_starts(np.arange(first, first + keys.size + 1))) == 0
+            ranks = keys if lowest else ~keys
+            at = int(np.lexsort([ranks, empty])[0])
+            best = min(best, (bool(empty[at]), int(ranks[at]), index, first + at))
+    index, group = best[2:]  # the first one with this key
+    piece, end = pieces[index], group + 1
+    while end < piece.groups and (piece.group_keys(end, end + 1) == piece.group_keys(group, group + 1)).all():
+        end += 1
+    return index, np.arange(group, end)
+
+
+def _single_ranges(groups: NDArray[np.int64]) -> GroupRanges:
+    return np.stack([groups, groups + 1], axis=1)
+
+
+def _complement(groups: NDArray[np.int64], count: int) -> GroupRanges:
+    """Return the ranges of the groups in [0, count) that are not in `groups`, which is sorted."""
+    ranges = np.stack([np.append(0, groups + 1), np.append(groups, count)], axis=1)
+    return ranges[ranges[:, 0] < ranges[:, 1]]
+
+
+def _count_tokens(piece: Piece, ranges: GroupRanges) -> int:
+    begins, ends = piece.group_starts(ranges.ravel()).reshape(-1, 2).T
+    return int((ends - begins).sum())
+
+
+def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pulse: Pulse = UNWATCHED) -> IndexedPiece:
+    """Tokenize documents into memory. pulse: notes each few megabytes of text as progress."""
+    batches = []
+    for batch in tokenize_batches(documents, tokenizer):
+        batches.append(batch)
+        pulse.beat()
+    if not batches:
+        none = np.empty(0, token_dtype(tokenizer.vocabulary_size)), np.empty(0, np.int64), np.empty(0, np.uint64)
+        return IndexedPiece(name, *none)
+    tokens, lengths, keys, *mask = map(np.concatenate, zip(*batches, strict=True))
+    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, *mask)
+
+
+def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Tokenize documents, a few megabytes of text at a time.
+
+    Each document becomes the tokenizer's prefix (BOS, if there is one), its tokens and the suffix (EOS), in the
+    narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them.
+
+    Yields tokens [N], int64 lengths [documents], uint64 keys [documents] and, for conversations, their mask, bool [N].
+    """
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    prefix, suffix = tokenizer.prefix, tokenizer.suffix
+    for batch in _make_batches(documents):
+        texts = [document.content for document in batch]
+        mask: tuple[NDArray[np.bool_], ...] = ()
+        if batch[0].spans is None:
+            encoded = tokenizer.encode(texts)
+            arrays = [array for ids in encoded for array in (prefix, ids, suffix)]
+            tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+            lengths = np.array([len(prefix) + ids.size + len(suffix) for ids in encoded], np.int64)
+        else:
+            encoded, offsets = zip(*tokenizer.encode_with_offsets(texts), strict=True)
+            tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")
+            lengths = np.array([ids.size for ids in encoded], np.int64)
+            masks = [in_spans(begins, document.spans or ()) for begins, document in zip(offsets, batch, strict=True)]
+            mask = (np.concatenate(masks),)
+        keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]
+        yield tokens, lengths, np.array(keys, np.uint64), *mask
+
+
+def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Return whether each position is in one of the spans [begin, end), which are sorted and do not overlap."""
+    return np.array(spans, np.int64).ravel().searchsorted(positions, side="right") % 2 == 1
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[np.integer]:
+    return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
+
+
+def hash_indices(first: int, last: int) -> NDArray[np.uint64]:
+    """Return uint64 keys of indices [first, last): splitmix64 (Steele et al. 2014).
+
+    Used for groups that have no content hash.
+    """
+    z = np.arange(first + 1, last + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def check_non_decreasing(ends: NDArray[np.int64], name: str) -> None:
+    """Raise InputError if a document ends before it begins."""
+    if (ends[1:] < ends[:-1]).any():
+        raise InputError(
+            f"{name}: the index is damaged, a document ends before it begins; restore the file or create it again "
+            "(jaxopt_llm.prepare --verify checks all of a prepared corpus)"
+        )
+
+
+def fingerprint_file(path: Path) -> str:
+    """Return a SHA-256 of the size of a file and of samples spread over it.
+
+    The cost does not grow with the size of the file. Small files (up to 256 KiB) are hashed completely.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for sample in range(_SAMPLES):
+                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _make_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cumulative(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)

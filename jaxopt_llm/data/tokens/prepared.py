@@ -1,0 +1,446 @@
+"""Corpus prepared by `jaxopt_llm.prepare`: tokens in one file, and a manifest that is written last.
+
+prepared-plan.json         the request; a different request never writes to the same folder
+tokens.bin                 uint16 or uint32, little-endian
+ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
+mask.bin                   only for conversations: one byte per token, whether the loss counts it
+shards.jsonl               contents and SHA-256 of each shard in the files above
+manifest.json              the plan, the totals and the SHA-256 of shards.jsonl; written last, so a corpus with a
+                           manifest is complete
+
+During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask and, last, .json, each set from a
+group of parts. They are appended to the files above in order, and then deleted.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import check_is_regular, replace_durably, sync_file
+from jaxopt_llm.data.reading.find import File
+from jaxopt_llm.data.reading.rows import Part
+from jaxopt_llm.data.reading.skipped import Skipped
+from jaxopt_llm.data.reading.source import split_into_parts
+from jaxopt_llm.data.reading.storage import PLAN
+from jaxopt_llm.data.tokens.file_array import FileArray
+from jaxopt_llm.data.tokens.pieces import IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
+from jaxopt_llm.data.tokens.template import find_template, make_reader
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
+
+MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
+FORMAT = 2
+# Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
+SHARD_BYTES, MAX_SHARDS = 2**22, 4096
+_ARRAYS = ("tokens", "ends", "keys", "mask")  # mask: only for conversations
+# Names of the files in the directory of an unfinished corpus.
+_UNFINISHED = re.compile(
+    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|({'|'.join(_ARRAYS)})\.bin|shard-\d{{5,}}\..*|.*\.tmp"
+)
+_READERS = 32  # threads that inspect files; they wait for storage most of the time
+_BLOCK = 2**22  # bytes read at once
+
+
+def make_plan(
+    files: Sequence[File], fingerprints: Sequence[str], config: DataConfig, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return everything that the output bytes depend on.
+
+    The locations of the files and the number of workers do not change the output, so they are not included.
+    """
+    plan = {
+        "format": FORMAT,
+        "tokenizer": config.tokenizer,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "dtype": token_dtype(tokenizer.vocabulary_size).str,
+        "separator": config.separator,
+        "text_field": config.text_field,
+        "malformed": config.malformed,
+        "shard_bytes": shard_bytes(files),
+        "files": [
+            [file.name, file.format, file.path.stat().st_size, fingerprint]
+            for file, fingerprint in zip(files, fingerprints, strict=True)
+        ],
+    }
+    if config.columns:
+        plan["columns"] = sorted(config.columns)
+    if config.content != "text":
+        plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    if config.chat_template:  # the folder of the tokenizer does not hold it
+        plan["chat_template"] = find_template(config, tokenizer).source
+    return plan
+
+
+def have_same_command(old: dict[str, Any], plan: dict[str, Any]) -> bool:
+    """Return whether two plans differ only in what a message about rows advises to change.
+
+    That is the contents of the files, the treatment of malformed rows, and the names of columns.
+    """
+
+    def describe_command(plan: dict[str, Any]) -> dict[str, Any]:
+        names = [file[:2] for file in plan.get("files", ())]
+        return {**plan, "files": names, "shard_bytes": None, "malformed": None, "columns": None}
+
+    return describe_command(old) == describe_command(plan)
+
+
+def is_unfinished(directory: Path) -> bool:
+    """Return whether a directory holds only an unfinished corpus."""
+    return all(_UNFINISHED.fullmatch(path.name) for path in directory.iterdir())
+
+
+def holds_no_documents(directory: Path) -> bool:
+    """Return whether no document of an unfinished corpus has been written."""
+    written = any(path.stat().st_size for path in directory.glob("*.bin"))
+    return not written and not any(directory.glob("shard-*.json"))
+
+
+def delete_unfinished(directory: Path) -> None:
+    """Delete an unfinished corpus. The plan is deleted last, so that a kill in between leaves a directory of ours."""
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == PLAN):
+        if path.name != "lock":
+            path.unlink()
+
+
+def inspect_files(
+    files: Sequence[File], config: DataConfig, progress: Callable[[], None]
+) -> list[tuple[str, list[Part]]]:
+    """Return the fingerprint and the parts of each file. Calls `progress` after each file."""
+
+    def inspect(file: File) -> tuple[str, list[Part]]:
+        inspected = fingerprint_file(file.path), split_into_parts(file, config)
+        progress()
+        return inspected
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(inspect, files))
+
+
+def shard_bytes(files: Sequence[File]) -> int:
+    """Return the target size of a shard's input, in bytes."""
+    return max(SHARD_BYTES, sum(file.path.stat().st_size for file in files) // MAX_SHARDS)
+
+
+def group_into_shards(files: Sequence[File], parts_of_files: Iterable[Sequence[Part]]) -> list[list[Part]]:
+    """Group the parts of all files, in order, into shards of about `shard_bytes`."""
+    shards: list[list[Part]] = []
+    size, most = 0.0, shard_bytes(files)
+    for file, parts in zip(files, parts_of_files, strict=True):
+        part_size = file.path.stat().st_size / max(len(parts), 1)
+        for part in parts:
+            if not shards or size + part_size > most:
+                shards.append([])
+                size = 0
+            shards[-1].append(part)
+            size += part_size
+    return shards
+
+
+def write_shard(directory: Path, index: int, parts: Sequence[Part], config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Write a shard atomically.
+
+    If the process is killed at any moment, the files of the shard are either complete or lack the JSON record. Memory
+    holds only a few megabytes of text at a time.
+    """
+    skipped = Skipped()
+    paths = [directory / f"shard-{index:05}.{name}" for name in _array_names(config.content != "text")]
+    digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
+    documents = end = 0
+    with ExitStack() as stack:
+        files = [stack.enter_context(_temporary_path(path).open("wb")) for path in paths]
+        read = make_reader(config, tokenizer)
+        for part in parts:
+            for tokens, lengths, keys, *mask in tokenize_batches(read(part, skipped), tokenizer):
+                for digest, array in zip(digests, (tokens, *mask), strict=False):
+                    digest.update(array.data)
+                for file, array in zip(files, (tokens, end + np.cumsum(lengths), keys, *mask), strict=True):
+                    file.write(array.data)
+                documents, end = documents + lengths.size, end + tokens.size
+        for file in files:
+            sync_file(file)
+    for path in paths:
+        os.replace(_temporary_path(path), path)
+    record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
+    if config.content != "text":
+        record["mask_sha256"] = digests[1].hexdigest()
+    write_json(shard_record_path(directory, index), record | skipped.to_record([part.file for part in parts]))
+
+
+def _array_names(conversations: bool) -> tuple[str, ...]:
+    return _ARRAYS if conversations else _ARRAYS[:-1]
+
+
+def shard_record_path(directory: Path, index: int) -> Path:
+    """Return the path of the JSON record of a shard, the file that is written last."""
+    return directory / f"shard-{index:05}.json"
+
+
+class ShardMerger:
+    """Writer that appends finished shards, in order, to the files of the corpus.
+
+    When it opens files after a kill, it removes bytes that do not belong to a recorded shard.
+
+    Attributes:
+        shards: records of the shards in the files of the corpus.
+
+    Raises:
+        InputError: the files of the corpus are shorter than their recorded shards.
+    """
+
+    def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
+        self._directory = directory
+        self._names = _array_names(conversations)
+        (directory / SHARDS).touch()
+        written = (directory / SHARDS).read_bytes()
+        os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
+        self.shards = read_shard_records(directory)
+        self._documents = sum(shard["documents"] for shard in self.shards)
+        self._tokens = sum(shard["tokens"] for shard in self.shards)
+        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
+        counts = {"tokens": self._tokens, "ends": self._documents, "keys": self._documents, "mask": self._tokens}
+        for name in self._names:
+            path, size = array_path(directory, name), counts[name] * types[name].itemsize
+            path.touch()
+            if (has := path.stat().st_size) < size:
+                remedy = f"remove {directory} and prepare the corpus again"
+                raise InputError(f"{path} is truncated: it has {has} bytes of {size}; {remedy}")
+            os.truncate(path, size)
+        for path in directory.glob("shard-*"):
+            if int(path.stem.removeprefix("shard-")) < len(self.shards):
+                path.unlink()
+
+    def __contains__(self, index: int) -> bool:
+        """Return whether a shard is complete, appended or not."""
+        return index < len(self.shards) or shard_record_path(self._directory, index).exists()
+
+    def merge_ready(self) -> None:
+        """Append the next shards, up to the first one that is not complete."""
+        while (record := shard_record_path(self._directory, len(self.shards))).exists():
+            counts = json_files.read_object(record, f"remove {self._directory} and prepare the corpus again")
+            paths = {name: record.with_suffix(f".{name}") for name in self._names}
+            ends = np.fromfile(paths["ends"], "<i8") + self._tokens
+            digest = hashlib.sha256(ends.data)
+            for name in self._names:
+                with paths[name].open("rb") as source, array_path(self._directory, name).open("ab") as file:
+                    if name == "ends":
+                        file.write(ends.data)
+                    else:
+                        shutil.copyfileobj(source, file, _BLOCK)
+                    sync_file(file)
+            digest.update(paths["keys"].read_bytes())
+            counts["documents_sha256"] = digest.hexdigest()
+            with (self._directory / SHARDS).open("a") as file:
+                file.write(json.dumps(counts) + "\n")
+                sync_file(file)
+            self.shards.append(counts)
+            self._documents += counts["documents"]
+            self._tokens += counts["tokens"]
+            for path in (*paths.values(), record):
+                path.unlink()
+
+    def finish(self, plan: dict[str, Any]) -> None:
+        """Write the manifest, which completes the corpus."""
+        digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
+        totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
+        write_json(self._directory / MANIFEST, {"plan": plan, **totals})
+
+
+def read_shard_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of the shards in the files of the corpus. Raises InputError if shards.jsonl is damaged."""
+    path = directory / SHARDS
+    try:
+        check_is_regular(path)
+        return [json_files.parse(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
+
+
+def add_skipped(records: Sequence[dict[str, Any]], shards: Sequence[Sequence[Part]]) -> Skipped:
+    """Return the skipped documents of all shards."""
+    skipped = Skipped()
+    for record, parts in zip(records, shards, strict=True):
+        skipped.add_record(record, [part.file for part in parts])
+    return skipped
+
+
+def array_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.bin"
+
+
+def write_json(path: Path, value: Any) -> None:
+    replace_durably(path, json.dumps(value, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    sha256: str
+    tokens: int
+    documents: int
+    dtype: np.dtype[np.integer]
+    conversations: bool
+    tokenizer: str
+    tokenizer_sha256: str
+    shards_sha256: str
+
+
+def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
+    """Open a prepared corpus without reading it.
+
+    Returns the piece, and the hash of the manifest, which covers all tokens.
+
+    Raises:
+        InputError: the corpus is unfinished, damaged, or was prepared with another tokenizer.
+    """
+    manifest = _read_manifest(directory)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise InputError(
+            f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
+            "or data.eos): train with that one, or prepare the corpus again"
+        )
+    return IndexedPiece(name, *_open_arrays(directory, manifest)), manifest.sha256
+
+
+def read_template(corpora: Iterable[Path]) -> str | None:
+    """Return the template of prepared conversations; None: it is the tokenizer's own, or there are none.
+
+    Raises:
+        InputError: the corpora were prepared with different templates.
+    """
+    templates: dict[str | None, Path] = {}
+    for directory in corpora:
+        file = json_files.read_object(directory / MANIFEST, f"remove {directory} and prepare the corpus again")
+        if "content" in (plan := file.get("plan", {})):  # texts have none
+            templates.setdefault(plan.get("chat_template"), directory)
+    if len(templates) > 1:
+        first, second, *_ = templates.values()
+        problem = f"{first} and {second} were prepared with different chat templates"
+        raise InputError(f"data.paths: {problem}; prepare them with the same one")
+    return next(iter(templates), None)
+
+
+def check_sizes(directory: Path) -> None:
+    """Raise InputError if the files of a finished corpus do not have the sizes that its manifest records."""
+    _open_arrays(directory, _read_manifest(directory))
+
+
+def verify_corpus(
+    directory: Path,
+    workers: int,
+    share: tuple[int, int] = (0, 1),
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[int, int]:
+    """Read a prepared corpus and compare its hashes.
+
+    Args:
+        share: index and number of the processes that verify the corpus together; each reads a part of the shards.
+        cancelled: if it becomes True meanwhile, the rest is not read.
+
+    Returns:
+        The number of shards and of bytes of the whole corpus.
+
+    Raises:
+        InputError: the corpus is damaged. The message names the damaged shards and byte ranges.
+    """
+    manifest = _read_manifest(directory)
+    _open_arrays(directory, manifest)
+    shards = read_shard_records(directory)
+    if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
+        raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
+    token_bounds = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+    tokens = token_bounds * manifest.dtype.itemsize
+    documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
+
+    def find_damage(index: int) -> str | None:
+        if cancelled():
+            return None
+        bounds = [
+            (("tokens",), tokens[index : index + 2], shards[index]["tokens_sha256"]),
+            (("ends", "keys"), documents[index : index + 2], shards[index]["documents_sha256"]),
+        ]
+        if manifest.conversations:
+            bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
+        for names, (first, last), expected in bounds:
+            if _hash_range([array_path(directory, name) for name in names], int(first), int(last)) != expected:
+                return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {index}"
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:  # threads suffice: hashing releases the GIL
+        damaged = [damage for damage in pool.map(find_damage, range(len(shards))[share[0] :: share[1]]) if damage]
+    if damaged:
+        message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
+    return len(shards), int(tokens[-1] + 2 * documents[-1] + manifest.conversations * token_bounds[-1])
+
+
+def _read_manifest(directory: Path) -> _Manifest:
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise InputError(f"{directory} is not finished: run jaxopt_llm.prepare again to complete it")
+    content = path.read_bytes()
+    try:
+        manifest = json_files.parse_settings(content)
+        plan = manifest["plan"]
+        if plan["format"] != FORMAT:
+            raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
+        return _Manifest(
+            hashlib.sha256(content).hexdigest(),
+            int(manifest["tokens"]),
+            int(manifest["documents"]),
+            np.dtype(plan["dtype"]),
+            "content" in plan,
+            plan["tokenizer"],
+            plan["tokenizer_sha256"],
+            manifest["shards_sha256"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
+
+
+def _open_arrays(directory: Path, manifest: _Manifest) -> list[FileArray]:
+    """Return tokens, ends, keys and, for conversations, the mask.
+
+    Raises InputError if a file does not have the size that the manifest records.
+    """
+    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"), np.dtype("?"))
+    sizes = (manifest.tokens, manifest.documents, manifest.documents, manifest.tokens)
+    arrays = []
+    for name, dtype, size in zip(_array_names(manifest.conversations), types, sizes, strict=False):
+        path, needed = array_path(directory, name), size * dtype.itemsize
+        actual = path.stat().st_size if path.is_file() else 0
+        if actual != needed:
+            problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"
+            raise InputError(f"{path} {problem}; remove {directory} and prepare the corpus again")
+        arrays.append(FileArray(path, dtype, size))
+    ends = arrays[1]
+    if not ends.size or ends[ends.size - 1] != manifest.tokens:
+        problem = "the last document does not end at the last token"
+        raise InputError(f"{ends.path} is damaged: {problem}; remove {directory} and prepare the corpus again")
+    return arrays
+
+
+def _hash_range(files: Sequence[Path], first: int, last: int) -> str:
+    """Return the SHA-256 of bytes [first, last) of each file."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            file.seek(first)
+            for begin in range(first, last, _BLOCK):
+                digest.update(file.read(min(_BLOCK, last - begin)))
+    return digest.hexdigest()
+
+
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -1,0 +1,368 @@
+"""Rendering of conversations by a chat template, in Jinja's sandbox.
+
+A chat template is a program, and comes with weights from any source. The sandbox keeps it away from Python's objects,
+and with them from files and the network. It does not bound time and memory: a template can compute without end.
+"""
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import date
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from jaxopt_llm.data.tokens.turns import (
+    EXAMPLES,
+    PROBES,
+    REASONING,
+    Conversation,
+    Document,
+    Lost,
+    Refused,
+    Specials,
+    find_ending,
+    find_owners,
+    fit_arguments,
+    mark,
+)
+
+MAX_CHARACTERS = 2**26  # of a rendered conversation
+
+_NONCE = str(secrets.randbits(128))  # random, so that no conversation can contain these marks
+_BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
+
+# Exceptions that a template raises for a conversation of another form than it expects.
+_UNEXPECTED = (jinja2.UndefinedError, TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError)
+
+
+class Undated(jinja2.TemplateError):
+    """Exception that `strftime_now` raises if there is no current date."""
+
+
+class Generation(Extension):
+    """Extension for `{% generation %} ... {% endgeneration %}` around the text that the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 (as in the base class)
+    used = False  # whether the template contains a block
+    rendered = 0  # blocks rendered since the last reset
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        self.used = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        body = caller()
+        if _BEGIN in body:
+            raise jinja2.TemplateError("a generation block is inside another one")
+        self.rendered += 1
+        return _BEGIN + body + _END
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Raise SecurityError. Jinja's own implementation would render a forbidden attribute as an empty string."""
+        raise jinja2.exceptions.SecurityError(f"it accesses {attribute!r} of a {type(obj).__name__}")
+
+
+class SafeNamespace(Namespace):
+    """Namespace that rejects names with a meaning in Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        Namespace.__init__(self)
+        for name, value in dict(*rest, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"it sets the name {name!r} in a namespace")
+        Namespace.__setitem__(self, name, value)
+
+
+class Template:
+    """Compiled template."""
+
+    def __init__(self, source: str, date: str) -> None:
+        environment = Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, "jinja2.ext.loopcontrols"],
+            loader=jinja2.FunctionLoader(_load),
+        )
+        environment.filters["tojson"] = _tojson
+        del environment.globals["lipsum"]
+        environment.globals.update(
+            raise_exception=_raise, strftime_now=_clock(date), namespace=SafeNamespace, dict=TemplateDict()
+        )
+        self._template = environment.from_string(source)
+        generation = environment.extensions[Generation.identifier]
+        assert isinstance(generation, Generation)
+        self._generation = generation
+
+    @property
+    def marks(self) -> bool:
+        """True if the template has generation blocks."""
+        return self._generation.used
+
+    def render(self, **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the ranges of the generation blocks.
+
+        Raises:
+            Refused: the template rejects the conversation, or fails because it has another form than expected.
+        """
+        self._generation.rendered = 0
+        try:
+            rendered = self._template.render(**variables)
+        except _UNEXPECTED as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        if not _is_text(rendered):
+            raise jinja2.TemplateError("it writes half of a surrogate pair, which is no text")
+        if len(rendered) > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
+        return _remove_marks(rendered, self._generation.rendered) if self.marks else (rendered, [])
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the template writes it.
+
+    Attributes:
+        documents: several if the template rewrites earlier turns when more turns follow.
+        ends: whether special tokens end the learned turns.
+    """
+
+    documents: list[Document]
+    ends: bool
+
+
+class Renderer:
+    """Renderer of conversations.
+
+    Args:
+        template: the template, in Jinja.
+        tool_template: the template for conversations with tools; None if it is the same one.
+        variables: special tokens by name, and arguments for all conversations.
+        eos: the tokenizer's token for the end of a text, or empty.
+        reserved: names that the arguments of a conversation must not have.
+        ends: special tokens that can end a turn.
+        date: current date for `strftime_now`, or empty.
+    """
+
+    def __init__(
+        self,
+        template: str,
+        tool_template: str | None,
+        variables: dict[str, Any],
+        eos: str,
+        reserved: list[str],
+        ends: list[str],
+        date: str,
+    ) -> None:
+        self._template = Template(template, date)
+        self._tool_template = self._template if tool_template is None else Template(tool_template, date)
+        self._variables, self._reserved, self._specials = variables, {*reserved}, Specials(ends, eos)
+        self._endings: dict[tuple[Template, bool], Any] = {}
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        arguments: dict[str, Any] | None = None,
+        unlearned: Collection[int] = (),
+    ) -> Rendered:
+        """Return a conversation as the template writes it.
+
+        Raises:
+            Refused: the template rejects the conversation or cannot write it.
+            Lost: the template leaves out a part.
+        """
+        if wrong := sorted(self._reserved & {*(arguments or {})}):
+            raise Refused(f"the arguments of the row have names that are reserved: {', '.join(wrong)}")
+        failures: list[Exception] = []
+        for given in _fill_contents(_alias_reasoning(messages)):
+            try:
+                documents = self._find_documents(given, tools, arguments or {}, unlearned)
+                return Rendered(documents, self._have_ends(documents, has_tools=bool(tools)))
+            except (Refused, Lost) as error:
+                failures.append(error)
+        raise next((error for error in failures if isinstance(error, Lost)), failures[0])
+
+    def _have_ends(self, documents: list[Document], has_tools: bool) -> bool:
+        """Return whether a special token ends each learned range, or with generation blocks the last one."""
+        marks = (self._tool_template if has_tools else self._template).marks
+        learned = [text[begin:end] for text, spans in documents for begin, end in (spans[-1:] if marks else spans)]
+        return all(self._specials.end(text.rstrip()) for text in learned)
+
+    def _find_documents(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        arguments: dict[str, Any],
+        unlearned: Collection[int],
+    ) -> list[Document]:
+        template = self._tool_template if tools else self._template
+        render = self._bind(template, arguments)
+        messages = fit_arguments(render, messages, tools)
+        learned = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i not in unlearned]
+        conversation = Conversation(render, messages, tools, self._specials)
+        conversation.render_first(len(messages))
+        conversation.check_parts(learned)
+        if not template.marks:
+            return list(conversation.find_documents(learned, self._find_ending(template, bool(tools))))
+
+        text, spans = _render(template, messages, tools, False, self._variables | arguments)
+        if unlearned:
+            owners = self._find_owners(template, messages, tools, arguments, {*unlearned})
+            if len(owners) != len(spans) or any(0 < len(each & {*unlearned}) < len(each) for each in owners):
+                problem = "it does not show which generation blocks are those of a message with weight 0"
+                raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
+            spans = [span for span, each in zip(spans, owners, strict=True) if not each & {*unlearned}]
+        return [(text, spans)]
+
+    def _find_owners(
+        self,
+        template: Template,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        arguments: dict[str, Any],
+        unlearned: set[int],
+    ) -> list[set[int]]:
+        """Return the messages of each generation block. There is none if a message with weight 0 leaves no mark."""
+        marks = [f"{PROBES[0]}-{index}-" for index in range(len(messages))]
+        marked = [mark(message, each) for message, each in zip(messages, marks, strict=True)]
+        text, blocks = _render(template, marked, tools, False, self._variables | arguments)
+        roles = [message["role"] for message in messages]
+        is_shown = all(marks[index] in text for index in unlearned)
+        return find_owners(text, blocks, roles, marks) if is_shown else []
+
+    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Return the text of a running conversation, up to the start of the assistant's next turn."""
+        return self._bind(self._template, {})(_alias_reasoning(messages), None, True)
+
+    def find_turn_end(self) -> str:
+        """Return the special token that ends an answer, or an empty text."""
+        render, ending = self._bind(self._template, {}), self._find_ending(self._template, has_tools=False)
+        failures = []
+        for example in EXAMPLES:
+            conversation = Conversation(render, example, None, self._specials)
+            try:
+                return self._specials.end(conversation.read_turn(len(example) - 1, ending).text)
+            except Refused as error:
+                failures.append(error)
+        raise failures[0]
+
+    def _find_ending(self, template: Template, has_tools: bool) -> Any:
+        key = template, has_tools
+        if key not in self._endings:
+            render = self._bind(template, {})
+            self._endings[key] = find_ending(render, self._specials, has_tools)
+        return self._endings[key]
+
+    def _bind(self, template: Template, arguments: dict[str, Any]) -> Callable[..., str]:
+        """Return a function that renders messages and tools, with or without the generation prompt."""
+        variables = self._variables | arguments
+
+        def render(messages: list[dict[str, Any]], tools: list[Any] | None, prompts: bool) -> str:
+            return _render(template, messages, tools, prompts, variables)[0]
+
+        return render
+
+
+def _render(
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    prompts: bool,
+    variables: dict[str, Any],
+) -> tuple[str, list[tuple[int, int]]]:
+    defaults = {"documents": None} | variables
+    return template.render(messages=messages, tools=tools, add_generation_prompt=prompts, **defaults)
+
+
+def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with their reasoning under each name that a template may read, as transformers does."""
+    aliased = []
+    for message in messages:
+        texts = [message[name] for name in REASONING if message.get(name) is not None]
+        named = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else message
+        aliased.append(named)
+    return aliased
+
+
+def _fill_contents(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield messages, first as they are, then with each value in place of an empty content beside tool calls.
+
+    Templates differ in how they test for such a content: absent, as transformers passes it, null, or empty.
+    """
+    yield messages
+    empty = [message.get("tool_calls") and not message.get("content") for message in messages]
+    if any(empty):
+        for content in (None, ""):
+            filled = zip(messages, empty, strict=True)
+            yield [{**message, "content": content} if is_empty else message for message, is_empty in filled]
+    if any("content" in message for message, is_empty in zip(messages, empty, strict=True) if is_empty):
+        filled = zip(messages, empty, strict=True)
+        yield [{k: v for k, v in each.items() if k != "content"} if is_empty else each for each, is_empty in filled]
+
+
+def _remove_marks(marked: str, blocks: int) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without its marks, and the ranges that they enclosed."""
+    pieces = re.split(f"({_BEGIN}|{_END})", marked)
+    texts, marks = pieces[::2], pieces[1::2]
+    if marks != [_BEGIN, _END] * blocks:
+        raise jinja2.TemplateError("it does not write the text of each generation block exactly once and unchanged")
+    edges = list(itertools.accumulate(map(len, texts[:-1])))
+    return "".join(texts), list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _is_text(rendered: str) -> bool:
+    try:
+        rendered.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _raise(message: str) -> NoReturn:
+    raise Refused(str(message))
+
+
+def _load(name: str) -> NoReturn:
+    raise jinja2.exceptions.SecurityError(f"it reads another template, {name!r}")
+
+
+class TemplateDict:
+    """Dicts for templates. The type `dict` itself would give the template access to its other methods."""
+
+    def __call__(self, *items: Any, **named: Any) -> dict[str, Any]:
+        return dict(*items, **named)
+
+    def fromkeys(self, *items: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*items)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return the value as JSON. Jinja's own filter would escape characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _clock(day: str) -> Callable[[str], str]:
+    def strftime_now(form: str) -> str:
+        if not day:
+            raise Undated
+        return date.fromisoformat(day).strftime(form)
+
+    return strftime_now

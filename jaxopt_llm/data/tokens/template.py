@@ -1,0 +1,234 @@
+"""Chat templates: search for the template of a tokenizer, and rendering of conversations."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import RESERVED_ARGUMENTS, TEMPLATE_FILE, parse_arguments
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import check_is_regular
+from jaxopt_llm.data.reading.rows import Part
+from jaxopt_llm.data.reading.skipped import Malformed, Skipped
+from jaxopt_llm.data.reading.source import Document, read_documents, reject
+from jaxopt_llm.data.tokens import sandbox
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
+from jaxopt_llm.data.tokens.tokenizer_folder import NAMED_TEMPLATES, SETTINGS
+from jaxopt_llm.data.tokens.turns import Lost, Refused
+
+T = TypeVar("T")
+MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
+
+
+@dataclass(frozen=True)
+class Template:
+    """Chat template of a tokenizer.
+
+    Attributes:
+        path: the file of the template, for messages.
+        source: the template, in Jinja.
+        special: special tokens by the names that the template uses: bos_token, eos_token, ...
+        ends: special tokens that can end a turn.
+        date: the date that the template writes as the current date.
+        arguments: further variables of the template.
+        tool_source: the template for conversations with tools; None if it is the same one.
+    """
+
+    path: Path
+    source: str
+    special: dict[str, str]
+    ends: tuple[str, ...]
+    date: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    tool_source: str | None = None
+
+    @property
+    def sha256(self) -> str:
+        parts = [self.source, self.special, self.ends, self.date, self.arguments, self.tool_source]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
+    """Return the chat template of a tokenizer, or the one that data.chat_template names.
+
+    As in transformers, data.chat_template is the name of one of the tokenizer's templates, or else a file. Without it,
+    conversations with tools get the tokenizer's template `tool_use` if there is one, and the others `default`.
+
+    Raises:
+        InputError: there is no template, or it cannot be read.
+    """
+    folder = find_tokenizer_folder(config)
+    settings = read_json_object(folder / SETTINGS) if folder else {}
+    named = _find_named_templates(folder, settings) if folder else {}
+    tool_use = None
+    if config.chat_template in named:
+        path, source = named[config.chat_template]
+    elif config.chat_template:
+        path = Path(config.chat_template)
+        source = _read_template(path, f"data.chat_template={path}", names=sorted(named.keys() - {"default"}))
+    elif "default" in named:
+        (path, source), (_, tool_use) = named["default"], named.get("tool_use", (None, None))
+    else:
+        raise InputError(_explain_no_template(config, sorted(named)))
+    for text in filter(None, (source, tool_use)):
+        if len(text.encode()) > MAX_TEMPLATE_BYTES:
+            raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
+    ends, arguments = tuple(tokenizer.special_tokens), parse_arguments(config.template_arguments)
+    return Template(path, source, dict(tokenizer.named_tokens), ends, config.date, arguments, tool_use)
+
+
+def _find_named_templates(folder: Path, settings: dict[str, Any]) -> dict[str, tuple[Path, str]]:
+    """Return the templates of a tokenizer's folder by name, each with its file.
+
+    Files of their own replace all templates of tokenizer_config.json.
+    """
+    main, others = folder / TEMPLATE_FILE, sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    files = {"default": main} if main.is_file() else {}
+    files |= {path.stem: path for path in others}
+    if files:
+        return {name: (path, _read_template(path, str(path))) for name, path in files.items()}
+    value = settings.get("chat_template")
+    items = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    found = {item.get("name"): item.get("template") for item in items if isinstance(item, dict)}
+    path = folder / SETTINGS
+    return {str(name): (path, text) for name, text in found.items() if isinstance(text, str)}
+
+
+def _read_template(path: Path, where: str, names: Sequence[str] = ()) -> str:
+    """Return the text of a template file. names: names that the user may have meant, for the message."""
+    try:
+        check_is_regular(path)
+        with path.open("rb") as file:
+            return file.read(MAX_TEMPLATE_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "name a text file with Jinja" + (f", or a template of the tokenizer: {', '.join(names)}" * bool(names))
+        raise InputError(f"{where}: the template cannot be read ({error}); {remedy}") from error
+
+
+def _explain_no_template(config: DataConfig, names: Sequence[str]) -> str:
+    if names:
+        remedy = f"name one with --data.chat_template: {', '.join(names)}"
+        return f"data.tokenizer={config.tokenizer} has several chat templates and none named default: {remedy}"
+    if config.uses_bytes:
+        where, remedy = "", "give --data.tokenizer FOLDER, the folder or hub id of a model that has one"
+    else:
+        where, remedy = f" ({TEMPLATE_FILE}, or chat_template in {SETTINGS})", "add one"
+    problem = f"data.tokenizer={config.tokenizer} has no chat template{where}"
+    return f"{problem}: {remedy}, or name a template file with --data.chat_template"
+
+
+class Renderer:
+    """Renderer of a template, whose errors name the template and the conversation.
+
+    Raises:
+        InputError: the template cannot be compiled.
+    """
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+        def compile_template() -> sandbox.Renderer:
+            return sandbox.Renderer(
+                template.source,
+                template.tool_source,
+                template.special | template.arguments,
+                template.special.get("eos_token", ""),
+                sorted(RESERVED_ARGUMENTS),
+                list(template.ends),
+                template.date,
+            )
+
+        self._sandbox = self._run(compile_template, "when it was compiled")
+
+    def render(self, document: Document, config: DataConfig, skipped: Skipped) -> Iterator[Document]:
+        """Yield the documents of a conversation, with the same key.
+
+        There are several if the template rewrites earlier turns when more turns follow. There is none if the template
+        rejects the conversation or leaves out a part of it, and `data.malformed` allows skipping it.
+        """
+        conversation = json_files.parse(document.content)
+        try:
+            rendered = self._run(lambda: self._sandbox.render(**conversation), document.name)
+        except Refused as error:
+            problem = f"the chat template {self._template.path} rejects the conversation ({error})"
+            reject(document.name, problem, config)
+            skipped.add("rejected by the chat template", document.name)
+        except Lost as error:
+            lost = Malformed(*error.args)
+            remedy = "name a template that has a place for it with --data.chat_template"
+            reject(document.name, f"{lost}: {self._template.path}; {remedy}", config)
+            skipped.add(lost.reason, document.name)
+        else:
+            # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
+            skipped.endless += bool(self._template.ends) and not rendered.ends
+            for text, spans in rendered.documents:
+                yield Document(document.name, text.encode(), document.key, tuple(spans))
+
+    def render_prompt(self, messages: list[dict[str, str]]) -> str:
+        """Render a running conversation as text, up to the start of the assistant's next turn.
+
+        Raises:
+            InputError: the template rejects the messages or fails.
+        """
+        return self._ask(lambda: self._sandbox.render_prompt(messages))
+
+    def find_turn_end(self) -> str | None:
+        """Return the special token that ends an answer, or None. Raises InputError as `render_prompt` does."""
+        return self._ask(self._sandbox.find_turn_end) or None
+
+    def _ask(self, render: Callable[[], str]) -> str:
+        try:
+            return self._run(render, "in a conversation")
+        except Refused as error:
+            problem = f"the chat template rejects the conversation ({error})"
+            raise InputError(f"{self._template.path}: {problem}; start a new one, or correct the template") from error
+
+    def _run(self, render: Callable[[], T], where: object) -> T:
+        """Return what the template makes.
+
+        Raises:
+            Refused, Lost: the template does not write the conversation.
+            InputError: the template is wrong.
+        """
+        try:
+            return render()
+        except (Refused, Lost):
+            raise
+        except sandbox.Undated as error:
+            problem = "the chat template writes the current date, so the tokens would differ on another day"
+            remedy = "give a fixed date, as in --data.date 2026-01-31"
+            raise InputError(f"{self._template.path}: {problem}; {remedy}") from error
+        except Exception as error:  # a program of a stranger can raise any exception
+            kind = f"line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
+            problem = f"the chat template failed ({where}): {': '.join(filter(None, (kind, str(error))))}"
+            raise InputError(f"{self._template.path}: {problem}; correct the template") from error
+
+
+Reader = Callable[[Part, Skipped], Iterator[Document]]
+
+
+def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
+    """Return a function that yields the documents of a part, with conversations rendered as text."""
+    if config.content == "text":
+        return lambda part, skipped: read_documents(part, config, skipped)
+    template = find_template(config, tokenizer)
+    sources = template.source + (template.tool_source or "")
+    renderer = Renderer(template)
+    return lambda part, skipped: _render_all(read_documents(part, config, skipped, sources), renderer, config, skipped)
+
+
+def _render_all(
+    documents: Iterable[Document], renderer: Renderer, config: DataConfig, skipped: Skipped
+) -> Iterator[Document]:
+    for document in documents:
+        for rendered in renderer.render(document, config, skipped):
+            if any(begin < end for begin, end in rendered.spans or ()):
+                yield rendered
+            else:
+                skipped.add("without assistant tokens")

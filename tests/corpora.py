@@ -1,0 +1,53 @@
+"""Corpora of tests: documents, the command `prepare` in this process, and the documents of an opened corpus."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+from jaxopt_llm.config import DataConfig
+from jaxopt_llm.data.reading import source
+from jaxopt_llm.data.reading.find import find_files
+from jaxopt_llm.data.reading.storage import PLAN
+from jaxopt_llm.data.tokens import prepared
+from jaxopt_llm.data.tokens.corpus import Corpus, open_corpus
+from jaxopt_llm.data.tokens.pieces import TokenStream
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+
+
+def some_documents() -> list[str]:
+    """Return the first parts, of different lengths, of standard library files, and texts with unusual characters."""
+    whole = [
+        document.content.decode() for document in source.read_standard_library() if document.name.startswith("email/")
+    ]
+    cut = [text[: 37 * i**2] for i, text in enumerate(whole, 1)]
+    return [*cut, "a\r\nb\r", "naïve ∂L/∂w 🙂\0", "\n", "x"]
+
+
+def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
+    """Prepare a corpus as the command does, in this process."""
+    folder.mkdir()
+    files, tokenizer = find_files(str(of), config), load_tokenizer(config)
+    looked = prepared.inspect_files(files, config, lambda: None)
+    plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
+    shards = prepared.group_into_shards(files, [parts for _, parts in looked])
+    prepared.write_json(folder / PLAN, plan)
+    for number, shard in enumerate(shards):
+        prepared.write_shard(folder, number, shard, config, tokenizer)
+    merger = prepared.ShardMerger(folder, plan["dtype"], config.content != "text")
+    merger.merge_ready()
+    merger.finish(plan)
+    return folder
+
+
+def documents_of(stream: TokenStream) -> list[list[int]]:
+    whole = stream.read(0, stream.size).tolist()
+    bounds = [*stream.document_starts(0, stream.size).tolist(), stream.size]
+    return [whole[i:j] for i, j in itertools.pairwise(bounds)]
+
+
+def read(path: Path, config: DataConfig) -> Corpus:
+    return open_corpus(replace(config, paths=(str(path),)), load_tokenizer(config))
+
+
+def splits(corpus: Corpus) -> tuple[list[list[int]], list[list[int]]]:
+    return documents_of(corpus.sources[0].training), documents_of(corpus.held_out)
