@@ -14,7 +14,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
 from jaxopt_llm.checkpoint.native import integrity, step_directories
 from jaxopt_llm.checkpoint.peft import adapter_config, adapter_folder
-from jaxopt_llm.checkpoint.peft.modules import find_modules
+from jaxopt_llm.checkpoint.peft.adapter_folder import find_modules
 from jaxopt_llm.config import Config, DataConfig, cli, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, describe_error
 from jaxopt_llm.data import corpus, prepared, template

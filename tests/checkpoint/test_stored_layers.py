@@ -13,8 +13,7 @@ import pytest
 
 from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint.native import orbax_arrays
-from jaxopt_llm.checkpoint.run_weights import RunWeights
-from jaxopt_llm.checkpoint.stored_layers import StoredLayers
+from jaxopt_llm.checkpoint.run_weights import RunWeights, StoredLayers
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
 
