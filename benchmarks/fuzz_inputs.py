@@ -22,7 +22,7 @@ from jaxopt_llm.data.find import find_corpus_files
 from jaxopt_llm.data.storage import PLAN
 from jaxopt_llm.data.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.observe import metrics
+from jaxopt_llm.observe import logs
 from jaxopt_llm.observe.report import run_files
 
 LLAMA = {
@@ -220,7 +220,7 @@ def read_run(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> None:
     run_files.read_runs([folder])
-    metrics.MetricsLog(folder / "metrics.jsonl", 4, lambda line: None).close()
+    logs.MetricsLog(folder / "metrics.jsonl", 4, lambda line: None).close()
 
 
 def read_deepspeed(folder: Path) -> None:

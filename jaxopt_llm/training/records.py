@@ -12,7 +12,7 @@ from jaxopt_llm.checkpoint.native.identity import identify_run
 from jaxopt_llm.config import Config
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
-from jaxopt_llm.observe.events import EventLog
+from jaxopt_llm.observe.logs import EventLog
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.training.patience import Patience
 from jaxopt_llm.training.state import TrainState
