@@ -13,6 +13,7 @@ from typing import Any
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.config.fields import METADATA, get_field, walk_fields
 from jaxopt_llm.config.model import MAX_LAYERS
+from jaxopt_llm.config.rope import READ_BY_SCALING
 from jaxopt_llm.core.errors import InputError
 
 Settings = dict[str, Any]  # content of a Hugging Face config.json
@@ -377,7 +378,23 @@ EXPERT_GROUPS = Codec(_read_expert_groups, _write_expert_groups)
 
 ORIGINAL, CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
 Kinds = dict[str, str]  # rope_type -> model.rope.scaling
-ALL_KINDS = {kind: kind for kind in ("llama3", "yarn", "linear", "dynamic", "longrope")}
+ALL_KINDS = {kind: kind for kind in READ_BY_SCALING}
+# The names of our fields in rope_scaling, and those that only one kind of scaling has.
+PARAMETERS = {
+    **{"factor": "factor", "original_length": ORIGINAL, "attention_factor": "attention_factor", "truncate": "truncate"},
+    **{"short_factors": "short_factor", "long_factors": "long_factor"},
+}
+OWN_PARAMETERS = {
+    "llama3": {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"},
+    "yarn": {"low_frequency_factor": "beta_slow", "high_frequency_factor": "beta_fast"},
+    "dynamic": {"original_length": CONTEXT},
+}
+
+
+def _name_parameters(kind: str) -> dict[str, str]:
+    """Return {our field: name in rope_scaling} of a kind of scaling, without mscale, which `_read_rope` weighs."""
+    names = PARAMETERS | OWN_PARAMETERS.get(kind, {})
+    return {ours: names[ours] for ours in ("factor", *READ_BY_SCALING[kind]) if ours in names}
 
 
 def _read_rope(settings: Settings, *, kinds: Kinds, scales_scores: bool) -> dict[str, Any]:
@@ -390,7 +407,7 @@ def _read_rope(settings: Settings, *, kinds: Kinds, scales_scores: bool) -> dict
         supported = ", ".join(map(repr, ("default", *kinds)))
         need = f"the model would need other frequencies of RoPE; those of {supported} are read in this family"
         raise unsupported(f"rope_type={given!r}", need)
-    fields = theta | {"rope.scaling": kind} | _READERS[kind](scaling)
+    fields = theta | {"rope.scaling": kind} | _read_parameters(kind, scaling)
     mscale, mscale_all_dim = (read_value(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
     if kind != "yarn":
         if scales_scores and mscale_all_dim:  # the class would scale the scores of any kind
@@ -435,96 +452,51 @@ def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
     return kind, {"rope_theta": settings.get("rope_theta"), **scaling, **lengths}
 
 
-def _read_llama3(scaling: Settings) -> dict[str, Any]:
-    return {
-        "rope.factor": read_value(scaling, "factor", float),
-        "rope.original_length": read_value(scaling, ORIGINAL, int),
-        "rope.low_frequency_factor": read_value(scaling, "low_freq_factor", float),
-        "rope.high_frequency_factor": read_value(scaling, "high_freq_factor", float),
-    }
+def _read_parameters(kind: str, scaling: Settings) -> dict[str, Any]:
+    """Read the fields of a kind of scaling, with the values that transformers takes for missing ones."""
+    if kind in ("yarn", "longrope"):
+        original = read_value(scaling, ORIGINAL, int, minimum=1)
+        factor = scaling.get("factor") or read_value(scaling, CONTEXT, int) / original
+        given = {name: scaling[name] for name in ("attention_factor", "beta_slow", "beta_fast") if scaling.get(name)}
+        missing = {"attention_factor": 0.0, "beta_slow": 1.0, "beta_fast": 32.0}
+        scaling = scaling | missing | given | {"factor": factor, "truncate": bool(scaling.get("truncate", True))}
+    fields = {}
+    for ours, theirs in _name_parameters(kind).items():
+        name = f"rope.{ours}"
+        read = _read_factors if FIELD_TYPES[name] == tuple[float, ...] else read_value
+        fields[name] = read(scaling, theirs, FIELD_TYPES[name])
+    if kind == "longrope":  # below 1 its attention factor is 1, too
+        fields["rope.factor"] = max(fields["rope.factor"], 1.0)
+    return fields
 
 
-def _read_linear(scaling: Settings) -> dict[str, Any]:
-    return {"rope.factor": read_value(scaling, "factor", float)}
-
-
-def _read_dynamic(scaling: Settings) -> dict[str, Any]:
-    length = read_value(scaling, CONTEXT, int)
-    return {"rope.factor": read_value(scaling, "factor", float), "rope.original_length": length}
-
-
-def _read_extension(scaling: Settings) -> dict[str, Any]:
-    """Read the fields that yarn and longrope share. A missing factor is the ratio of the two lengths."""
-    original = read_value(scaling, ORIGINAL, int, minimum=1)
-    factor = scaling.get("factor") and read_value(scaling, "factor", float)
-    return {
-        "rope.factor": factor or read_value(scaling, CONTEXT, int) / original,
-        "rope.original_length": original,
-        "rope.attention_factor": read_value(scaling, "attention_factor", float, 0.0),
-    }
-
-
-def _read_yarn(scaling: Settings) -> dict[str, Any]:
-    low, high = (scaling.get(name) and read_value(scaling, name, float) for name in ("beta_slow", "beta_fast"))
-    return _read_extension(scaling) | {
-        "rope.low_frequency_factor": low or 1.0,
-        "rope.high_frequency_factor": high or 32.0,
-        "rope.truncate": bool(scaling.get("truncate", True)),
-    }
-
-
-def _read_longrope(scaling: Settings) -> dict[str, Any]:
-    fields = _read_extension(scaling)
-    return fields | {
-        "rope.factor": max(fields["rope.factor"], 1.0),  # below 1 its attention factor is 1, too
-        "rope.short_factors": _read_factors(scaling, "short_factor"),
-        "rope.long_factors": _read_factors(scaling, "long_factor"),
-    }
-
-
-def _read_factors(scaling: Settings, name: str) -> tuple[float, ...]:
+def _read_factors(scaling: Settings, name: str, kind: Any) -> tuple[float, ...]:
     values = scaling.get(name)
     if not isinstance(values, list):
         raise unsupported(f"{name}={shorten(values)}", "must be a list of numbers", CORRECT)
     return tuple(read_value({name: value}, name, float) for value in values)
 
 
-_READERS = {
-    "llama3": _read_llama3,
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
-    "yarn": _read_yarn,
-    "longrope": _read_longrope,
-}
-
-
 def _write_rope(config: ModelConfig, *, scales_scores: bool) -> Settings:
     """Write the older form, which all versions of transformers read."""
-    rope, theta = config.rope, {"rope_theta": config.rope.theta}
+    rope, outside = config.rope, {"rope_theta": config.rope.theta}
     if not rope.is_scaled:
-        return theta | {"rope_scaling": None}
-    parameters: Settings = {"type": rope.scaling, "rope_type": rope.scaling, "factor": rope.factor}
+        return outside | {"rope_scaling": None}
+    values = {theirs: getattr(rope, ours) for ours, theirs in _name_parameters(rope.scaling).items()}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     if rope.scaling == "dynamic":
-        return theta | {"rope_scaling": parameters, CONTEXT: rope.original_length}
-    if rope.scaling != "linear":
-        parameters[ORIGINAL] = rope.original_length
-    low, high = rope.low_frequency_factor, rope.high_frequency_factor
-    if rope.scaling == "llama3":
-        parameters |= {"low_freq_factor": low, "high_freq_factor": high}
+        outside[CONTEXT] = values.pop(CONTEXT)
+    if rope.scaling == "longrope":  # also outside, where the class of Phi-3 and other programs look for it
+        outside[ORIGINAL] = rope.original_length
     if rope.scaling == "yarn":
-        parameters |= {"beta_slow": low, "beta_fast": high, "truncate": rope.truncate}
         weights = (rope.mscale, rope.mscale_all_dim) if scales_scores and rope.mscale_all_dim else (1.0, 0.0)
         if weights[1]:
-            parameters |= dict(zip(("mscale", "mscale_all_dim"), weights, strict=True))
-        if rope.attention_factor or rope.magnitude != _derive(rope.factor, *weights):
-            parameters["attention_factor"] = rope.magnitude
-    elif rope.attention_factor:
-        parameters["attention_factor"] = rope.attention_factor
-    if rope.scaling == "longrope":
-        factors = {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
-        # Also outside, where the class of Phi-3 and other programs look for it.
-        return theta | {"rope_scaling": parameters | factors, ORIGINAL: rope.original_length}
-    return theta | {"rope_scaling": parameters}
+            values |= dict(zip(("mscale", "mscale_all_dim"), weights, strict=True))
+        if rope.magnitude != _derive(rope.factor, *weights):
+            values["attention_factor"] = rope.magnitude
+    if not values.get("attention_factor"):
+        values.pop("attention_factor", None)
+    return outside | {"rope_scaling": {"type": rope.scaling, "rope_type": rope.scaling, **values}}
 
 
 def _rope_codec(kinds: Kinds, scales_scores: bool = False) -> Codec:
