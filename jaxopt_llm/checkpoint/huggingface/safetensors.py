@@ -228,23 +228,19 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
     data = source.bytes[8 + length :]
     header.pop("__metadata__", None)
-    tensors, ranges = {}, []
-    for name, entry in header.items():
-        dtype, shape, begin, end = _parse_entry(file, name, entry)
+    entries = {name: _parse_entry(file, name, entry) for name, entry in header.items()}
+    tensors, expected_begin = {}, 0
+    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != expected_begin:
+            raise _damaged(file, f"tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}")
         if end > data.size:
             raise _damaged(file, f"truncated: tensor {name!r} ends at byte {end:,} of {data.size:,}")
-        ranges.append((begin, end, name))
         try:
             array = data[begin:end].view(dtype).reshape(shape)
         except ValueError as error:
             # More dimensions than NumPy supports, or a 0 next to sizes with an overflowing product.
             raise _damaged(file, f"tensor {name!r} has an impossible shape") from error
-        tensors[name] = StoredTensor(source, array)
-    expected_begin = 0
-    for begin, end, name in sorted(ranges):
-        if begin != expected_begin:
-            raise _damaged(file, f"tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}")
-        expected_begin = end
+        tensors[name], expected_begin = StoredTensor(source, array), end
     if expected_begin != data.size:
         raise _damaged(file, f"{data.size - expected_begin:,} bytes after the last tensor")
     return tensors
@@ -341,24 +337,19 @@ def write_folder(
         max_file_bytes: largest number of tensor bytes in one file; a larger tensor has its own file.
         order: names in the order in which tensors are requested and written; None for that of `specs`.
     """
-    shards: list[dict[str, TensorSpec]] = [{}]
-    free_bytes = max_file_bytes
-    for name, spec in specs.items():
-        if spec.nbytes > free_bytes and shards[-1]:
-            shards.append({})
-            free_bytes = max_file_bytes
-        shards[-1][name] = spec
-        free_bytes -= spec.nbytes
-    if len(shards) == 1:
-        _write_files({folder / SINGLE: specs}, get_tensor, order or specs)
-        return
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    files = dict(zip((folder / name for name in names), shards, strict=True))
+    import huggingface_hub  # imported here, because only an export needs it
+
+    plan = huggingface_hub.split_state_dict_into_shards_factory(
+        dict(specs),
+        get_storage_size=lambda spec: spec.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    files = {folder / file: {name: specs[name] for name in names} for file, names in plan.filename_to_tensors.items()}
     _write_files(files, get_tensor, order or specs)
-    weight_map = {name: file.name for file, shard in files.items() for name in shard}
-    total_size = sum(spec.nbytes for spec in specs.values())
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray]) -> None:
