@@ -40,7 +40,7 @@ def write_model(path: Path, model: str) -> int:
     """Write a folder of a model with random weights. Return their number."""
     import jax
 
-    from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+    from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
     from jaxopt_llm.inference.devices import make_placement
     from jaxopt_llm.model import param
     from jaxopt_llm.model.decoder import Decoder

@@ -66,7 +66,7 @@ import jax
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves, write_layers
+from jaxopt_llm.checkpoint.huggingface.model_folder import collect_leaves, write_layers
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.checkpoint.native.identity import lock_directory
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import Content
 from jaxopt_llm.core import errors, hub, json_files

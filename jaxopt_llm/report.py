@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from jaxopt_llm.core import errors
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.extras import describe_install
+from jaxopt_llm.core.errors import InputError, describe_install
 from jaxopt_llm.core.files import replace_durably
 
 PROGRAM = errors.program_name("report")

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core import errors
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.flag_types import positive, seconds, whole
+from jaxopt_llm.core.errors import InputError, positive, seconds, whole
 from jaxopt_llm.distributed import launchers
 from jaxopt_llm.supervision.journal import newest_checkpoint
 from jaxopt_llm.supervision.leader import Limits

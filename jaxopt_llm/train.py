@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
-from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.checkpoint.native.identity import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import Preempted

@@ -9,7 +9,7 @@ import numpy as np
 import toy
 from texts import write_byte_tokenizer
 
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params

@@ -11,7 +11,7 @@ from folders import params
 from texts import train_tokenizer
 from tokenizers import Tokenizer, processors
 
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.config import ModelConfig, RopeConfig
 from jaxopt_llm.data.reading.source import read_standard_library
 

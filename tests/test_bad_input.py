@@ -10,7 +10,7 @@ import pytest
 from commands import command, tiny, train
 
 import jaxopt_llm.train
-from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.checkpoint.native.identity import lock_directory
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from jaxopt_llm import generate
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens import continuation

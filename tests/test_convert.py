@@ -19,7 +19,7 @@ from test_evaluate import evaluated
 from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.config.fields import replace_fields

@@ -15,7 +15,7 @@ import pytest
 import jaxopt_llm
 from jaxopt_llm.checkpoint.huggingface import families, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.config.fields import replace_fields

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxopt_llm.checkpoint.native import integrity, retention, step_directories
+from jaxopt_llm.checkpoint.native import integrity, step_directories
 from jaxopt_llm.config import CheckpointConfig, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import CheckpointError, InputError
@@ -24,7 +24,7 @@ def print_checkpoints(directory: Path, config: CheckpointConfig) -> None:
     """Print one line for each checkpoint, and one for each damaged checkpoint that was set aside."""
     paths = step_directories.find_checkpoints(directory)
     summaries = {step: step_directories.read_summary(path) for step, path in paths.items()}
-    why = retention.list_reasons_to_keep({step: loss for step, (loss, _) in summaries.items()}, config)
+    why = step_directories.list_reasons_to_keep({step: loss for step, (loss, _) in summaries.items()}, config)
     print(f"{'step':>10}  {'saved (UTC)':<19}  {'size':>14}  {'held-out':>8}  kept")
     for step, path in paths.items():
         loss, saved = summaries[step]

@@ -16,8 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.mlir import ir
 
 from jaxopt_llm.compiler.chips import CHIPS, Chip
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.extras import describe_install
+from jaxopt_llm.core.errors import InputError, describe_install
 
 HOST = "pinned_host"  # memory kind of offloaded arrays
 

@@ -1,22 +1,23 @@
-"""Errors that end a command with a one-line message and an exit code instead of a traceback."""
+"""Errors that end a command with a one-line message and an exit code, and the parts that messages share."""
 
 import argparse
 import contextlib
 import difflib
 import errno
+import math
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from jaxopt_llm.core import stop_signals
 
 MAX_MESSAGE = 5000  # characters
-
-
+_HOLDER = Path(__file__).parent.parent.parent  # of this package: the clone, or site-packages
 UNFORESEEN = 1  # exit code after an error that is a bug, with its traceback
 IO_ERROR = 74  # exit code after an error of a disk or a network, which may pass by itself
 _TRANSIENT = {
@@ -257,3 +258,40 @@ def one_line(error: BaseException) -> str:
     line = " ".join(str(error).split())
     half = MAX_MESSAGE // 2
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
+
+
+def describe_install(extra: str) -> str:
+    """Return the command that adds an extra to the installed package.
+
+    The package is in no registry. pip finds the packages of an extra in the metadata of a wheel that is installed. A
+    clone is named by its path, because Python may find it without an installation.
+    """
+    if not (_HOLDER / "pyproject.toml").is_file():
+        return f"pip install 'jaxopt_llm[{extra}]'"
+    clone = "." if Path.cwd() == _HOLDER else _HOLDER
+    return f"pip install -e '{clone}[{extra}]'"
+
+
+# --- types of flags, for argparse: each one returns a value or says what the flag must be
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 or a larger whole number")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or a larger whole number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds, 0 or larger")
+    return value

@@ -1,7 +1,8 @@
-"""Pulse of a thread: what it tells a watchdog during work that takes long."""
+"""Threads beside the main work: calls that they repeat, and the pulse that tells a watchdog that work goes on."""
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 
@@ -24,3 +25,24 @@ class Pulse:
 
 
 UNWATCHED = Pulse()
+
+
+@contextlib.contextmanager
+def repeat(call: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
+    """Call a function in a thread again and again, first after `seconds`, until the context ends.
+
+    name: of the thread.
+    """
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

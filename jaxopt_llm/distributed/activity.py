@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from jaxopt_llm.core.pulse import Pulse
-from jaxopt_llm.core.repeat import repeat
+from jaxopt_llm.core.pulse import Pulse, repeat
 
 Phase = Literal["prepare", "compile", "step", "evaluate", "save", "restore", "data"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.native.identity import Identity
-from jaxopt_llm.checkpoint.native.lock import lock_directory
+from jaxopt_llm.checkpoint.native.identity import Identity, lock_directory
 from jaxopt_llm.config import Config, ScheduleConfig, fields
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError

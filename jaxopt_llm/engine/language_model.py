@@ -18,8 +18,7 @@ from flax import linen
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, write_model_folder
 from jaxopt_llm.config import AXES, Config, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.fields import wrong_types
 from jaxopt_llm.core import hub, tree

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.checkpoint.stored_layers import StoredLayers
+from jaxopt_llm.checkpoint.run_weights import StoredLayers
 from jaxopt_llm.config import Config, PrecisionConfig, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer

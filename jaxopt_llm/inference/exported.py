@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_nothing
+from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, write_nothing
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import parse_arguments
 from jaxopt_llm.core.errors import InputError

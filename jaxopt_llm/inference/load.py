@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin, write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, write_model_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
 from jaxopt_llm.core import hub, tree

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, Origin
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.run_weights import is_run_directory

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jaxopt_llm.checkpoint.native import retention, step_directories
+from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.run_weights import AVERAGE, describe_average, find_trained_tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
@@ -48,8 +48,7 @@ def _find_verified(directory: Path, step: Step) -> int | None:
         return None
     choices = f"choose one of {', '.join(map(str, paths))}"
     if step == "best":
-        losses = {number: step_directories.read_summary(path)[0] for number, path in paths.items()}
-        if not (best := retention.rank_by_loss(losses)):
+        if not (best := step_directories.rank_by_loss(step_directories.read_losses(paths))):
             raise InputError(
                 f"--step best: no checkpoint of {directory} was saved at an evaluated step, so none has a held-out "
                 f"loss; {choices}"

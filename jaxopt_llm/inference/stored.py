@@ -1,4 +1,4 @@
-"""Weights of runs and folders, opened to be written without being loaded: see `checkpoint/stored_layers.py`."""
+"""Weights of runs and folders, opened to be written without being loaded: see `checkpoint/run_weights.py`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +6,8 @@ from pathlib import Path
 import jax
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
-from jaxopt_llm.checkpoint.huggingface.model_writer import collect_leaves
-from jaxopt_llm.checkpoint.run_weights import RunWeights
-from jaxopt_llm.checkpoint.stored_layers import StoredLayers
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, collect_leaves
+from jaxopt_llm.checkpoint.run_weights import RunWeights, StoredLayers
 from jaxopt_llm.config import Config, ModelConfig, fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError

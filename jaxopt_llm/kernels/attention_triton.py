@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.core.extras import describe_install
+from jaxopt_llm.core.errors import describe_install
 from jaxopt_llm.kernels.attention_mask import KeyRanges
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
 from jaxopt_llm.kernels.batching import fold_batches

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.extras import describe_install
+from jaxopt_llm.core.errors import InputError, describe_install
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.breakdown import Part

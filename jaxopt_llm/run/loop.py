@@ -17,9 +17,9 @@ from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.distributed.hold import hold_start
-from jaxopt_llm.observe.events import EventLog
+from jaxopt_llm.observe.dashboards import Profiler
+from jaxopt_llm.observe.logs import EventLog
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.observe.profile import Profiler
 from jaxopt_llm.run.divergence import Return, SkippedBatches, Spikes, check_end
 from jaxopt_llm.run.records import Recorder, Records, open_logs, set_aside_logs
 from jaxopt_llm.run.replicas import ReplicaCheck

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder
-from jaxopt_llm.checkpoint.native import retention, step_directories
+from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
@@ -36,7 +36,7 @@ def list_next_commands(config: Config) -> Iterator[str]:
 def _find_better_step(directory: Path) -> int | None:
     """Return the step with the lowest held-out loss; None if it is the last one, or if no step was evaluated."""
     paths = step_directories.find_checkpoints(directory / "checkpoints")
-    ranked = retention.rank_by_loss({step: step_directories.read_summary(path)[0] for step, path in paths.items()})
+    ranked = step_directories.rank_by_loss(step_directories.read_losses(paths))
     return ranked[0] if ranked and ranked[0] != max(paths) else None
 
 

@@ -12,9 +12,8 @@ import jax
 import pytest
 
 from jaxopt_llm import convert, load_pretrained
-from jaxopt_llm.checkpoint.native import saved_leaves
-from jaxopt_llm.checkpoint.run_weights import RunWeights
-from jaxopt_llm.checkpoint.stored_layers import StoredLayers
+from jaxopt_llm.checkpoint.native import orbax_arrays
+from jaxopt_llm.checkpoint.run_weights import RunWeights, StoredLayers
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
 
@@ -63,7 +62,7 @@ def test_an_export_holds_a_few_tensors(
     divided: bool, base: Path, held: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint whose stacks are single chunks, as older ones are, costs one stack and is decompressed once."""
-    monkeypatch.setattr(saved_leaves, "MAX_STACK_CHUNK_BYTES", LAYER_BYTES if divided else 2**40)
+    monkeypatch.setattr(orbax_arrays, "MAX_STACK_CHUNK_BYTES", LAYER_BYTES if divided else 2**40)
     convert.import_folder(base, tmp_path / "run", str(base))
     reads: list[str] = []
     read_slice = RunWeights._read_slice

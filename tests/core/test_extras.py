@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from jaxopt_llm.core import extras
-from jaxopt_llm.core.extras import describe_install
+from jaxopt_llm.core import errors
+from jaxopt_llm.core.errors import describe_install
 
 
 def test_a_clone_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_clone_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_an_installed_wheel_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pip takes the extras of a distribution that is installed from its metadata, although no registry has it."""
-    monkeypatch.setattr(extras, "_HOLDER", tmp_path)
+    monkeypatch.setattr(errors, "_HOLDER", tmp_path)
     assert describe_install("report") == "pip install 'jaxopt_llm[report]'"
     wheel = tmp_path / "jaxopt_llm-0.1.0.dist-info"
     wheel.mkdir()
@@ -46,7 +46,7 @@ def test_every_message_asks_for_the_command_and_for_an_extra_that_exists() -> No
     asked = set[str]()
     for file in (ROOT / "jaxopt_llm").rglob("*.py"):
         text = file.read_text()
-        assert "jaxopt_llm[" not in text or file.name == "extras.py", f"{file}: use describe_install"
+        assert "jaxopt_llm[" not in text or file.name == "errors.py", f"{file}: use describe_install"
         calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
         named = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "describe_install")
         asked |= {ast.literal_eval(call.args[0]) for call in named}

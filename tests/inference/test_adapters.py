@@ -21,7 +21,7 @@ from commands import command, some_text, train
 from jaxopt_llm import convert, evaluate, generate, load_pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import LoadedLayers, collect_leaves
+from jaxopt_llm.checkpoint.huggingface.model_folder import LoadedLayers, collect_leaves
 from jaxopt_llm.checkpoint.peft.adapter_writer import WholeParameters, write_adapter_folder
 from jaxopt_llm.config.fields import replace_fields, to_json
 from jaxopt_llm.core.errors import CommandError, InputError

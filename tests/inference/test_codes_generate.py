@@ -16,7 +16,7 @@ from chats import write_tokenizer
 from commands import train
 from marks import slow
 
-from jaxopt_llm.checkpoint.huggingface.model_writer import Origin
+from jaxopt_llm.checkpoint.huggingface.model_folder import Origin
 from jaxopt_llm.config import Config, LoraConfig, PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator

@@ -10,7 +10,7 @@ from run_directories import write_run
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.observe.report import figures, run_files, tables
+from jaxopt_llm.observe.report import figures, page, run_files
 from jaxopt_llm.observe.report.run_files import Run
 
 pytestmark = pytest.mark.core
@@ -128,14 +128,14 @@ def test_a_directory_is_named_once(tmp_path: Path) -> None:
 def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     changed = {"optimizer.learning_rate": 0.5, "data.paths": ("a", "b")}
     one, two = read(write_run(tmp_path / "one"), write_run(tmp_path / "two", **changed))
-    headings, rows = tables.compare_settings([one, two])
+    headings, rows = page.compare_settings([one, two])
     rate = str(Config().optimizer.learning_rate)
     assert headings == ["one", "two"]
     assert dict(rows) == {"optimizer.learning_rate": [rate, "0.5"], "data.paths": ["[]", '["a", "b"]']}
-    assert tables.compare_settings([one]) == (["default", "one"], [])
-    assert dict(tables.compare_settings([two])[1]) == dict(rows)
+    assert page.compare_settings([one]) == (["default", "one"], [])
+    assert dict(page.compare_settings([two])[1]) == dict(rows)
     two.config["section_of_another_version"] = {"field": None}
-    assert ("section_of_another_version.field", ["–", "null"]) in tables.compare_settings([one, two])[1]
+    assert ("section_of_another_version.field", ["–", "null"]) in page.compare_settings([one, two])[1]
 
 
 def test_the_state_of_a_run_is_its_last_event(tmp_path: Path) -> None:
@@ -144,24 +144,24 @@ def test_the_state_of_a_run_is_its_last_event(tmp_path: Path) -> None:
     def summary(*events: str) -> dict[str, str]:
         lines = (json.dumps({"time": 1e9, "step": 4, "event": event}) + "\n" for event in events)
         (directory / "events.jsonl").write_text("".join(lines))
-        return tables.summarise(*read(directory))
+        return page.summarise(*read(directory))
 
     assert summary()["state"] == "–"
     assert summary("start", "checkpoint")["state"] == "running, or killed"
     assert summary("start", "stop", "resume", "fault", "checkpoint")["state"] == "fault"
     assert summary("start", "end")["state"] == "finished"
     assert summary()["best held-out loss"] == "2.0000 at step 3" and summary()["last loss"] == "1.0000"
-    assert tables.list_events(*read(directory)) == []
+    assert page.list_events(*read(directory)) == []
 
 
 def test_answers_are_by_prompt_and_the_newest_first(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run")
     samples = [{"step": step, "prompt": f"p{i}", "answer": f"{step} {i}"} for step in range(1, 101) for i in range(2)]
     (directory / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    first, second = tables.list_samples(read(directory))
+    first, second = page.list_samples(read(directory))
     answers = second["runs"][0]
     assert (first["prompt"], second["prompt"]) == ("p0", "p1") and answers[0] == ("100", "100 1")
-    assert answers[1] == ("99", "99 1") and answers[-1] == ("1", "1 1") and len(answers) == 1 + tables.MAX_EARLIER
+    assert answers[1] == ("99", "99 1") and answers[-1] == ("1", "1 1") and len(answers) == 1 + page.MAX_EARLIER
 
 
 def test_faults_are_marked_on_the_loss_and_listed_with_their_cost(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_faults_are_marked_on_the_loss_and_listed_with_their_cost(tmp_path: Path
     marks = figure([run], "loss")["data"][-1]
     assert (marks["name"], marks["x"], marks["y"]) == ("run · faults", [2, 4], [8, 6])
     assert marks["text"] == ["SIGKILL &lt;b&gt;", "exit code 5 &lt;b&gt;"]
-    newest, oldest = tables.list_faults(run)
+    newest, oldest = page.list_faults(run)
     assert oldest | {"time": ""} == {
         "time": "",
         "step": "2",
@@ -189,6 +189,6 @@ def test_faults_are_marked_on_the_loss_and_listed_with_their_cost(tmp_path: Path
         "away": "39.0 s",
         "repeated": "2",
     }
-    assert (newest["fault"], newest["away"], newest["repeated"]) == ("exit code 5", tables.MISSING, "2")
-    assert tables.summarise(run)["faults"] == "2: away for 0.7 minutes, 4 steps repeated"
-    assert "faults" not in tables.summarise(read(write_run(tmp_path / "quiet", [{"step": 1, "loss": 1.0}]))[0])
+    assert (newest["fault"], newest["away"], newest["repeated"]) == ("exit code 5", page.MISSING, "2")
+    assert page.summarise(run)["faults"] == "2: away for 0.7 minutes, 4 steps repeated"
+    assert "faults" not in page.summarise(read(write_run(tmp_path / "quiet", [{"step": 1, "loss": 1.0}]))[0])

@@ -4,21 +4,21 @@ A codec is a pair of functions, one for each direction. It raises Unsupported fo
 transformers read and that our model does not compute.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.config.fields import METADATA, get_field, walk_fields
-from jaxopt_llm.config.model import MAX_LAYERS
+from jaxopt_llm.config.model import MAX_LAYERS, READ_BY_SCALING
 from jaxopt_llm.core.errors import InputError
 
 Settings = dict[str, Any]  # content of a Hugging Face config.json
 FIELD_TYPES = {name: hint for name, hint, _ in walk_fields(ModelConfig)}
 PRETRAINED_FIELDS = [name for name in FIELD_TYPES if METADATA[f"model.{name}"].in_pretrained]
 TYPE_NAMES = {int: "a whole number below 2**31", float: "a finite number", bool: "true or false"}
-
 
 ANOTHER_WAY = (
     "use a model of the table in docs/pretrained.md, or train this one as a Flax model with jaxopt_llm.initialize "
@@ -172,6 +172,9 @@ def require_absent(*names: str) -> Codec:
     return Codec(read, lambda config: {})
 
 
+# --- sizes, heads and biases
+
+
 def read_heads(settings: Settings) -> dict[str, Any]:
     heads = read_value(settings, "num_attention_heads", int)
     head_dim = read_value(settings, "hidden_size", int) // max(heads, 1)
@@ -241,3 +244,413 @@ SOFTCAPS = Codec(  # a softcap that is off is 0 in our config and null in config
     lambda settings: {ours: read_value(settings, theirs, float, 0.0) for ours, theirs in _SOFTCAP_NAMES.items()},
     lambda config: {theirs: get_field(config, ours) or None for ours, theirs in _SOFTCAP_NAMES.items()},
 )
+
+
+# --- mixtures of experts
+
+
+def find_expert_layers(has_experts: list[bool]) -> tuple[int, int] | None:
+    """Return the smallest `dense_layers` and `expert_every` that describe which layers have experts.
+
+    None: no layer has experts, or these two fields cannot describe the layers.
+    """
+    if not any(has_experts):
+        return None
+    first = has_experts.index(True)
+    for every in range(1, first + 2):
+        for dense in (0, first) if (first + 1) % every == 0 else ():
+            if has_experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(len(has_experts))]:
+                return dense, every
+    return None
+
+
+def _read_expert_layers(settings: Settings) -> dict[str, Any]:
+    """Read Qwen3-MoE's layers: each decoder_sparse_step-th has experts, except those in mlp_only_layers."""
+    every = read_value(settings, "decoder_sparse_step", int, minimum=1)
+    dense_layers = settings.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or any(type(each) is not int for each in dense_layers):
+        raise unsupported(f"mlp_only_layers={shorten(dense_layers)}", "must be a list of layers", CORRECT)
+    layers, dense = range(read_layer_count(settings)), set(dense_layers)
+    found = find_expert_layers([layer not in dense and (layer + 1) % every == 0 for layer in layers])
+    if found is None:
+        raise unsupported(
+            f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}",
+            "from some layer on, every n-th layer must have experts, and all others none",
+        )
+    return dict(zip(("moe.dense_layers", "moe.expert_every"), found, strict=True))
+
+
+def _write_expert_layers(config: ModelConfig) -> Settings:
+    every = config.moe.expert_every
+    dense = [layer for layer in range(config.moe.dense_layers) if (layer + 1) % every == 0]
+    return {"decoder_sparse_step": every, "mlp_only_layers": dense}
+
+
+def copy_expert_count(name: str, alias: str, default: int) -> Codec:
+    """Return a codec for the number of experts, which versions of transformers write under one of two names."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        check_alias(settings, alias, name)
+        used = alias if settings.get(name) is None else name
+        return {"moe.experts": read_value(settings, used, int, default, minimum=1)}
+
+    return Codec(read, lambda config: {name: config.moe.experts})
+
+
+EXPERT_LAYERS = Codec(_read_expert_layers, _write_expert_layers)
+TOP_K = copy_fields({"moe.experts_per_token": "num_experts_per_tok", "moe.balance_loss": "router_aux_loss_coef"})
+RENORMALISES = copy_fields({"moe.router_renormalises": "norm_topk_prob"})
+
+
+# --- DeepSeek: latent attention (MLA), shared experts and groups of experts
+
+
+def _read_latents(settings: Settings) -> dict[str, Any]:
+    heads = read_value(settings, "num_attention_heads", int)
+    kv_heads = read_value(settings, "num_key_value_heads", int, heads)
+    if kv_heads != heads:
+        problem = f"only num_attention_heads={heads} is read; the model would need latents that heads share in groups"
+        raise unsupported(f"num_key_value_heads={kv_heads}", problem)
+    plain_dim, rotary_dim = (read_value(settings, f"qk_{part}_head_dim", int) for part in ("nope", "rope"))
+    return {
+        "kv_heads": heads,
+        "head_dim": plain_dim + rotary_dim,
+        "mla.kv_rank": read_value(settings, "kv_lora_rank", int, minimum=1),
+        "mla.query_rank": read_value(settings, "q_lora_rank", int, 0),
+        "mla.rotary_head_dim": rotary_dim,
+        "mla.value_head_dim": read_value(settings, "v_head_dim", int),
+    }
+
+
+def _write_latents(config: ModelConfig) -> Settings:
+    return {
+        "num_key_value_heads": config.kv_heads,
+        "kv_lora_rank": config.mla.kv_rank,
+        "q_lora_rank": config.mla.query_rank or None,
+        "qk_nope_head_dim": config.key_dim,
+        "qk_rope_head_dim": config.rotary_dim,
+        "v_head_dim": config.value_dim,
+    }
+
+
+def _read_shared_experts(settings: Settings) -> dict[str, Any]:
+    count = read_value(settings, "n_shared_experts", int, minimum=1)
+    width = read_value(settings, "moe_intermediate_size", int)
+    return {"moe.expert_width": width, "moe.shared_expert_width": count * width}
+
+
+def _write_shared_experts(config: ModelConfig) -> Settings:
+    count, rest = divmod(config.moe.shared_expert_width, max(config.moe.expert_width, 1))
+    if rest or not count:
+        raise Unsupported(
+            f"model.moe.shared_expert_width={config.moe.shared_expert_width}: must be a multiple of "
+            f"model.moe.expert_width={config.moe.expert_width}"
+        )
+    return {"n_shared_experts": count, "moe_intermediate_size": config.moe.expert_width}
+
+
+GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
+
+
+def _read_expert_groups(settings: Settings) -> dict[str, Any]:
+    method = settings.get("topk_method") or GREEDY
+    if method not in (GREEDY, GROUP_LIMITED):
+        problem = f"only {GREEDY!r} and {GROUP_LIMITED!r} are read; the model would need {NEEDS['topk_method']}"
+        raise unsupported(f"topk_method={method!r}", problem)
+    if method == GREEDY:
+        return {"moe.router_groups": 1, "moe.router_groups_per_token": 1}
+    groups, chosen = (read_value(settings, name, int) for name in ("n_group", "topk_group"))
+    return {"moe.router_groups": groups, "moe.router_groups_per_token": chosen}
+
+
+def _write_expert_groups(config: ModelConfig) -> Settings:
+    groups, chosen = config.moe.router_groups, config.moe.router_groups_per_token
+    return {"topk_method": GROUP_LIMITED if groups > 1 else GREEDY, "n_group": groups, "topk_group": chosen}
+
+
+LATENTS = Codec(_read_latents, _write_latents)
+SHARED_EXPERT_SIZES = Codec(_read_shared_experts, _write_shared_experts)
+EXPERT_GROUPS = Codec(_read_expert_groups, _write_expert_groups)
+
+
+# --- RoPE and its scaling, by the rules of modeling_rope_utils.py in transformers
+
+ORIGINAL, CONTEXT = "original_max_position_embeddings", "max_position_embeddings"
+Kinds = dict[str, str]  # rope_type -> model.rope.scaling
+ALL_KINDS = {kind: kind for kind in READ_BY_SCALING}
+# The names of our fields in rope_scaling, and those that only one kind of scaling has.
+PARAMETERS = {
+    **{"factor": "factor", "original_length": ORIGINAL, "attention_factor": "attention_factor", "truncate": "truncate"},
+    **{"short_factors": "short_factor", "long_factors": "long_factor"},
+}
+OWN_PARAMETERS = {
+    "llama3": {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"},
+    "yarn": {"low_frequency_factor": "beta_slow", "high_frequency_factor": "beta_fast"},
+    "dynamic": {"original_length": CONTEXT},
+}
+
+
+def _name_parameters(kind: str) -> dict[str, str]:
+    """Return {our field: name in rope_scaling} of a kind of scaling, without mscale, which `_read_rope` weighs."""
+    names = PARAMETERS | OWN_PARAMETERS.get(kind, {})
+    return {ours: names[ours] for ours in ("factor", *READ_BY_SCALING[kind]) if ours in names}
+
+
+def _read_rope(settings: Settings, *, kinds: Kinds, scales_scores: bool) -> dict[str, Any]:
+    given, scaling = _read_scaling(settings)
+    theta = {"rope.theta": read_value(scaling, "rope_theta", float)}
+    if given == "default":
+        return theta
+    kind = kinds.get(given) if isinstance(given, str) else None
+    if kind is None:
+        supported = ", ".join(map(repr, ("default", *kinds)))
+        need = f"the model would need other frequencies of RoPE; those of {supported} are read in this family"
+        raise unsupported(f"rope_type={given!r}", need)
+    fields = theta | {"rope.scaling": kind} | _read_parameters(kind, scaling)
+    mscale, mscale_all_dim = (read_value(scaling, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
+    if kind != "yarn":
+        if scales_scores and mscale_all_dim:  # the class would scale the scores of any kind
+            raise unsupported(f"mscale_all_dim={mscale_all_dim}", f"rope_type={given!r} would need scaled scores")
+        return fields
+    if scales_scores and mscale_all_dim:
+        fields["rope.mscale_all_dim"] = mscale_all_dim
+        if mscale:
+            return fields | {"rope.mscale": mscale}
+    elif not (mscale and mscale_all_dim):  # transformers reads mscale only together with mscale_all_dim
+        return fields
+    given_factor = fields["rope.attention_factor"]
+    # The classes of most families do not also scale the scores, as our mscale_all_dim does.
+    return fields | {"rope.attention_factor": given_factor or _derive(fields["rope.factor"], mscale, mscale_all_dim)}
+
+
+def _derive(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """Return the attention factor that transformers derives from the parameters of yarn."""
+    above, below = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
+    return RopeConfig(scaling="yarn", factor=max(factor, 1.0), mscale=above, mscale_all_dim=below).magnitude
+
+
+def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
+    """Return the kind of scaling and its parameters, with rope_theta and the lengths of the model.
+
+    The older form has rope_scaling and, next to it, rope_theta. The newer form has rope_parameters with both.
+    """
+    # transformers also prefers rope_scaling.
+    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise unsupported(
+            f"rope_parameters={shorten(scaling)}", "the model would need other frequencies in some of its layers"
+        )
+    for each in (settings, scaling):
+        if each.get("partial_rotary_factor") not in (None, 1):
+            share = each["partial_rotary_factor"]
+            raise unsupported(f"partial_rotary_factor={share!r}", "the model would need RoPE on a part of each head")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    # The original length outside rope_scaling takes precedence over the one inside.
+    original = settings.get(ORIGINAL) or scaling.get(ORIGINAL) or settings.get(CONTEXT)
+    lengths = {CONTEXT: settings.get(CONTEXT), ORIGINAL: original}
+    return kind, {"rope_theta": settings.get("rope_theta"), **scaling, **lengths}
+
+
+def _read_parameters(kind: str, scaling: Settings) -> dict[str, Any]:
+    """Read the fields of a kind of scaling, with the values that transformers takes for missing ones."""
+    if kind in ("yarn", "longrope"):
+        original = read_value(scaling, ORIGINAL, int, minimum=1)
+        factor = scaling.get("factor") or read_value(scaling, CONTEXT, int) / original
+        given = {name: scaling[name] for name in ("attention_factor", "beta_slow", "beta_fast") if scaling.get(name)}
+        missing = {"attention_factor": 0.0, "beta_slow": 1.0, "beta_fast": 32.0}
+        scaling = scaling | missing | given | {"factor": factor, "truncate": bool(scaling.get("truncate", True))}
+    fields = {}
+    for ours, theirs in _name_parameters(kind).items():
+        name = f"rope.{ours}"
+        read = _read_factors if FIELD_TYPES[name] == tuple[float, ...] else read_value
+        fields[name] = read(scaling, theirs, FIELD_TYPES[name])
+    if kind == "longrope":  # below 1 its attention factor is 1, too
+        fields["rope.factor"] = max(fields["rope.factor"], 1.0)
+    return fields
+
+
+def _read_factors(scaling: Settings, name: str, kind: Any) -> tuple[float, ...]:
+    values = scaling.get(name)
+    if not isinstance(values, list):
+        raise unsupported(f"{name}={shorten(values)}", "must be a list of numbers", CORRECT)
+    return tuple(read_value({name: value}, name, float) for value in values)
+
+
+def _write_rope(config: ModelConfig, *, scales_scores: bool) -> Settings:
+    """Write the older form, which all versions of transformers read."""
+    rope, outside = config.rope, {"rope_theta": config.rope.theta}
+    if not rope.is_scaled:
+        return outside | {"rope_scaling": None}
+    values = {theirs: getattr(rope, ours) for ours, theirs in _name_parameters(rope.scaling).items()}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    if rope.scaling == "dynamic":
+        outside[CONTEXT] = values.pop(CONTEXT)
+    if rope.scaling == "longrope":  # also outside, where the class of Phi-3 and other programs look for it
+        outside[ORIGINAL] = rope.original_length
+    if rope.scaling == "yarn":
+        weights = (rope.mscale, rope.mscale_all_dim) if scales_scores and rope.mscale_all_dim else (1.0, 0.0)
+        if weights[1]:
+            values |= dict(zip(("mscale", "mscale_all_dim"), weights, strict=True))
+        if rope.magnitude != _derive(rope.factor, *weights):
+            values["attention_factor"] = rope.magnitude
+    if not values.get("attention_factor"):
+        values.pop("attention_factor", None)
+    return outside | {"rope_scaling": {"type": rope.scaling, "rope_type": rope.scaling, **values}}
+
+
+def _rope_codec(kinds: Kinds, scales_scores: bool = False) -> Codec:
+    """Return a codec that supports some kinds of scaling.
+
+    scales_scores: whether the family's class also multiplies the attention scores by a factor from mscale_all_dim.
+    """
+    return Codec(
+        functools.partial(_read_rope, kinds=kinds, scales_scores=scales_scores),
+        functools.partial(_write_rope, scales_scores=scales_scores),
+    )
+
+
+ROPE = _rope_codec(ALL_KINDS)
+SCORED_ROPE = _rope_codec(ALL_KINDS, scales_scores=True)
+PHI3_ROPE = _rope_codec({"longrope": "longrope", "su": "longrope", "yarn": "longrope"})  # the class renames the others
+
+
+# --- kinds of layers: sliding windows, and layers without positions (NoPE)
+
+LAYER_TYPES: dict[str, Kind] = {"full_attention": "global", "sliding_attention": "sliding"}
+
+
+def find_shortest_period(pattern: Iterable[Kind]) -> tuple[Kind, ...]:
+    """Return the shortest prefix that yields the whole pattern when repeated."""
+    kinds = tuple(pattern)
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
+            return kinds[:length]
+    return kinds
+
+
+def _read_one_window(settings: Settings) -> dict[str, Any]:
+    """Read the window of Mistral and Phi-3, which all layers have or none."""
+    return _read_windows(["global" if settings.get("sliding_window") is None else "sliding"], settings)
+
+
+def _write_one_window(config: ModelConfig) -> Settings:
+    return {"sliding_window": config.window if "sliding" in config.pattern else None}
+
+
+def _read_moe_window(settings: Settings) -> dict[str, Any]:
+    """Read the window of Qwen3-MoE, which all layers have or none."""
+    if not read_value(settings, "use_sliding_window", bool, False):
+        return {"pattern": ("global",)}
+    if settings.get("max_window_layers") not in (None, 0):
+        raise unsupported(
+            f"max_window_layers={settings['max_window_layers']!r}",
+            "only 0 is read, because versions of transformers differ in whether the layers below it have a window",
+            "set it to 0 in the config.json if all layers have the window, or use_sliding_window to false if none has",
+        )
+    return _read_one_window(settings)
+
+
+def _write_moe_window(config: ModelConfig) -> Settings:
+    used = "sliding" in config.pattern
+    return _write_one_window(config) | {"use_sliding_window": used, "max_window_layers": 0 if used else config.layers}
+
+
+def _read_layer_values(settings: Settings, name: str, default: Callable[[int], Any]) -> list[Any]:
+    """Return a field with a list of one value per layer. default: layer -> value, for a missing field."""
+    count, given = read_layer_count(settings), settings.get(name)
+    if given is None:
+        return [default(layer) for layer in range(count)]
+    if not isinstance(given, list) or len(given) < count:
+        raise unsupported(
+            f"{name}={shorten(given)}", f"must be a list with a value for each of the {count} layers", CORRECT
+        )
+    return given[:count]
+
+
+def _read_windows(kinds: Iterable[Kind], settings: Settings) -> dict[str, Any]:
+    pattern = find_shortest_period(kinds)
+    if "sliding" not in pattern:
+        return {"pattern": pattern}
+    return {"pattern": pattern, "window": read_value(settings, "sliding_window", int)}
+
+
+def _read_layer_types(settings: Settings, default: Callable[[int], str]) -> list[Kind]:
+    """Return the kind of each layer from layer_types. default: layer -> its type, for a missing field."""
+    types = _read_layer_values(settings, "layer_types", default)
+    if unknown := [each for each in types if not (isinstance(each, str) and each in LAYER_TYPES)]:
+        need = f"only {' and '.join(LAYER_TYPES)} are read; the model would need layers of this kind"
+        raise unsupported(f"layer_types={unknown[0]!r}", need)
+    return [LAYER_TYPES[each] for each in types]
+
+
+def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
+    """Read Qwen's windows: of the layers from max_window_layers on, or of those that layer_types names."""
+    used = read_value(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
+    first = read_value(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
+    kinds = _read_layer_types(
+        settings, lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
+    )
+    if "sliding" in kinds and not used:
+        need = "sliding_attention requires use_sliding_window=true and a sliding_window"
+        raise unsupported("layer_types", need, CORRECT)
+    return _read_windows(kinds, settings)
+
+
+def _read_alternating_windows(settings: Settings) -> dict[str, Any]:
+    """Read Gemma 2's windows: of every second layer, starting with the first, or of those that layer_types names."""
+    kinds = _read_layer_types(settings, lambda layer: "full_attention" if layer % 2 else "sliding_attention")
+    return _read_windows(kinds, settings)
+
+
+def _read_nope(settings: Settings) -> dict[str, Any]:
+    """Read SmolLM3's NoPE layers.
+
+    Every no_rope_layer_interval-th layer has no positions, or no_rope_layers lists 1 for each layer with positions and
+    0 for each layer without.
+    """
+    interval = read_value(settings, "no_rope_layer_interval", int, minimum=1)
+    has_positions = _read_layer_values(settings, "no_rope_layers", lambda layer: int((layer + 1) % interval != 0))
+    kinds = _read_layer_types(settings, lambda layer: "full_attention")
+    if "sliding" in kinds or settings.get("use_sliding_window"):
+        used = settings.get("use_sliding_window")
+        need = "the model would need windows together with layers without positions"
+        raise unsupported(f"use_sliding_window={used!r}", need)
+    if any(each not in (0, 1) for each in has_positions):
+        raise unsupported(f"no_rope_layers={shorten(has_positions)}", "must contain only 0 and 1", CORRECT)
+    return {"pattern": find_shortest_period("global" if each else "global_nope" for each in has_positions)}
+
+
+def _layer_kinds(config: ModelConfig) -> list[Kind]:
+    return [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
+
+
+def _write_layer_types(config: ModelConfig) -> Settings:
+    kinds = _layer_kinds(config)
+    names = {kind: name for name, kind in LAYER_TYPES.items()}
+    return {
+        "layer_types": [names.get(kind, "full_attention") for kind in kinds],
+        "sliding_window": config.window if "sliding" in kinds else None,
+    }
+
+
+def _write_windows_from_layer(config: ModelConfig) -> Settings:
+    kinds = _layer_kinds(config)
+    windows = "sliding" in kinds
+    first = kinds.index("sliding") if windows else config.layers
+    return _write_layer_types(config) | {"use_sliding_window": windows, "max_window_layers": first}
+
+
+def _write_nope(config: ModelConfig) -> Settings:
+    has_positions = [int(kind != "global_nope") for kind in _layer_kinds(config)]
+    return _write_layer_types(config) | {
+        "no_rope_layers": has_positions,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+    }
+
+
+ONE_WINDOW = Codec(_read_one_window, _write_one_window)
+MOE_WINDOW = Codec(_read_moe_window, _write_moe_window)
+WINDOWS_FROM_LAYER = Codec(_read_windows_from_layer, _write_windows_from_layer)
+ALTERNATING_WINDOWS = Codec(_read_alternating_windows, _write_layer_types)
+NOPE = Codec(_read_nope, _write_nope)

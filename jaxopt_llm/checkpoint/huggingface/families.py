@@ -5,23 +5,37 @@ A family fits a ModelConfig if the config.json that it writes reads back as the 
 
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface import names
 from jaxopt_llm.checkpoint.huggingface.codecs import (
+    ALTERNATING_WINDOWS,
     DIVISIBLE,
+    EXPERT_GROUPS,
+    EXPERT_LAYERS,
     GPT_HEADS,
     GPT_SIZES,
     HEADS,
+    LATENTS,
     MLP_SIZE,
+    MOE_WINDOW,
     NO_BIASES,
+    NOPE,
+    ONE_WINDOW,
+    PHI3_ROPE,
     PROJECTION_NORMS,
     QUERY_SCALAR,
+    RENORMALISES,
+    ROPE,
+    SCORED_ROPE,
+    SHARED_EXPERT_SIZES,
     SIZES,
     SOFTCAPS,
     SWIGLU,
+    TOP_K,
+    WINDOWS_FROM_LAYER,
     Codec,
     Settings,
     Unsupported,
     check_value,
+    copy_expert_count,
     copy_fields,
     require_absent,
     require_values,
@@ -29,19 +43,325 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     shorten,
     unsupported,
 )
-from jaxopt_llm.checkpoint.huggingface.codecs_deepseek import EXPERT_GROUPS, LATENTS, SHARED_EXPERT_SIZES
-from jaxopt_llm.checkpoint.huggingface.codecs_moe import EXPERT_LAYERS, RENORMALISES, TOP_K, copy_expert_count
-from jaxopt_llm.checkpoint.huggingface.codecs_rope import PHI3_ROPE, ROPE, SCORED_ROPE
-from jaxopt_llm.checkpoint.huggingface.codecs_windows import (
-    ALTERNATING_WINDOWS,
-    MOE_WINDOW,
-    NOPE,
-    ONE_WINDOW,
-    WINDOWS_FROM_LAYER,
-)
-from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.nearest_family import describe_nearest
+from jaxopt_llm.checkpoint.huggingface.family import BY_HEAD, Family, describe_nearest
 from jaxopt_llm.config import ModelConfig
+
+# --- names of tensors: see `Family.names`
+
+OUTSIDE = {
+    "model.embed_tokens.weight": "non_layer/embedding/table",
+    "model.norm.weight": "non_layer/final_norm/scale",
+    "lm_head.weight": "non_layer/head/table",
+}
+
+
+def layer_names(names: dict[str, str]) -> dict[str, str]:
+    """Return the names with the prefix of a layer."""
+    return {f"model.layers.{{}}.{name}": ours for name, ours in names.items()}
+
+
+def mlp_names(module: str, prefix: str = "mlp/") -> dict[str, str]:
+    """Return the names of the three projections of a gated MLP. prefix: start of our leaves' paths."""
+    return layer_names({f"{module}.{name}_proj.weight": f"{prefix}{name}" for name in ("gate", "up", "down")})
+
+
+ATTENTION = layer_names(
+    {f"self_attn.{name[0]}_proj.weight": f"attention/{name}" for name in ("query", "key", "value", "output")}
+)
+FUSED = layer_names(
+    {
+        "self_attn.qkv_proj.weight": "attention/query attention/key attention/value",
+        "self_attn.o_proj.weight": "attention/output",
+        "mlp.gate_up_proj.weight": "mlp/gate mlp/up",
+        "mlp.down_proj.weight": "mlp/down",
+    }
+)
+QKV_BIASES = layer_names(
+    {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
+)
+QK_NORMS = layer_names({"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"})
+MLP = mlp_names("mlp")
+NORMS = layer_names(
+    {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
+)
+POST_NORMS = layer_names(
+    {
+        "post_attention_layernorm.weight": "attention_post_norm/scale",
+        "post_feedforward_layernorm.weight": "mlp_post_norm/scale",
+    }
+)
+GEMMA_NORMS = NORMS | POST_NORMS | layer_names({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
+LLAMA = OUTSIDE | ATTENTION | MLP | NORMS
+LATENT_ATTENTION = layer_names(
+    {
+        "self_attn.q_proj.weight": "attention/query",
+        "self_attn.q_a_proj.weight": "attention/query_down",
+        "self_attn.q_a_layernorm.weight": "query_latent_norm/scale",
+        "self_attn.q_b_proj.weight": "attention/query_up",
+        "self_attn.kv_a_proj_with_mqa.weight": "attention/latent attention/rotary_key",
+        "self_attn.kv_a_layernorm.weight": "latent_norm/scale",
+        "self_attn.kv_b_proj.weight": f"attention/key{BY_HEAD}attention/value",
+        "self_attn.o_proj.weight": "attention/output",
+    }
+)
+MIXTRAL_EXPERTS = layer_names(
+    {
+        "block_sparse_moe.gate.weight": "mlp/router",
+        "block_sparse_moe.experts.{}.w1.weight": "mlp/gate",
+        "block_sparse_moe.experts.{}.w3.weight": "mlp/up",
+        "block_sparse_moe.experts.{}.w2.weight": "mlp/down",
+    }
+)
+EXPERTS = layer_names({"mlp.gate.weight": "mlp/router"}) | mlp_names("mlp.experts.{}")
+SHARED_EXPERTS = mlp_names("mlp.shared_experts", "mlp/shared_")
+ROUTER_BIAS = layer_names({"mlp.gate.e_score_correction_bias": "mlp/router_bias"})
+
+
+def stacked_expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return `Family.in_memory_names` of the experts.
+
+    Args:
+        module: name of the module that holds the experts in the folder's tensor names.
+        gate: name of the gate projection there.
+        up: name of the up projection there.
+        down: name of the down projection there.
+    """
+    gate, up, down = (f"model.layers.{{}}.{module}.experts.{{}}.{name}.weight" for name in (gate, up, down))
+    return {"model.layers.{}.mlp.experts.gate_up_proj": f"{gate} {up}", "model.layers.{}.mlp.experts.down_proj": down}
+
+
+STACKED_EXPERTS = stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+STACKED_MIXTRAL_EXPERTS = {
+    **stacked_expert_names("block_sparse_moe", "w1", "w3", "w2"),
+    "model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight",
+}
+GPT = {
+    "transformer.wte.weight": "non_layer/embedding/table",
+    "transformer.wpe.weight": "non_layer/positions/table",
+    "transformer.ln_f.weight": "non_layer/final_norm/scale",
+    "transformer.ln_f.bias": "non_layer/final_norm/bias",
+    "lm_head.weight": "non_layer/head/table",
+    "transformer.h.{}.ln_1.weight": "attention_norm/scale",
+    "transformer.h.{}.ln_1.bias": "attention_norm/bias",
+    "transformer.h.{}.ln_2.weight": "mlp_norm/scale",
+    "transformer.h.{}.ln_2.bias": "mlp_norm/bias",
+    "transformer.h.{}.attn.c_attn.weight": "attention/query attention/key attention/value",
+    "transformer.h.{}.attn.c_attn.bias": "attention/query_bias attention/key_bias attention/value_bias",
+    "transformer.h.{}.attn.c_proj.weight": "attention/output",
+    "transformer.h.{}.attn.c_proj.bias": "attention/output_bias",
+    "transformer.h.{}.mlp.c_fc.weight": "mlp/up",
+    "transformer.h.{}.mlp.c_fc.bias": "mlp/up_bias",
+    "transformer.h.{}.mlp.c_proj.weight": "mlp/down",
+    "transformer.h.{}.mlp.c_proj.bias": "mlp/down_bias",
+}
+
+
+# --- families
+
+BASIC_CODECS = (SIZES, HEADS, ROPE)
+ROTARY_CODECS = (*BASIC_CODECS, MLP_SIZE)
+GATED_CODECS = (*ROTARY_CODECS, SWIGLU)
+UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
+
+
+DEEPSEEK_NAMES = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
+DEEPSEEK_CODECS: tuple[Codec, ...] = (
+    *(SIZES, MLP_SIZE, LATENTS, SCORED_ROPE, SWIGLU, SHARED_EXPERT_SIZES),
+    copy_fields(
+        {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
+        | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
+        | {"moe.balance_loss": "aux_loss_alpha"}
+    ),
+    require_values(attention_bias=False, moe_layer_freq=1),
+)
+DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
+    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "aux_loss_alpha": 0.001,
+}
+
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", LLAMA, (*GATED_CODECS, DIVISIBLE, NO_BIASES), UNTIED_DEFAULTS),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        LLAMA,
+        (*GATED_CODECS, ONE_WINDOW),
+        UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        LLAMA | QKV_BIASES,
+        (*GATED_CODECS, WINDOWS_FROM_LAYER, set_fields({"biases": "qkv"})),
+        UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        LLAMA | QK_NORMS,
+        (*GATED_CODECS, WINDOWS_FROM_LAYER, require_values(attention_bias=False), set_fields({"qk_norm": "head"})),
+        UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        OUTSIDE | ATTENTION | MLP | GEMMA_NORMS,
+        (
+            *ROTARY_CODECS,
+            DIVISIBLE,
+            ALTERNATING_WINDOWS,
+            QUERY_SCALAR,
+            SOFTCAPS,
+            require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
+            require_values(use_bidirectional_attention=False),
+            set_fields({"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu", "scale_embedding": True}),
+        ),
+        {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
+        | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        | {"sliding_window": 4096},
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        OUTSIDE | FUSED | NORMS,
+        (SIZES, HEADS, PHI3_ROPE, MLP_SIZE, SWIGLU, ONE_WINDOW),
+        UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
+        (
+            *GATED_CODECS,
+            require_values(attention_bias=False),
+            set_fields({"norm_placement": "post", "qk_norm": "projection"}),
+        ),
+        UNTIED_DEFAULTS,
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        LLAMA,
+        (*GATED_CODECS, NO_BIASES, NOPE),
+        {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        OUTSIDE | ATTENTION | NORMS | MIXTRAL_EXPERTS,
+        (
+            *BASIC_CODECS,
+            SWIGLU,
+            ONE_WINDOW,
+            copy_expert_count("num_local_experts", "num_experts", 8),
+            TOP_K,
+            copy_fields({"moe.expert_width": "intermediate_size"}),
+            require_values(router_jitter_noise=0.0),
+            require_absent("layer_types"),
+        ),
+        {"tie_word_embeddings": False, "rope_theta": 1_000_000.0, "num_key_value_heads": 8}
+        | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        in_memory_names=STACKED_MIXTRAL_EXPERTS,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        LLAMA | QK_NORMS | EXPERTS,
+        (
+            *GATED_CODECS,
+            MOE_WINDOW,
+            copy_expert_count("num_experts", "num_local_experts", 128),
+            TOP_K,
+            RENORMALISES,
+            EXPERT_LAYERS,
+            copy_fields({"moe.expert_width": "moe_intermediate_size"}),
+            require_values(attention_bias=False),
+            require_absent("layer_types"),
+            set_fields({"qk_norm": "head"}),
+        ),
+        UNTIED_DEFAULTS
+        | {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 768}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        OUTSIDE | ATTENTION | NORMS | QK_NORMS | EXPERTS,
+        (
+            *BASIC_CODECS,
+            SWIGLU,
+            PROJECTION_NORMS,
+            copy_expert_count("num_experts", "num_local_experts", 64),
+            TOP_K,
+            RENORMALISES,
+            copy_fields({"moe.expert_width": "intermediate_size"}),
+            require_values(attention_bias=False),
+            require_absent("clip_qkv", "sliding_window", "layer_types"),
+            set_fields({"qk_norm": "projection"}),
+        ),
+        UNTIED_DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+        in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK_NAMES,
+        (
+            *DEEPSEEK_CODECS,
+            DIVISIBLE,
+            EXPERT_GROUPS,
+            require_values(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
+            set_fields({"moe.router_renormalises": False}),
+        ),
+        DEEPSEEK_DEFAULTS
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+        in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK_NAMES | ROUTER_BIAS,
+        (
+            *DEEPSEEK_CODECS,
+            RENORMALISES,
+            copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
+            require_values(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
+            set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
+            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
+        ),
+        DEEPSEEK_DEFAULTS
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8}
+        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"n_group": 8, "topk_group": 4},
+        mtp_prefix="model.layers.{}.",
+        in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        GPT,
+        (
+            GPT_SIZES,
+            GPT_HEADS,
+            require_values(
+                activation_function=("gelu_new", "gelu_pytorch_tanh"),
+                scale_attn_weights=True,
+                scale_attn_by_inverse_layer_idx=False,
+                add_cross_attention=False,
+            ),
+            set_fields({"positions": "learned", "norm": "layer", "biases": "all", "mlp": "gelu"}),
+        ),
+        {"tie_word_embeddings": True},
+        input_first=True,
+        base_prefix="transformer.",
+        ignored=("*.attn.bias", "*.attn.masked_bias"),
+    ),
+)
+
+
+# --- the family of a model
 
 
 def find_by_settings(settings: Settings) -> Family:
@@ -96,206 +416,3 @@ def find_by_model(config: ModelConfig, preferred: str | None = None) -> Family:
             f"{', '.join(differences[nearest])}"
         )
     return fitting
-
-
-BASIC_CODECS = (SIZES, HEADS, ROPE)
-ROTARY_CODECS = (*BASIC_CODECS, MLP_SIZE)
-GATED_CODECS = (*ROTARY_CODECS, SWIGLU)
-UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
-
-
-DEEPSEEK_NAMES = names.OUTSIDE | names.LATENT_ATTENTION | names.MLP | names.NORMS | names.EXPERTS | names.SHARED_EXPERTS
-DEEPSEEK_CODECS: tuple[Codec, ...] = (
-    *(SIZES, MLP_SIZE, LATENTS, SCORED_ROPE, SWIGLU, SHARED_EXPERT_SIZES),
-    copy_fields(
-        {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
-        | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
-        | {"moe.balance_loss": "aux_loss_alpha"}
-    ),
-    require_values(attention_bias=False, moe_layer_freq=1),
-)
-DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
-    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    "aux_loss_alpha": 0.001,
-}
-
-FAMILIES = (
-    Family("llama", "LlamaForCausalLM", names.LLAMA, (*GATED_CODECS, DIVISIBLE, NO_BIASES), UNTIED_DEFAULTS),
-    Family(
-        "mistral",
-        "MistralForCausalLM",
-        names.LLAMA,
-        (*GATED_CODECS, ONE_WINDOW),
-        UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    Family(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        names.LLAMA | names.QKV_BIASES,
-        (*GATED_CODECS, WINDOWS_FROM_LAYER, set_fields({"biases": "qkv"})),
-        UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
-    ),
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        names.LLAMA | names.QK_NORMS,
-        (*GATED_CODECS, WINDOWS_FROM_LAYER, require_values(attention_bias=False), set_fields({"qk_norm": "head"})),
-        UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    ),
-    Family(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        names.OUTSIDE | names.ATTENTION | names.MLP | names.GEMMA_NORMS,
-        (
-            *ROTARY_CODECS,
-            DIVISIBLE,
-            ALTERNATING_WINDOWS,
-            QUERY_SCALAR,
-            SOFTCAPS,
-            require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
-            require_values(use_bidirectional_attention=False),
-            set_fields({"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu", "scale_embedding": True}),
-        ),
-        {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
-        | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-        | {"sliding_window": 4096},
-    ),
-    Family(
-        "phi3",
-        "Phi3ForCausalLM",
-        names.OUTSIDE | names.FUSED | names.NORMS,
-        (SIZES, HEADS, PHI3_ROPE, MLP_SIZE, SWIGLU, ONE_WINDOW),
-        UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
-    ),
-    Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        names.OUTSIDE | names.ATTENTION | names.MLP | names.QK_NORMS | names.POST_NORMS,
-        (
-            *GATED_CODECS,
-            require_values(attention_bias=False),
-            set_fields({"norm_placement": "post", "qk_norm": "projection"}),
-        ),
-        UNTIED_DEFAULTS,
-    ),
-    Family(
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        names.LLAMA,
-        (*GATED_CODECS, NO_BIASES, NOPE),
-        {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
-    ),
-    Family(
-        "mixtral",
-        "MixtralForCausalLM",
-        names.OUTSIDE | names.ATTENTION | names.NORMS | names.MIXTRAL_EXPERTS,
-        (
-            *BASIC_CODECS,
-            SWIGLU,
-            ONE_WINDOW,
-            copy_expert_count("num_local_experts", "num_experts", 8),
-            TOP_K,
-            copy_fields({"moe.expert_width": "intermediate_size"}),
-            require_values(router_jitter_noise=0.0),
-            require_absent("layer_types"),
-        ),
-        {"tie_word_embeddings": False, "rope_theta": 1_000_000.0, "num_key_value_heads": 8}
-        | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
-        in_memory_names=names.STACKED_MIXTRAL_EXPERTS,
-    ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        names.LLAMA | names.QK_NORMS | names.EXPERTS,
-        (
-            *GATED_CODECS,
-            MOE_WINDOW,
-            copy_expert_count("num_experts", "num_local_experts", 128),
-            TOP_K,
-            RENORMALISES,
-            EXPERT_LAYERS,
-            copy_fields({"moe.expert_width": "moe_intermediate_size"}),
-            require_values(attention_bias=False),
-            require_absent("layer_types"),
-            set_fields({"qk_norm": "head"}),
-        ),
-        UNTIED_DEFAULTS
-        | {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 768}
-        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
-        in_memory_names=names.STACKED_EXPERTS,
-    ),
-    Family(
-        "olmoe",
-        "OlmoeForCausalLM",
-        names.OUTSIDE | names.ATTENTION | names.NORMS | names.QK_NORMS | names.EXPERTS,
-        (
-            *BASIC_CODECS,
-            SWIGLU,
-            PROJECTION_NORMS,
-            copy_expert_count("num_experts", "num_local_experts", 64),
-            TOP_K,
-            RENORMALISES,
-            copy_fields({"moe.expert_width": "intermediate_size"}),
-            require_values(attention_bias=False),
-            require_absent("clip_qkv", "sliding_window", "layer_types"),
-            set_fields({"qk_norm": "projection"}),
-        ),
-        UNTIED_DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-        in_memory_names=names.STACKED_EXPERTS,
-    ),
-    Family(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        DEEPSEEK_NAMES,
-        (
-            *DEEPSEEK_CODECS,
-            DIVISIBLE,
-            EXPERT_GROUPS,
-            require_values(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
-            set_fields({"moe.router_renormalises": False}),
-        ),
-        DEEPSEEK_DEFAULTS
-        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
-        | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
-        in_memory_names=names.STACKED_EXPERTS,
-    ),
-    Family(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        DEEPSEEK_NAMES | names.ROUTER_BIAS,
-        (
-            *DEEPSEEK_CODECS,
-            RENORMALISES,
-            copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
-            require_values(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
-            set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
-            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
-        ),
-        DEEPSEEK_DEFAULTS
-        | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8}
-        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-        | {"n_group": 8, "topk_group": 4},
-        mtp_prefix="model.layers.{}.",
-        in_memory_names=names.STACKED_EXPERTS,
-    ),
-    Family(
-        "gpt2",
-        "GPT2LMHeadModel",
-        names.GPT,
-        (
-            GPT_SIZES,
-            GPT_HEADS,
-            require_values(
-                activation_function=("gelu_new", "gelu_pytorch_tanh"),
-                scale_attn_weights=True,
-                scale_attn_by_inverse_layer_idx=False,
-                add_cross_attention=False,
-            ),
-            set_fields({"positions": "learned", "norm": "layer", "biases": "all", "mlp": "gelu"}),
-        ),
-        {"tie_word_embeddings": True},
-        input_first=True,
-        base_prefix="transformer.",
-        ignored=("*.attn.bias", "*.attn.masked_bias"),
-    ),
-)

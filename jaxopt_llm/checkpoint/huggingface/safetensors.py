@@ -2,21 +2,25 @@
 
 Headers are checked before anything is used. Tensor names are keys and never paths, and an index can name only files of
 its own folder. Pickles are never opened.
+
+A process that touches a mapped page of a file that has been cut, or whose disk fails, ends with SIGBUS. Bytes are
+therefore read with `pread`, whose failure is an error that names the file. The map only gives views an address.
 """
 
 import json
 import math
+import mmap
+import os
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm.checkpoint.huggingface.stored_tensor import StoredFile, StoredTensor
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_no_pointer, sync_directory, sync_file
@@ -40,6 +44,102 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+MAX_GAP_BYTES = 2**14  # bytes between two parts of a view that are read, too: a call for each part would take longer
+MAX_PIECE_BYTES = 2**20  # read at once of a view with gaps
+
+
+class StoredFile:
+    """File that is open, with the addresses of its bytes."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.path = path
+        self._descriptor = os.dup(stream.fileno())
+        self.bytes = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def read(self, view: np.ndarray) -> np.ndarray:
+        """Return a view of the file's bytes, of any dtype, shape and strides, as an array in memory.
+
+        Its axes lie in memory as they do in the file.
+
+        Raises:
+            InputError: the file was cut, or cannot be read any more.
+        """
+        order = sorted(range(view.ndim), key=lambda axis: view.strides[axis], reverse=True)
+        there = view.transpose(order)
+        found = np.empty(there.shape, view.dtype)
+        if found.size:
+            begin = _address(view) - _address(self.bytes)
+            assert 0 <= begin < self.bytes.size and min(view.strides, default=0) >= 0, "not a view of this file"
+            self._fill(found.reshape(-1).view(np.uint8), begin, there)
+        return found.transpose(np.argsort(order))
+
+    def _fill(self, out: np.ndarray, begin: int, view: np.ndarray) -> None:
+        """Read a view that begins at a byte, and whose axes have falling strides, into contiguous bytes."""
+        run, outer = view.itemsize, view.ndim
+        while outer and (view.shape[outer - 1] == 1 or view.strides[outer - 1] == run):
+            outer -= 1
+            run *= view.shape[outer]
+        if not outer:
+            self._read(out, begin)
+            return
+        *first, last = range(outer)
+        count, stride = view.shape[last], view.strides[last]
+        at = 0
+        for place in np.ndindex(*(view.shape[axis] for axis in first)):
+            row = begin + sum(index * view.strides[axis] for index, axis in zip(place, first, strict=True))
+            self._fill_row(out[at : at + count * run].reshape(count, run), row, stride)
+            at += count * run
+
+    def _fill_row(self, out: np.ndarray, begin: int, stride: int) -> None:
+        """Read parts of the file that are `stride` bytes apart."""
+        count, run = out.shape
+        at_once = max(1, MAX_PIECE_BYTES // stride) if stride - run <= MAX_GAP_BYTES else 1
+        for first in range(0, count, at_once):
+            parts = out[first : first + at_once]
+            if len(parts) == 1:
+                self._read(parts[0], begin + first * stride)
+                continue
+            piece = np.empty((len(parts) - 1) * stride + run, np.uint8)
+            self._read(piece, begin + first * stride)
+            parts[...] = np.lib.stride_tricks.as_strided(piece, parts.shape, (stride, 1))
+
+    def _read(self, out: np.ndarray, begin: int) -> None:
+        """Fill contiguous bytes from the file."""
+        left = out.data
+        try:
+            while left:  # one call reads at most 2 GiB
+                count = os.preadv(self._descriptor, [left], begin)
+                if not count:
+                    raise InputError(f"{self.path}: the file was truncated while it was read; download it again")
+                left, begin = left[count:], begin + count
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: the file can no longer be read ({error.strerror}); check the disk, or download it again"
+            ) from error
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+class StoredTensor(NamedTuple):
+    """Tensor in a file. array: a view that gives its dtype, its shape and its place; see `read`."""
+
+    source: StoredFile
+    array: np.ndarray
+
+    @property
+    def file(self) -> Path:
+        return self.source.path
+
+    def read(self, view: np.ndarray | None = None) -> np.ndarray:
+        """Read a view of `array`, or all of it: see `StoredFile.read`."""
+        return self.source.read(self.array if view is None else view)
 
 
 # --- reading
@@ -128,23 +228,19 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
     data = source.bytes[8 + length :]
     header.pop("__metadata__", None)
-    tensors, ranges = {}, []
-    for name, entry in header.items():
-        dtype, shape, begin, end = _parse_entry(file, name, entry)
+    entries = {name: _parse_entry(file, name, entry) for name, entry in header.items()}
+    tensors, expected_begin = {}, 0
+    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != expected_begin:
+            raise _damaged(file, f"tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}")
         if end > data.size:
             raise _damaged(file, f"truncated: tensor {name!r} ends at byte {end:,} of {data.size:,}")
-        ranges.append((begin, end, name))
         try:
             array = data[begin:end].view(dtype).reshape(shape)
         except ValueError as error:
             # More dimensions than NumPy supports, or a 0 next to sizes with an overflowing product.
             raise _damaged(file, f"tensor {name!r} has an impossible shape") from error
-        tensors[name] = StoredTensor(source, array)
-    expected_begin = 0
-    for begin, end, name in sorted(ranges):
-        if begin != expected_begin:
-            raise _damaged(file, f"tensor {name!r} begins at byte {begin:,} instead of {expected_begin:,}")
-        expected_begin = end
+        tensors[name], expected_begin = StoredTensor(source, array), end
     if expected_begin != data.size:
         raise _damaged(file, f"{data.size - expected_begin:,} bytes after the last tensor")
     return tensors
@@ -241,24 +337,19 @@ def write_folder(
         max_file_bytes: largest number of tensor bytes in one file; a larger tensor has its own file.
         order: names in the order in which tensors are requested and written; None for that of `specs`.
     """
-    shards: list[dict[str, TensorSpec]] = [{}]
-    free_bytes = max_file_bytes
-    for name, spec in specs.items():
-        if spec.nbytes > free_bytes and shards[-1]:
-            shards.append({})
-            free_bytes = max_file_bytes
-        shards[-1][name] = spec
-        free_bytes -= spec.nbytes
-    if len(shards) == 1:
-        _write_files({folder / SINGLE: specs}, get_tensor, order or specs)
-        return
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    files = dict(zip((folder / name for name in names), shards, strict=True))
+    import huggingface_hub  # imported here, because only an export needs it
+
+    plan = huggingface_hub.split_state_dict_into_shards_factory(
+        dict(specs),
+        get_storage_size=lambda spec: spec.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    files = {folder / file: {name: specs[name] for name in names} for file, names in plan.filename_to_tensors.items()}
     _write_files(files, get_tensor, order or specs)
-    weight_map = {name: file.name for file, shard in files.items() for name in shard}
-    total_size = sum(spec.nbytes for spec in specs.values())
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_file(file: Path, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray]) -> None:

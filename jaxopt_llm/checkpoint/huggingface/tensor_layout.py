@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
-from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.names import BY_HEAD
+from jaxopt_llm.checkpoint.huggingface.family import BY_HEAD, Family
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import decoder_specs

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxopt_llm.checkpoint.native import integrity, orbax_logging, retention, step_directories
-from jaxopt_llm.checkpoint.native.deferred_directory import DeferredDirectory
+from jaxopt_llm.checkpoint.native import integrity, orbax_arrays, step_directories
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.checkpoint.native.integrity import FileEntries
-from jaxopt_llm.checkpoint.native.pending_saves import PendingSaves, Save
-from jaxopt_llm.checkpoint.native.saved_leaves import check_leaves, describe_leaves, make_save_arguments
+from jaxopt_llm.checkpoint.native.orbax_arrays import (
+    DeferredDirectory,
+    check_leaves,
+    describe_leaves,
+    make_save_arguments,
+)
+from jaxopt_llm.checkpoint.native.step_directories import read_losses
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import CheckpointError, StorageFailed
@@ -32,10 +37,77 @@ from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Channel, Proces
 # Exceptions of Orbax and TensorStore for a disk that is full, read-only or gone.
 STORAGE_ERRORS = (OSError, ValueError, RuntimeError)
 NO_ROOM = "the saves before are still being written, and host memory has room for no more copies of the state"
+MAX_COPIES = 2  # of the state in host memory
+SMALL_BYTES = 2**28  # copies that are not larger together may be more, up to MAX_SMALL_COPIES
+MAX_SMALL_COPIES = 16
 
 
 def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save of a checkpoint.
+
+    Attributes:
+        directory: its working directory.
+        contents: the record of the checkpoint.
+        sync: see `Checkpoints.save`.
+        writes: Orbax's writes of the arrays, which are copied; None if this process left the save out.
+    """
+
+    directory: DeferredDirectory
+    contents: dict[str, Any]
+    sync: Callable[[], None]
+    writes: list[Any] | None
+
+    @property
+    def step(self) -> int:
+        return self.contents["step"]
+
+
+class PendingSaves:
+    """Saves that are not known to be on disk, and the room for another one.
+
+    Each holds a copy of the state in host memory. A save without room is left out and does not wait: the devices would
+    idle until the storage is done, and again at each later checkpoint. Waiting would gain hardly any checkpoints,
+    because the storage writes as fast as it can in both cases. Only the thread that adds the saves uses the object.
+    """
+
+    def __init__(self) -> None:
+        self._saves: list[tuple[int, Future[None]]] = []  # bytes of the copy, and the end of the save; oldest first
+
+    def add(self, size: int, future: Future[None]) -> None:
+        """Add a save. size: bytes of its copy; 0 for one that is left out."""
+        self._saves.append((size, future))
+
+    def has_room(self, size: int, wait: bool) -> bool:
+        """Return whether there is room for another copy.
+
+        Args:
+            size: bytes of the copy.
+            wait: wait until there is.
+        """
+        while self._saves and self._saves[0][1].done():
+            self._end_oldest()
+        while self._saves:
+            sizes = [each for each, _ in self._saves if each]
+            small = len(sizes) < MAX_SMALL_COPIES and sum(sizes) + size <= SMALL_BYTES
+            if len(sizes) < MAX_COPIES or small:
+                return True
+            if not wait and not self._saves[0][1].done():
+                return False
+            self._end_oldest()
+        return True
+
+    def wait(self) -> None:
+        """Wait until each save is on disk or has failed. Raise the error of one that ended with an error."""
+        while self._saves:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        self._saves.pop(0)[1].result()
 
 
 class Checkpoints:
@@ -77,7 +149,7 @@ class Checkpoints:
         self._main, self._saving = processes.main, processes.saving
         self._channel = processes.channel(f"{directory}")
         self._background_channel = processes.channel(f"{directory} in the background", processes.saving)
-        orbax_logging.silence_failed_saves()
+        orbax_arrays.silence_failed_saves()
         if config is not None and processes.first:
             self.directory.mkdir(parents=True, exist_ok=True)
             step_directories.delete_leftovers(self.directory)
@@ -385,8 +457,7 @@ class Checkpoints:
     def _delete_old(self) -> None:
         assert self._config is not None
         paths = step_directories.find_checkpoints(self.directory)
-        losses = {step: step_directories.read_summary(path)[0] for step, path in paths.items()}
-        for step, reasons in retention.list_reasons_to_keep(losses, self._config).items():
+        for step, reasons in step_directories.list_reasons_to_keep(read_losses(paths), self._config).items():
             if not reasons:
                 try:
                     step_directories.delete(paths[step])

@@ -1,4 +1,4 @@
-"""Directories of a run's `checkpoints/` directory.
+"""Directories of a run's `checkpoints/` directory, and which of them stay on disk.
 
 - `N`: the checkpoint of step N, which was complete when it got this name.
 - `N.writing`: a checkpoint that is being written.
@@ -11,10 +11,12 @@ import itertools
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.native import integrity
+from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import sync_directory
@@ -58,6 +60,11 @@ def read_summary(path: Path) -> tuple[float | None, str | None]:
     except (InputError, OSError, ValueError, AttributeError):
         return None, None
     return loss if isinstance(loss, float) else None, saved if isinstance(saved, str) else None
+
+
+def read_losses(paths: Mapping[int, Path]) -> dict[int, float | None]:
+    """Return the held-out loss of the checkpoint of each step: see `read_summary`."""
+    return {step: read_summary(path)[0] for step, path in paths.items()}
 
 
 def working_path(directory: Path, step: int) -> Path:
@@ -104,3 +111,27 @@ def check_is_open(directory: Path, descriptor: int | None) -> None:
     """
     if descriptor is None or not os.path.samestat(os.fstat(descriptor), directory.stat()):
         raise FileNotFoundError(errno.ENOENT, "the directory was deleted", str(directory))
+
+
+def list_reasons_to_keep(losses: Mapping[int, float | None], config: CheckpointConfig) -> dict[int, list[str]]:
+    """Return the reasons to keep the checkpoint of each step; a checkpoint without a reason is deleted.
+
+    Args:
+        losses: step -> held-out loss; None where it was not measured.
+        config: the settings `keep`, `keep_every` and `keep_best`.
+    """
+    newest = sorted(losses)[-config.keep :]
+    best = rank_by_loss(losses)[: config.keep_best]
+    return {
+        step: [
+            *(["newest"] if step in newest else []),
+            *([f"every {config.keep_every}"] if config.keep_every and step % config.keep_every == 0 else []),
+            *(["best"] if step in best else []),
+        ]
+        for step in losses
+    }
+
+
+def rank_by_loss(losses: Mapping[int, float | None]) -> list[int]:
+    """Return the steps whose held-out loss was measured, lowest loss first."""
+    return [step for _, step in sorted((loss, step) for step, loss in losses.items() if loss is not None)]

@@ -1,6 +1,7 @@
 """PEFT folders of LoRA adapters, adapter_config.json and safetensors, read into our leaves.
 
-adapter_writer.py writes such folders.
+adapter_writer.py writes such folders. Beside adapters, a folder may hold whole weights: `modules_to_save`, and tables
+of another size. PEFT loads such a tensor in place of the model's own.
 
 A PEFT adapter belongs to a module. It has A [rank, in] and B [out, rank], whatever the layout of the module's weight. A
 fused module has one adapter for all parameters that lie next to each other in it. On reading, each of our parameters
@@ -11,8 +12,9 @@ in both modules.
 
 import functools
 import math
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +25,228 @@ from jax.sharding import NamedSharding
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
-from jaxopt_llm.checkpoint.huggingface.stored_tensor import StoredFile, StoredTensor
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equal_values
+from jaxopt_llm.checkpoint.huggingface.safetensors import StoredFile, StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import adapter_config
-from jaxopt_llm.checkpoint.peft import modules as peft
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
-from jaxopt_llm.checkpoint.peft.modules import PeftModule, find_modules
-from jaxopt_llm.checkpoint.peft.whole_weights import WholeWeights, split_whole_weights
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
+
+PREFIX = "base_model.model."
+HEAD = "lm_head"  # in every family
+EMBEDDING = "non_layer/embedding/table"
+MLP = "/mlp/"
+EMBEDDING_TABLES = (EMBEDDING, "non_layer/positions/table")  # their modules look up rows; factors have other names
+
+LINEAR_FACTORS = ("lora_A.weight", "lora_B.weight")  # [rank, in], [out, rank]
+EMBEDDING_FACTORS = ("lora_embedding_B", "lora_embedding_A")  # [width, rank], [rank, rows]
+MAGNITUDE = "lora_magnitude_vector"  # [out]
+BASE = "base_layer.weight"  # the base model's table, which PEFT may save together with an adapter of it
+KINDS = (*LINEAR_FACTORS, *EMBEDDING_FACTORS, MAGNITUDE, BASE)
+
+
+class PeftModule(NamedTuple):
+    """Module that can have an adapter. layout: of its weight; is_embedding: whether it looks up rows of a table."""
+
+    name: str
+    layout: TensorLayout
+    is_embedding: bool
+
+    @property
+    def inputs(self) -> int:
+        return self.layout.pieces[0].spec.fan_in
+
+    @property
+    def outputs(self) -> int:
+        return sum(piece.width for piece in self.layout.pieces)
+
+    @property
+    def in_block(self) -> bool:
+        return self.layout.pieces[0].layer is not None
+
+    def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its adapter's tensors by kind."""
+        if self.is_embedding:
+            return {EMBEDDING_FACTORS[0]: (self.inputs, rank), EMBEDDING_FACTORS[1]: (rank, self.outputs)}
+        factors = {LINEAR_FACTORS[0]: (rank, self.inputs), LINEAR_FACTORS[1]: (self.outputs, rank)}
+        return factors | ({MAGNITUDE: (self.outputs,)} if dora else {})
+
+
+def find_table(family: Family) -> str:
+    """Return the module of the embedding table."""
+    return next(name for name, path in family.names.items() if path == EMBEDDING).removesuffix(".weight")
+
+
+def is_table(layout: TensorLayout) -> bool:
+    """Return whether a tensor has a row for each token id."""
+    return "vocabulary" in layout.pieces[0].spec.axes
+
+
+def list_enclosing(tensor: str) -> list[str]:
+    """Return the names of the modules that a tensor is in, from the outermost one."""
+    words = tensor.split(".")[:-1]
+    return [".".join(words[: count + 1]) for count in range(len(words))]
+
+
+def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
+    """Return the modules of a model that can have an adapter, by name, in layer order.
+
+    Experts and routers are not among them, because transformers' classes hold them as bare parameters. In a model with
+    experts, the MLPs of the other layers are not among them either, because PEFT takes their names for experts.
+    """
+    modules = {}
+    for tensor_name, layout in list_tensor_layouts(family, config).items():
+        name, first = tensor_name.removesuffix(".weight"), layout.pieces[0]
+        if first.spec.contracting and not (config.moe.experts and MLP in first.path):
+            modules[name] = PeftModule(name, layout, first.path in EMBEDDING_TABLES)
+            if first.path == EMBEDDING and config.tied_head:
+                modules[HEAD] = PeftModule(HEAD, layout, is_embedding=False)
+    return modules
+
+
+HEAD_WEIGHT = f"{HEAD}.weight"
+# Copies of a whole weight, and what it replaced, which some versions also save.
+_COPY = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.(?:weight|bias))")
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """Whole weights of a PEFT folder.
+
+    Attributes:
+        stored: the tensors by their names in the model. Of a table that is also the head there is one.
+        paths: paths of our parameters in them.
+    """
+
+    stored: Mapping[str, StoredTensor]
+    paths: tuple[str, ...]
+
+    def replace_in(self, folder: ModelFolder, config: ModelConfig) -> ModelFolder:
+        """Return a model's folder with these tensors in place of its own. config: the model with them."""
+        stored = {**folder.stored, **self.stored}
+        if not config.tied_head:  # PEFT trains a copy of the table, and the head keeps the original
+            stored.setdefault(HEAD_WEIGHT, folder.stored[f"{find_table(folder.family)}.weight"])
+        size = config.vocabulary_size
+        own = replace(folder.config, vocabulary_size=size, tied_head=config.tied_head)
+        return replace(folder, config=own, stored=stored, vocabulary_size=size)
+
+
+def split_whole_weights(
+    path: Path, tensors: dict[str, StoredTensor], peft_config: PeftConfig, family: Family, config: ModelConfig
+) -> tuple[WholeWeights, ModelConfig]:
+    """Take the whole weights out of the tensors of a folder.
+
+    Args:
+        path: the file of the tensors.
+        tensors: the tensors by name; those that are found are removed.
+        peft_config: the folder's configuration.
+        family: the family of the model.
+        config: the model that the adapters belong to.
+
+    Returns:
+        The whole weights, and the model with them, whose tables may have other sizes.
+
+    Raises:
+        InputError: `modules_to_save` names something else than weights of the model, or a tensor does not fit.
+    """
+    layouts, table = list_tensor_layouts(family, config), f"{find_table(family)}.weight"
+    if config.tied_head:
+        layouts[HEAD_WEIGHT] = layouts[table]
+    selected = _select(path, peft_config, layouts)
+    if config.tied_head and peft_config.ensure_weight_tying and selected & {table, HEAD_WEIGHT}:
+        selected |= {table, HEAD_WEIGHT}
+    resized, size = _find_size(path, tensors, layouts, config)
+    found: dict[str, StoredTensor] = {}
+    for name in list(tensors):
+        own = name.removeprefix(PREFIX)
+        copied = _COPY.fullmatch(own)
+        base = own.removesuffix(f".{BASE}") + ".weight"
+        if own in selected or (resized and own in layouts):
+            found[own] = tensors.pop(name)
+        elif copied and copied[1] + copied[2] in layouts:
+            del tensors[name]
+        elif resized and own.endswith(f".{BASE}") and base in layouts:
+            found[base] = tensors.pop(name)
+        elif own in layouts and is_table(layouts[own]):  # not trained: it must equal the base's
+            tensors[f"{PREFIX}{own.removesuffix('.weight')}.{BASE}"] = tensors.pop(name)
+    ties = config.tied_head
+    config = replace(config, vocabulary_size=size)
+    if ties and found.keys() & {HEAD_WEIGHT, table}:
+        selected.discard(HEAD_WEIGHT)  # PEFT leaves it out where it keeps the original
+        config = replace(config, tied_head=_remove_equal_head(table, found))
+    layouts = list_tensor_layouts(family, config)
+    required = selected & layouts.keys()
+    required |= {name for name, layout in layouts.items() if resized and is_table(layout)}
+    if missing := sorted(required - found.keys()):
+        why = "the tables have another size than those of the base model" if resized else "modules_to_save names it"
+        raise InputError(
+            f"{path}: tensor '{PREFIX}{missing[0]}' is missing, and {why}; save the adapter with all of them, or "
+            "merge it with PEFT where it was trained (merge_and_unload), and use the merged model"
+        )
+    _check_shapes(path, found, layouts)
+    paths = {piece.path for name in found for piece in layouts[name].pieces}
+    return WholeWeights(found, tuple(sorted(paths))), config
+
+
+def _select(path: Path, peft_config: PeftConfig, layouts: Mapping[str, TensorLayout]) -> set[str]:
+    """Return the names of the tensors in the modules that `modules_to_save` names by their ends, as PEFT does."""
+    selected = set()
+    for ending in peft_config.modules_to_save or ():
+        inside = {name for name in layouts if any(each.endswith(ending) for each in list_enclosing(name))}
+        if not inside:
+            raise InputError(
+                f"{path.parent / adapter_config.FILE}: modules_to_save={peft_config.modules_to_save}: {ending!r} is no "
+                "module of this decoder with weights of its own; use the model that the adapter was trained over, or "
+                "merge the adapter with PEFT (merge_and_unload), and use the merged model"
+            )
+        selected |= inside
+    return selected
+
+
+def _find_size(
+    path: Path, tensors: Mapping[str, StoredTensor], layouts: Mapping[str, TensorLayout], config: ModelConfig
+) -> tuple[bool, int]:
+    """Return whether the folder has tables of another size than the base model's, and their number of rows."""
+    tables = [name.removesuffix(".weight") for name, layout in layouts.items() if is_table(layout)]
+    names = [f"{PREFIX}{table}.{kind}" for table in tables for kind in ("weight", BASE)]
+    sizes = {name: tensors[name].array.shape[0] for name in names if name in tensors and tensors[name].array.ndim}
+    if len({*sizes.values()}) > 1:
+        described = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
+        raise InputError(f"{path}: {described}; all tables must have the same; download the folder again")
+    size = next(iter(sizes.values()), config.vocabulary_size)
+    return bool(sizes) and (size != config.vocabulary_size or config.resize_vocabulary > 0), size
+
+
+def _remove_equal_head(table: str, found: dict[str, StoredTensor]) -> bool:
+    """Remove the head of a model that ties it to its table, if both are equal. Return whether they are."""
+    if not {table, HEAD_WEIGHT} <= found.keys() or not have_equal_values(found[table], found[HEAD_WEIGHT]):
+        return False
+    del found[HEAD_WEIGHT]
+    return True
+
+
+def _check_shapes(path: Path, found: Mapping[str, StoredTensor], layouts: Mapping[str, TensorLayout]) -> None:
+    """Raise InputError if a tensor has another shape than the model's, or if some layers of a stack have no tensor."""
+    for name, stored in found.items():
+        if stored.array.shape != layouts[name].shape:
+            raise InputError(
+                f"{path}: tensor '{PREFIX}{name}' has shape {list(stored.array.shape)}, but the model requires "
+                f"{list(layouts[name].shape)}; check that the adapter belongs to the model"
+            )
+    paths = {piece.path for name in found for piece in layouts[name].pieces}
+    partial = [name for name in layouts if name not in found and any(p.path in paths for p in layouts[name].pieces)]
+    if partial:
+        raise InputError(
+            f"{path.parent / adapter_config.FILE}: modules_to_save without {partial[0]}: weights of some "
+            "layers only are not supported; name the module in all layers, or merge the adapter with PEFT "
+            "(merge_and_unload), and use the merged model"
+        )
+
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -160,8 +370,8 @@ class AdapterFolder:
                     f"{stored.file}: it has base weights of {module}, which no Hugging Face folder is given to compare "
                     "with; name the folder of the base model, or save the adapter with save_embedding_layers=False"
                 )
-            table = f"{peft.find_table(folder.family)}.weight"
-            name = table if module == peft.HEAD and folder.config.tied_head else f"{module}.weight"
+            table = f"{find_table(folder.family)}.weight"
+            name = table if module == HEAD and folder.config.tied_head else f"{module}.weight"
             if not huggingface.have_equal_values(stored, folder.stored[name]):
                 raise InputError(
                     f"{stored.file}: the base weights of {module} differ from those in {folder.path}; use the base "
@@ -180,15 +390,15 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     whole, config = split_whole_weights(path / WEIGHTS, tensors, peft_config, family, config)
     modules = find_modules(family, config)
     selected = {name for name, module in modules.items() if peft_config.selects(name, module.in_block)}
-    if peft_config.ensure_weight_tying and any(modules[name].layout is modules[peft.HEAD].layout for name in selected):
-        selected.add(peft.HEAD)  # PEFT copies the table's adapter to the head
+    if peft_config.ensure_weight_tying and any(modules[name].layout is modules[HEAD].layout for name in selected):
+        selected.add(HEAD)  # PEFT copies the table's adapter to the head
     if not selected:
         raise InputError(
             f"{path / adapter_config.FILE}: target_modules={peft_config.target_modules!r}, with layers_to_transform="
             f"{peft_config.layers_to_transform}, selects no module of the model; check that the adapter belongs to it"
         )
     stored = _group_by_module(path / WEIGHTS, tensors, modules, list_tensor_layouts(family, config))
-    base = {name: tensors.pop(peft.BASE) for name, tensors in stored.items() if peft.BASE in tensors}
+    base = {name: tensors.pop(BASE) for name, tensors in stored.items() if BASE in tensors}
     for name, tensors in stored.items():
         if name not in selected and tensors:
             raise InputError(
@@ -205,7 +415,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     parts = {
         (part.piece.path, part.piece.layer): part
         for name, each in factors.items()
-        if not (name == peft.HEAD and config.tied_head)
+        if not (name == HEAD and config.tied_head)
         for part in _split_factors(each, modules[name])
     }
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
@@ -266,12 +476,12 @@ def _group_by_module(
     """Return the tensors of adapters by module and kind. layouts: of the model's tensors."""
     grouped: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors.items():
-        kind = next((kind for kind in peft.KINDS if name.endswith(f".{kind}")), "")
-        module = name.removeprefix(peft.PREFIX).removesuffix(f".{kind}")
+        kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
+        module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
         layout = layouts.get(f"{module}.weight")
-        if layout is not None and module not in modules and peft.MLP in layout.pieces[0].path:
+        if layout is not None and module not in modules and MLP in layout.pieces[0].path:
             raise InputError(f"{file}: tensor {name!r}: adapters of MLPs of a model with experts are not supported")
-        if not (kind and name.startswith(peft.PREFIX) and module in modules):
+        if not (kind and name.startswith(PREFIX) and module in modules):
             raise InputError(
                 f"{file}: tensor {name!r} belongs to no adapter of the model's matrices; check that the adapter "
                 "belongs to the model"
@@ -286,7 +496,7 @@ def _make_factors(
     if peft_config.use_dora and not module.in_block:
         raise InputError(f"{path / adapter_config.FILE}: use_dora on {module.name}: only matrices of blocks support it")
     shapes = module.shapes(peft_config.rank(module.name), peft_config.use_dora)
-    file, name = path / WEIGHTS, f"{peft.PREFIX}{module.name}"
+    file, name = path / WEIGHTS, f"{PREFIX}{module.name}"
     for kind, shape in shapes.items():
         if kind not in stored:
             raise InputError(f"{file}: tensor '{name}.{kind}' is missing; download the folder again")
@@ -304,9 +514,9 @@ def _make_factors(
     return LoraFactors(
         module.name,
         next(iter(stored.values())).source,
-        a=arrays[peft.EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[peft.LINEAR_FACTORS[0]].T,
-        b=arrays[peft.EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[peft.LINEAR_FACTORS[1]],
-        magnitude=arrays.get(peft.MAGNITUDE),
+        a=arrays[EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[LINEAR_FACTORS[0]].T,
+        b=arrays[EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[LINEAR_FACTORS[1]],
+        magnitude=arrays.get(MAGNITUDE),
         alpha=peft_config.alpha(module.name),
         scale=peft_config.scale(module.name),
     )
@@ -314,7 +524,7 @@ def _make_factors(
 
 def _check_tied(path: Path, modules: Mapping[str, PeftModule], factors: Mapping[str, LoraFactors]) -> None:
     """Raise InputError unless the table and the head, which share their weights, have the same adapter or none."""
-    names = [name for name, module in modules.items() if module.layout is modules[peft.HEAD].layout]
+    names = [name for name, module in modules.items() if module.layout is modules[HEAD].layout]
     table, head = (factors.get(name) for name in names)
     if table is head or (table and head and table.has_values_of(head)):  # the same object: both None
         return

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import Family
-from jaxopt_llm.checkpoint.huggingface.model_writer import (
+from jaxopt_llm.checkpoint.huggingface.model_folder import (
     Layers,
     collect_leaves,
     fetch_layer,
@@ -23,10 +23,9 @@ from jaxopt_llm.checkpoint.huggingface.model_writer import (
 )
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
-from jaxopt_llm.checkpoint.peft import modules as peft
+from jaxopt_llm.checkpoint.peft import adapter_folder as peft
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
-from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS
-from jaxopt_llm.checkpoint.peft.modules import PeftModule, find_modules
+from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, PeftModule, find_modules
 from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear.leaves import LoraWeight

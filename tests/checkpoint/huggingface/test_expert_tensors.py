@@ -18,10 +18,10 @@ from commands import command
 from test_model_folder import resident_file_bytes, rewrite
 
 from jaxopt_llm import load_pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface import model_writer, safetensors
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.pretrained import resolve_pretrained
 from jaxopt_llm.config import Config, ModelConfig, MoEConfig
 from jaxopt_llm.config.fields import replace_fields
@@ -129,10 +129,10 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
         fetched.append(arguments)
         return fetch_layer(*arguments)
 
-    fetch_layer = model_writer.fetch_layer
+    fetch_layer = model_folder.fetch_layer
     config = CONFIGS[family]
     source = folders.folder(tmp_path / "one", config, jnp.bfloat16)
-    monkeypatch.setattr(model_writer, "fetch_layer", record_and_fetch)
+    monkeypatch.setattr(model_folder, "fetch_layer", record_and_fetch)
     load_pretrained(source).save_pretrained(tmp_path / "two")
     specs = jax.tree.leaves(Decoder(config).specs)
     assert len(fetched) == sum(1 if spec.layers is None else len(spec.layers) for spec in specs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxopt_llm.checkpoint.huggingface import codecs, codecs_moe, families
+from jaxopt_llm.checkpoint.huggingface import codecs, families
 from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
@@ -292,7 +292,7 @@ def test_expert_layers_have_the_smallest_description(count: int) -> None:
             tuple(layer >= dense and (layer + 1) % every == 0 for layer in range(count)), (dense, every)
         )
     for layers in itertools.product((False, True), repeat=count):
-        found = codecs_moe.find_expert_layers([*layers])
+        found = codecs.find_expert_layers([*layers])
         assert (found is not None) == (any(layers) and layers in expected), layers
         if found is not None:
             dense, every = found
@@ -412,7 +412,7 @@ def test_find_by_model(config: ModelConfig, family: str) -> None:
 def test_a_family_that_cannot_express_the_balance_loss_does_not_fit() -> None:
     mixtral = next(family for family in families.FAMILIES if family.model_type == "mixtral")
     without = codecs.copy_fields({"moe.experts_per_token": "num_experts_per_tok"})
-    lacking = replace(mixtral, codecs=tuple(without if each is codecs_moe.TOP_K else each for each in mixtral.codecs))
+    lacking = replace(mixtral, codecs=tuple(without if each is codecs.TOP_K else each for each in mixtral.codecs))
     config = ModelConfig(moe=MoEConfig(experts=4, balance_loss=0.5))
     assert (mixtral.find_differences(config), lacking.find_differences(config)) == ([], ["model.moe.balance_loss=0.5"])
 

@@ -18,7 +18,7 @@ import toy
 from jaxopt_llm import load_pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.safetensors import TensorSpec
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxopt_llm.checkpoint.huggingface import stored_tensor
-from jaxopt_llm.checkpoint.huggingface.stored_tensor import StoredFile
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.safetensors import StoredFile
 from jaxopt_llm.core.errors import InputError
 
 pytestmark = pytest.mark.core
@@ -45,8 +45,8 @@ def view_of(file: StoredFile) -> np.ndarray:
 def test_a_read_is_equal_to_the_view(
     case: str, gap: int, piece: int, opened: tuple[StoredFile, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_tensor, "MAX_GAP_BYTES", gap)
-    monkeypatch.setattr(stored_tensor, "MAX_PIECE_BYTES", piece)
+    monkeypatch.setattr(safetensors, "MAX_GAP_BYTES", gap)
+    monkeypatch.setattr(safetensors, "MAX_PIECE_BYTES", piece)
     file, values = opened
     found = file.read(VIEWS[case](view_of(file)))
     np.testing.assert_array_equal(found, VIEWS[case](values))
@@ -74,7 +74,7 @@ def test_few_bytes_are_read_of_a_view_with_wide_gaps(
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", note)
-    monkeypatch.setattr(stored_tensor, "MAX_GAP_BYTES", 8)
+    monkeypatch.setattr(safetensors, "MAX_GAP_BYTES", 8)
     np.testing.assert_array_equal(file.read(view_of(file)[:, 4:6]), values[:, 4:6])
     assert sizes == [2 * 8 * 2] * 6
 

@@ -16,9 +16,8 @@ from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.native import integrity, pending_saves, saved_leaves, step_directories
-from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.native.pending_saves import PendingSaves
+from jaxopt_llm.checkpoint.native import integrity, orbax_arrays, step_directories
+from jaxopt_llm.checkpoint.native.checkpoints import MAX_SMALL_COPIES, Checkpoints, PendingSaves
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core.errors import CheckpointError
 
@@ -135,7 +134,7 @@ def test_arrays_in_host_memory_are_copied_before_they_are_written() -> None:
     arrays = {
         kind: jax.device_put(jnp.arange(6.0), on_device.with_memory_kind(kind)) for kind in ("device", "pinned_host")
     }
-    given = saved_leaves.make_save_arguments(arrays).item
+    given = orbax_arrays.make_save_arguments(arrays).item
     assert given["device"] is arrays["device"]
     copy, original = given["pinned_host"], arrays["pinned_host"]
     assert copy.sharding == original.sharding and copy.tolist() == original.tolist()
@@ -144,8 +143,8 @@ def test_arrays_in_host_memory_are_copied_before_they_are_written() -> None:
 
 
 def test_only_stacks_have_chunks_by_layer_and_not_what_is_named_as_one() -> None:
-    large = np.broadcast_to(np.float32(0), (2, saved_leaves.MAX_STACK_CHUNK_BYTES))
-    chunks = saved_leaves.choose_chunks({"segment_0": {"up": large}, "non_layer": {"segment_embedding": large}})
+    large = np.broadcast_to(np.float32(0), (2, orbax_arrays.MAX_STACK_CHUNK_BYTES))
+    chunks = orbax_arrays.choose_chunks({"segment_0": {"up": large}, "non_layer": {"segment_embedding": large}})
     assert chunks["segment_0"]["up"].shard_axes == (0,)
     assert chunks["non_layer"]["segment_embedding"].shard_axes == ()
 
@@ -293,7 +292,7 @@ def test_a_save_waits_for_no_other_save_and_is_left_out_if_there_is_no_room(
     gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is said once. A step that is kept forever waits for the oldest save, and the last one for all of them."""
-    monkeypatch.setattr(pending_saves, "SMALL_BYTES", 0)
+    monkeypatch.setattr("jaxopt_llm.checkpoint.native.checkpoints.SMALL_BYTES", 0)
     lines: list[str] = []
     config = CheckpointConfig(every=10, keep=9, keep_every=50)
     with Checkpoints(tmp_path, config, lines.append) as checkpoints:
@@ -315,7 +314,7 @@ def test_a_save_waits_for_no_other_save_and_is_left_out_if_there_is_no_room(
 
 
 def test_saves_of_small_states_do_not_leave_each_other_out(gate: threading.Event, tmp_path: Path) -> None:
-    steps = range(1, pending_saves.MAX_SMALL_COPIES + 1)
+    steps = range(1, MAX_SMALL_COPIES + 1)
     with Checkpoints(tmp_path, CheckpointConfig(keep=99)) as checkpoints:
         for step in steps:
             checkpoints.save(step, {"weights": {"w": jnp.full(3, step)}}, {})

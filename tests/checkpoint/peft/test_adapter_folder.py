@@ -18,7 +18,7 @@ from adapters import ALPHA, LORA, QUERY, RANK, add_adapters, open_adapters, rewr
 
 from jaxopt_llm import load_pretrained
 from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
-from jaxopt_llm.checkpoint.huggingface.model_writer import write_model_folder
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxopt_llm.checkpoint.native.retention import list_reasons_to_keep
+from jaxopt_llm.checkpoint.native.step_directories import list_reasons_to_keep
 from jaxopt_llm.config import CheckpointConfig
 
 pytestmark = pytest.mark.core
