@@ -14,7 +14,7 @@ import jax
 from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted, TrainingDiverged
-from jaxopt_llm.distributed.hold import hold_start
+from jaxopt_llm.distributed.launchers import hold_start
 from jaxopt_llm.observe.dashboards import Dashboards
 from jaxopt_llm.observe.meter import LossWindow, Meter, MetricsWindow
 from jaxopt_llm.observe.metrics import MetricsLog
