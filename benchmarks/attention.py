@@ -51,17 +51,22 @@ from jaxopt_llm.kernels import (
     attention_pallas,
     attention_triton,
     attention_xla,
-    pallas_support,
+    support,
 )
 from jaxopt_llm.kernels.attention import attend, get_compute_capability
 from jaxopt_llm.kernels.attention_auto import Measurement
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
 from jaxopt_llm.kernels.attention_pallas import BLOCKS
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
+from jaxopt_llm.kernels.attention_types import (
+    AttentionParameters,
+    AttentionResiduals,
+    Tile,
+    Tiles,
+    make_document_ranges,
+)
 
 CALLS = 10  # calls in a row per measurement: the time of a single call would include the host
 ON_CPU = jax.default_backend() == "cpu"
-CAPABILITY = get_compute_capability(jax.devices()[0]) or pallas_support.CAPABILITY  # the interpreter has none
+CAPABILITY = get_compute_capability(jax.devices()[0]) or support.PALLAS_CAPABILITY  # the interpreter has none
 TOKENS, WIDTH, GROUPED = (256, 128, 4) if ON_CPU else (16_384, 4096, 4)
 
 OWN = ("xla", "pallas", "triton", "cudnn")

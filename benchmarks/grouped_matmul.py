@@ -42,7 +42,8 @@ from outcomes import compared, save
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
+from jaxopt_llm.kernels import grouped_matmul_pallas
+from jaxopt_llm.kernels.grouped_matmul import XlaProducts
 from jaxopt_llm.kernels.grouped_matmul_pallas import BLOCKS, Blocks
 from jaxopt_llm.planning.search import grouped_rate
 
@@ -122,7 +123,7 @@ DENSE: dict[str, Leg] = {
     "dx": lambda of: of["dy"] @ of["one"].T,
     "dw": lambda of: of["x"].T @ of["dy"],
 }
-WAYS = {"xla": own(grouped_matmul_xla), "pallas": own(grouped_matmul_pallas, interpret=ON_CPU), "dense": DENSE}
+WAYS = {"xla": own(XlaProducts()), "pallas": own(grouped_matmul_pallas, interpret=ON_CPU), "dense": DENSE}
 
 
 def seconds(run: Callable[[], Any]) -> float:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxopt_llm.config import Config as Config
     from jaxopt_llm.core.metric import Max as Max
     from jaxopt_llm.core.metric import Sum as Sum
-    from jaxopt_llm.distributed.script import run_job as run_job
+    from jaxopt_llm.distributed.process_group import run_job as run_job
     from jaxopt_llm.engine.engine import Engine as Engine
     from jaxopt_llm.engine.fit import fit as fit
     from jaxopt_llm.engine.initialize import initialize as initialize
@@ -28,7 +28,7 @@ _PLACES = {
     "fit": "jaxopt_llm.engine.fit",
     "initialize": "jaxopt_llm.engine.initialize",
     "load_pretrained": "jaxopt_llm.inference.load",
-    "run_job": "jaxopt_llm.distributed.script",
+    "run_job": "jaxopt_llm.distributed.process_group",
 }
 __all__ = [*_PLACES]
 

@@ -18,9 +18,8 @@ from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError, positive, seconds, whole
 from jaxopt_llm.distributed import launchers
-from jaxopt_llm.supervision.journal import newest_checkpoint
+from jaxopt_llm.supervision.faults import RestartBudget, newest_checkpoint
 from jaxopt_llm.supervision.leader import Limits
-from jaxopt_llm.supervision.policy import RestartBudget
 from jaxopt_llm.supervision.supervisor import supervise
 from jaxopt_llm.supervision.task import Task, find_setting
 

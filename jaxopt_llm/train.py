@@ -37,8 +37,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.data.tokens.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
-from jaxopt_llm.distributed.agreement import check_same_programs
-from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices

@@ -23,7 +23,7 @@ from test_death import logged
 
 from jaxopt_llm.config import DistributedConfig, ModelConfig
 from jaxopt_llm.distributed import process_group
-from jaxopt_llm.distributed.hold import HOLD_VARIABLE
+from jaxopt_llm.distributed.launchers import HOLD_VARIABLE
 
 # Two rows of devices that split the batch, and two columns that split the matrices.
 MESH = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--training.accumulation", 2)

@@ -9,9 +9,9 @@ import yaml
 from commands import ROOT
 
 from jaxopt_llm.core import errors
-from jaxopt_llm.supervision import policy
+from jaxopt_llm.supervision import faults
 
-NEEDS_A_PERSON = sorted(policy.FINAL - {0})
+NEEDS_A_PERSON = sorted(faults.FINAL - {0})
 STARTS_AGAIN = {errors.ProcessLost.exit_code, errors.Preempted.exit_code}
 
 # Stand-ins for SLURM's commands. Each appends its name and its arguments to `calls`.

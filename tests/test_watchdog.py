@@ -198,7 +198,7 @@ def start_run(
         ("jaxopt_llm.data.rows.loader:_poll", 6, "data", 6),
         ("jaxopt_llm.run.decoder_workload:DecoderWorkload.step", 6, "step", 6),
         (
-            "jaxopt_llm.parallel.rows:LocalRows.make_global",
+            "jaxopt_llm.parallel.mesh:LocalRows.make_global",
             8,
             "evaluate",
             6,

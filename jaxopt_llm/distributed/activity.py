@@ -1,11 +1,18 @@
-"""Position of a thread in a run: the phase that it is in, and the seconds that it spent in each phase."""
+"""What a process does: the phase of each thread, the seconds in each phase, and the Python stacks while it hangs."""
 
 import collections
 import contextlib
 import dataclasses
+import faulthandler
+import os
+import socket
+import statistics
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from jaxopt_llm.core.pulse import Pulse, repeat
@@ -14,6 +21,9 @@ Phase = Literal["prepare", "compile", "step", "evaluate", "save", "restore", "da
 PHASES: tuple[Phase, ...] = get_args(Phase)
 KEPT = 100  # durations of a phase, for its median
 LOOK_SECONDS = 1.0  # between two looks at a value that a call changes
+SLOW = 1.3  # times the median, from which a process is slow
+IN_STEP = ("data", "step")  # phases of every step
+WRITE_SECONDS = 5  # after which the stacks go to standard error: the disk may be what hangs
 
 
 @dataclass(frozen=True)
@@ -135,3 +145,104 @@ class Activity(Pulse):
 
         with repeat(look, LOOK_SECONDS, "follow"):
             yield
+
+
+# ---- Seconds of each process per step.
+
+
+@dataclass(frozen=True)
+class PerStep:
+    """Mean seconds per step, by process and phase. waited: seconds of these spent waiting for devices or processes."""
+
+    phases: list[dict[str, float]]
+    waited: list[dict[str, float]]
+
+    def by_field(self) -> dict[str, list[float]]:
+        """Return the fields of a record: lists over the processes, for the phases in which they were."""
+        found = [phase for phase in PHASES if any(each.get(phase) for each in self.phases)]
+        fields = {str(phase): [each.get(phase, 0.0) for each in self.phases] for phase in found}
+        fields["waited"] = [sum(each.values()) for each in self.waited]
+        return {f"process_seconds/{name}": values for name, values in fields.items()}
+
+
+class Pace:
+    """Difference between the totals of the processes now and at an earlier time, per step."""
+
+    def __init__(self) -> None:
+        self._before: Sequence[Totals] | None = None
+
+    def advance(self, now: Sequence[Totals], steps: int = 1) -> PerStep | None:
+        """Return the seconds per step since the last result, and begin again.
+
+        Args:
+            steps: steps that each process must have done since then; before, the result is None. The first result is
+                None too.
+        """
+        # Until each process has ended a step, `step` may leap: from 0 to the step from which a run continues.
+        if self._before is None or not all("step" in each.phases for each in self._before):
+            self._before = now
+        pairs = list(zip(self._before, now, strict=True))
+        if min(after.step - before.step for before, after in pairs) < steps:
+            return None
+        self._before = now
+
+        def subtract(kind: str) -> list[dict[str, float]]:
+            return [
+                {
+                    phase: (seconds - getattr(before, kind).get(phase, 0.0)) / (after.step - before.step)
+                    for phase, seconds in getattr(after, kind).items()
+                }
+                for before, after in pairs
+            ]
+
+        return PerStep(subtract("phases"), subtract("waited"))
+
+
+def find_slowest(seconds: PerStep) -> tuple[int, float, float] | None:
+    """Return the process that slows the others down, its seconds and the median of all; None if there is none.
+
+    In a synchronous step all processes take equally long, and those that are ready wait for the slowest. So the time of
+    a process is what it does without waiting, plus the shortest wait of all: the work of the devices, which no process
+    can avoid. A device that computes slowly is not seen, because its process waits like all others.
+    """
+
+    def add(by_phase: dict[str, float]) -> float:
+        return sum(by_phase.get(phase, 0.0) for phase in IN_STEP)
+
+    waits = [add(each) for each in seconds.waited]
+    own = [add(each) - wait + min(waits) for each, wait in zip(seconds.phases, waits, strict=True)]
+    slowest, median = max(range(len(own)), key=own.__getitem__), statistics.median(own)
+    return (slowest, own[slowest], median) if own[slowest] > SLOW * median else None
+
+
+# ---- Stacks.
+
+
+def stacks_path(directory: Path, process: int) -> Path:
+    """Return the file of a process, in the run directory."""
+    return directory / f"stacks.{process}.{socket.gethostname()}.txt"
+
+
+def write_stacks(path: Path, reason: str) -> None:
+    """Append the Python stacks of all threads to a file, or print them if it cannot be written in time."""
+    written = threading.Event()
+
+    def write() -> None:
+        try:
+            with path.open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {reason}\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            return  # the stacks are printed instead
+        written.set()
+
+    thread = threading.Thread(target=write, name="stacks", daemon=True)
+    thread.start()
+    thread.join(WRITE_SECONDS)
+    if not written.is_set():
+        print(f"{path} could not be written; the stacks of this process:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)

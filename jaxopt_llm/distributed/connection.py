@@ -6,6 +6,8 @@ process 0 for as long as the others need to notice the death and to end with an 
 """
 
 import contextlib
+import ctypes
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,3 +75,18 @@ def connect(job: Job, address: str, timeout_seconds: int) -> None:
     client.connect()
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = job.index, job.processes
+
+
+def delay_aborts() -> None:
+    """Let a thread that aborts this process sleep for 6 seconds first.
+
+    If a process dies in a collective, native code of another one may call `abort()`: Gloo's does if it receives data of
+    the wrong collective. The news of the death arrives at about the same time, and ends that process with an exit code
+    and one line. So the thread that aborts sleeps first, while the other threads go on.
+
+    The handler is libc's `sleep` itself, whose argument is then the number of the signal: SIGABRT is 6. Python code
+    cannot run there. When the handler returns, `abort()` goes on, so that an abort never becomes a hang.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))

@@ -1,11 +1,15 @@
-"""The job of this process, from the configuration or from the environment.
+"""What the program that starts this process says: the job that it belongs to, and when its steps may begin.
 
 torchrun, SLURM, Open MPI and Kubernetes describe the job in environment variables. A job has one process per host, so
-variables that count the GPUs of a host are never read.
+variables that count the GPUs of a host are never read. JAX's own detection (`jax.distributed.initialize`) is not used:
+it starts a process for each GPU, does not know torchrun, needs a library and permissions in Kubernetes, and would make
+the supervisor import JAX.
 """
 
+import os
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +18,10 @@ from jaxopt_llm.config.parallel import find_address_problem
 from jaxopt_llm.core.errors import InputError
 
 KUBERNETES_PORT = 8476
+# Time before which the steps of the program may not begin, by the monotonic clock, which all processes of a host share.
+# The supervisor sets it.
+HOLD_VARIABLE = "JAXOPT_LLM_HOLD_UNTIL"
+_LOOK_SECONDS = 0.1  # between two looks whether a stop is requested
 
 
 @dataclass(frozen=True)
@@ -117,3 +125,16 @@ def _check_one_per_host(is_one: bool, option: str) -> None:
 def _choose_port(job_id: int) -> int:
     """Return one of the last 4096 ports, so that two jobs on a host rarely get the same one."""
     return 61440 + job_id % 4096
+
+
+def hold_start(is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+    """Wait until the steps may begin, or until a stop is requested.
+
+    An elastic job waits for missing hosts before it goes on without them. Meanwhile its supervisor starts the program
+    on the hosts that are there: it compiles its step, restores the state, and waits here for the end of that time.
+    """
+    begin = float(os.environ.get(HOLD_VARIABLE, 0))
+    if (seconds := begin - time.monotonic()) > 0:
+        say(f"ready; waits {seconds:.0f} s more for hosts that are missing")
+    while time.monotonic() < begin and not is_stopped():
+        time.sleep(_LOOK_SECONDS)

@@ -1,12 +1,15 @@
-"""Several processes as one job: their start, their messages, and their common end."""
+"""Several processes as one job: their start, their messages, what they must agree on, and their common end."""
 
 import collections
 import contextlib
 import hashlib
 import importlib.metadata
 import itertools
+import json
 import os
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,13 +21,13 @@ import numpy as np
 from jax._src.distributed import global_state  # its key-value store has no public name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.config import DistributedConfig
-from jaxopt_llm.core import errors
+from jaxopt_llm.config import Config, DistributedConfig
+from jaxopt_llm.core import errors, json_files, stop_signals
 from jaxopt_llm.core.errors import InputError, Preempted, ProcessLost, ProcessMissing
-from jaxopt_llm.distributed import aborts, connection, handshake, rendezvous, stacks
-from jaxopt_llm.distributed.activity import Activity
+from jaxopt_llm.distributed import connection, rendezvous, runtime, wire
+from jaxopt_llm.distributed.activity import Activity, write_stacks
 from jaxopt_llm.distributed.launchers import Job, find_job
-from jaxopt_llm.distributed.rendezvous import Watch
+from jaxopt_llm.distributed.rendezvous import Watch, describe_differences
 
 _DEATH_NOTICE_SECONDS = 5  # maximum until the watch knows that a process has died
 # Errors that no death of another process causes, or that already say so. Any other one may be its first symptom: a
@@ -50,7 +53,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     if job.processes == 1:
         yield SINGLE_PROCESS
         return
-    token, shared = handshake.read_token(config, os.environ), {**facts, **_read_versions()}
+    token, shared = wire.read_token(config, os.environ), {**facts, **_read_versions()}
     coordinator, peers = rendezvous.connect_processes(job, shared, config.timeout_seconds, token)
     watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only process 0 prints; Gloo would print in every process
@@ -60,7 +63,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     try:
         service.enter_context(connection.run_service(job, coordinator, config.timeout_seconds))
         connection.connect(job, coordinator, config.timeout_seconds)
-        aborts.delay_aborts()
+        connection.delay_aborts()
         _joined = Processes(job, watch)
         yield _joined
     except Preempted as preempted:
@@ -146,7 +149,7 @@ class Processes:
         """End all processes because one of them makes no progress. Each writes its stacks."""
         if self._watch is not None:
             self._watch.end_hung(reason)
-        stacks.write_stacks(self._stacks, reason)
+        write_stacks(self._stacks, reason)
         os._exit(errors.report_error(ProcessLost(reason, None)))
 
     def channel(self, name: str, activity: Activity | None = None) -> "Channel":
@@ -265,3 +268,72 @@ class Vote:
     def _start(self, stop: bool, failed: bool) -> jax.Array:
         votes = np.array([[stop, failed]])
         return self._any(jax.make_array_from_callback((jax.device_count(), 2), self._sharding, lambda _: votes))
+
+
+# Settings of JAX that change no program, and may differ between hosts: caches, dumps, logs, tracebacks, addresses and
+# the names of devices.
+_PER_HOST = re.compile(
+    r"cache|dump|log|traceback|frames|source_url|color|address|visible_devices|default_device|hlo_source"
+)
+
+
+def check_same_programs(processes: Processes, lower: Callable[[], Any], hyperparameters: Any) -> None:
+    """Raise InputError if the settings of JAX, the lowered step or its hyperparameters differ between the processes.
+
+    lower: returns the lowered step. With a single process it is not called.
+    """
+    if processes.count == 1:
+        return
+    facts = {name: str(value) for name, value in jax.config.values.items() if not _PER_HOST.search(name)}
+    text = lower().as_text()  # without the locations in source files, which contain paths of this host
+    facts["hash of the lowered step"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    facts["hyperparameters"] = str(hyperparameters)
+    answers = processes.channel("programs").exchange(json.dumps(facts))
+    first, *others = map(json_files.parse, answers)
+    for index, each in enumerate(others, 1):
+        if found := describe_differences(index, each, first):
+            raise InputError(f"{found}; start all processes in the same environment")
+
+
+# ---- A user's script.
+
+
+def run_job(main: Callable[[], object], distributed: DistributedConfig | Mapping[str, Any] | None = None) -> NoReturn:
+    """Run the main function of a script as one process of a job, and exit.
+
+    torchrun, srun, mpirun or Kubernetes starts the script once on each host, and sets the variables from which the
+    processes find each other. A single process runs `main` alone. An error of this package, of a disk or of a network
+    is one line on standard error, and the exit code is that of `jaxopt-llm train`: 2 for wrong input, 3 for a loss that
+    diverged, 4 for checkpoints, 5 if another process was lost or is missing, 74 for a disk or a network, 75 after a
+    signal. An error of one process ends all. Only process 0 writes to standard output.
+
+    SIGTERM, SIGINT and SIGHUP stop the script. `fit` saves first; elsewhere they end the process at once. If the script
+    has set its own handler for one of them before, that handler stays, except during `fit`. The handlers of `run_job`
+    stay until the process has ended.
+
+    Args:
+        main: function without arguments. No device of JAX may be open before it runs, so arrays are made in it.
+        distributed: the job, as `Config.distributed`; by default it is read from the launcher's variables.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    errors.run_command(lambda: _run_main(main, distributed))
+
+
+def _run_main(main: Callable[[], object], distributed: DistributedConfig | Mapping[str, Any] | None) -> int:
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("run_job: it is called in a thread; call it in the main thread, which receives the signals")
+    stop_signals.end_at_signals()
+    stop_signals.listen()
+    given = dict(distributed) if isinstance(distributed, Mapping) else distributed
+    config = Config(distributed=given or DistributedConfig()).distributed  # type: ignore[arg-type]
+    if found := config.problems():
+        raise InputError("; ".join(found))
+    job = find_job(config, os.environ)
+    if job.processes > 1:
+        runtime.check_no_device("the script before run_job")
+    runtime.prepare_devices()
+    with join_job(job, config, {}):
+        main()
+    return 0

@@ -12,24 +12,20 @@ import json
 import os
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxopt_llm.config.parallel import parse_address
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
-from jaxopt_llm.distributed import handshake
-from jaxopt_llm.distributed.acceptor import HELLO_SECONDS, Acceptor, Arrival
-from jaxopt_llm.distributed.handshake import Hello, printable
+from jaxopt_llm.distributed import wire
+from jaxopt_llm.distributed.activity import WRITE_SECONDS, write_stacks
 from jaxopt_llm.distributed.launchers import Job
-from jaxopt_llm.distributed.peer import Peer
-from jaxopt_llm.distributed.stacks import WRITE_SECONDS, write_stacks
+from jaxopt_llm.distributed.wire import Arrival, Entrance, Hello, Peer, printable
 
 START_SPREAD_SECONDS = 5  # time in which the processes of a job start one after another
 EXIT_SECONDS = 1  # time that other processes have to end after the message that the job ends
@@ -42,7 +38,7 @@ def connect_processes(
 
     Args:
         facts: values that must be equal in all processes, by name.
-        token: secret of the job; see handshake.py.
+        token: secret of the job; see wire.py.
 
     Returns:
         The address host:port at which JAX's own coordinator must listen, and the connections by process index: those of
@@ -63,17 +59,17 @@ def connect_processes(
         if error.errno == errno.EADDRINUSE:
             # Perhaps another process 0 uses the port. It then answers with the error.
             with contextlib.suppress(_NotCoordinatorError, _NotReachedError):
-                _join(job, facts, min(deadline, time.monotonic() + HELLO_SECONDS), token)
+                _join(job, facts, min(deadline, time.monotonic() + wire.HELLO_SECONDS), token)
             problem = "the port is in use by another program; set --distributed.coordinator to another port"
         else:
             problem = f"process 0 cannot listen there ({error}); set --distributed.coordinator to its own address"
         raise InputError(f"distributed.coordinator={job.coordinator}: {problem}") from error
-    with listener:
-        arrivals = _accept_all(listener, job, facts, deadline, token)
+    with selectors.DefaultSelector() as selector, contextlib.closing(Entrance(listener, token, selector)) as entrance:
+        arrivals = _accept_all(entrance, job, facts, deadline)
     with socket.create_server((host, 0), family=family) as free:  # its port is free for JAX's coordinator
         address = f"{job.coordinator.rsplit(':', 1)[0]}:{free.getsockname()[1]}"
     for arrival in arrivals:
-        arrival.answer(token, {"start": address})
+        arrival.peer.send({"start": address})
     return address, {arrival.hello.index: arrival.peer for arrival in arrivals}
 
 
@@ -89,73 +85,54 @@ def _join(job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> 
     reason, seconds = "nothing listens there", max(deadline - time.monotonic(), 0)
     while time.monotonic() < deadline:
         try:
-            connection = socket.create_connection(
-                parse_address(job.coordinator), timeout=max(deadline - time.monotonic(), 1e-3)
-            )
+            connection = wire.connect(parse_address(job.coordinator), max(deadline - time.monotonic(), 1e-3))
         except OSError as error:
             reason = str(error)
             time.sleep(0.2)
             continue
-        if connection.getsockname() == connection.getpeername():
-            # If nothing listens on a port of the same host, TCP may give the connection that same port as its source:
-            # it then answers itself. Reset it instead of closing it. After a close, process 0 could not use the port
-            # for a minute.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.close()
-            continue
         with contextlib.ExitStack() as unless_joined:
             unless_joined.enter_context(connection)
-            peer = Peer(connection)
-            answer = _ask(peer, job, facts, deadline, token)
-            if answer is None:
-                reason = "the connection was closed"
-                time.sleep(0.2)
-                continue
-            unless_joined.pop_all()
-            return answer, {0: peer}
+            peer = Peer(connection, token)
+            address = _ask(peer, job, facts, deadline)
+            if address is not None:
+                unless_joined.pop_all()
+                return address, {0: peer}
+        reason = "the connection was closed"
+        time.sleep(0.2)
     raise _NotReachedError(
         f"distributed.coordinator={job.coordinator} was not reached in {seconds:.0f} s ({reason}); check process 0 and "
         "the network, or raise --distributed.timeout-seconds"
     )
 
 
-def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float, token: bytes) -> str | None:
+def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float) -> str | None:
     """Say hello to process 0, and return the address at which JAX starts; None if the connection was closed.
 
     Raises:
         ProcessMissing: process 0 does not answer, or misses another process.
         InputError: process 0 ends the job, or this is not process 0 of this job.
     """
-    nonce = handshake.make_nonce()
+    place = f"distributed.coordinator={job.coordinator}"
     try:
-        greeting = peer.receive_one(deadline)
-        if greeting is None:
+        answers = peer.introduce(Hello(job.index, job.processes, socket.gethostname(), {**facts}), deadline)
+        if answers is None:
             return None
-        hello = Hello(job.index, job.processes, socket.gethostname(), {**facts}, nonce)
-        peer.send(handshake.sign(token, greeting["nonce"], asdict(hello)))
-        signed = peer.receive_one(deadline)
-        if signed is None:
-            return None
-        answer = handshake.open_signed(token, nonce, signed)
-        if "end" in answer:
-            raise (ProcessMissing if answer.get("missing") else InputError)(printable(answer["end"]))
-        return str(answer["start"])
-    except handshake.NotTrustedError as error:
+        if "end" in answers[0]:
+            raise (ProcessMissing if answers[0].get("missing") else InputError)(printable(answers[0]["end"]))
+        return str(answers[0]["start"])
+    except wire.NotTrustedError as error:
         raise InputError(
-            f"distributed.coordinator={job.coordinator}: process 0 there has another token; give all processes the "
-            f"same --distributed.token-file, or the same {handshake.TOKEN_VARIABLE}"
+            f"{place}: process 0 there has another token; give all processes the same --distributed.token-file, or the "
+            f"same {wire.TOKEN_VARIABLE}"
         ) from error
-    except (TimeoutError, ValueError, KeyError, TypeError) as error:
-        silent = isinstance(error, TimeoutError)
-        problem = "does not answer" if silent else "is not a coordinator of jaxopt_llm"
-        raise (_NotReachedError if silent else _NotCoordinatorError)(
-            f"distributed.coordinator={job.coordinator}: it {problem}; check the address and process 0"
-        ) from error
+    except TimeoutError as error:
+        raise _NotReachedError(f"{place}: it does not answer; check the address and process 0") from error
+    except (ValueError, KeyError) as error:
+        problem = "it is not a coordinator of jaxopt_llm"
+        raise _NotCoordinatorError(f"{place}: {problem}; check the address and process 0") from error
 
 
-def _accept_all(
-    listener: socket.socket, job: Job, facts: Mapping[str, Any], deadline: float, token: bytes
-) -> list[Arrival]:
+def _accept_all(entrance: Entrance, job: Job, facts: Mapping[str, Any], deadline: float) -> list[Arrival]:
     """Return the connections of all other processes.
 
     Raises:
@@ -166,25 +143,23 @@ def _accept_all(
     arrivals: list[Arrival] = []
     hosts = {0: socket.gethostname()}
     problem, is_missing = "", False
-    with Acceptor(listener, token) as acceptor:
-        while len(arrivals) < job.processes - 1 and not problem:
-            arrival = acceptor.wait(deadline)
-            if arrival is None:
-                problem, is_missing = _describe_missing(job, hosts, time.monotonic() - began, acceptor.rejected), True
-                break
-            arrivals.append(arrival)
-            problem = _compare(arrival.hello, job, facts, hosts)
-            hosts[arrival.hello.index] = printable(arrival.hello.host)
-        if problem:
-            until = min(deadline, time.monotonic() + START_SPREAD_SECONDS)
-            while len(arrivals) < job.processes - 1 and (late := acceptor.wait(until)):
-                arrivals.append(late)
-    if problem:
-        for arrival in arrivals:
-            arrival.answer(token, {"end": problem, "missing": is_missing})
-            arrival.peer.connection.close()
-        raise (ProcessMissing if is_missing else InputError)(problem)
-    return arrivals
+    while len(arrivals) < job.processes - 1 and not problem:
+        arrival = entrance.wait(deadline)
+        if arrival is None:
+            problem, is_missing = _describe_missing(job, hosts, time.monotonic() - began, entrance.rejected), True
+            break
+        arrivals.append(arrival)
+        problem = _compare(arrival.hello, job, facts, hosts)
+        hosts[arrival.hello.index] = printable(arrival.hello.host)
+    if not problem:
+        return arrivals
+    until = min(deadline, time.monotonic() + START_SPREAD_SECONDS)
+    while len(arrivals) < job.processes - 1 and (late := entrance.wait(until)):
+        arrivals.append(late)
+    for arrival in arrivals:
+        arrival.peer.send({"end": problem, "missing": is_missing})
+        arrival.peer.connection.close()
+    raise (ProcessMissing if is_missing else InputError)(problem)
 
 
 def _describe_missing(job: Job, hosts: Mapping[int, str], seconds: float, rejected: int) -> str:
@@ -296,7 +271,7 @@ class Watch:
 
     def _handle_messages(self, index: int) -> bool:
         """Handle the messages of a process, and return whether more can come from it."""
-        messages = self._peers[index].receive()
+        messages = self._peers[index].poll()
         if messages is None and not self._leaving:
             self._end_lost(index, "has died")
         for message in messages or []:

@@ -18,10 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from jaxopt_llm.config import Config
-from jaxopt_llm.distributed.activity import Phase, Position, Totals
+from jaxopt_llm.distributed.activity import Pace, Phase, Position, Totals, find_slowest, stacks_path
 from jaxopt_llm.distributed.process_group import Processes
-from jaxopt_llm.distributed.process_seconds import Pace, find_slowest
-from jaxopt_llm.distributed.stacks import stacks_path
 
 PERIOD = 1.0  # seconds between two looks at the processes
 WINDOW_STEPS = 50  # over which the processes are compared

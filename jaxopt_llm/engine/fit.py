@@ -16,8 +16,7 @@ from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.rows.loader import read_ahead
-from jaxopt_llm.distributed.agreement import check_same_programs
-from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.distributed.process_group import Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.engine.batches import Batches, make_batches
 from jaxopt_llm.engine.checks import EngineWarning

@@ -26,7 +26,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import unbox
 from jaxopt_llm.execution.segments import model_segments
 from jaxopt_llm.inference.exported import copy_origin
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
+from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context

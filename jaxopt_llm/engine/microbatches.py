@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.parallel.mesh import LocalRows
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.rows import LocalRows
 
 
 @struct.dataclass

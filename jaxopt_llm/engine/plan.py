@@ -10,7 +10,7 @@ import jax
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
-from jaxopt_llm.compiler.convolutions import count_convolution_flops
+from jaxopt_llm.compiler.hlo import count_convolution_flops
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION

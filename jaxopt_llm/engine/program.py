@@ -36,8 +36,8 @@ from jaxopt_llm.model.linear.leaves import is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import zero
+from jaxopt_llm.parallel.codes import find_row_sum
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.row_sums import find_row_sum
 from jaxopt_llm.run.startup_report import describe_exact_matrices
 from jaxopt_llm.step import lora, moments, optimizer
 from jaxopt_llm.step.shares import take_share

@@ -17,7 +17,7 @@ from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import KeyRanges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement

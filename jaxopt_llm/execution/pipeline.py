@@ -48,9 +48,9 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.activations import constrain_sent, is_split_over_stages
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.stages import constrain_sent, is_split_over_stages
 from jaxopt_llm.parallel.zero import inside_gradient_group, master_sharding
 
 

@@ -24,14 +24,14 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.stages import (
+from jaxopt_llm.parallel.activations import (
     constrain_sent,
     count_stage_rows,
     gather_stage_input,
     scatter_stage_output,
     stage_partition_spec,
 )
+from jaxopt_llm.parallel.placement import Placement
 
 
 class Tick(NamedTuple):

@@ -34,9 +34,9 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Model, Params, Segment
+from jaxopt_llm.parallel.activations import uses_zigzag
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.sequence import uses_zigzag
 from jaxopt_llm.parallel.zero import inside_gradient_group
 
 # (perturbations, microbatch) -> (the objective, (loss, auxiliary sums))

@@ -23,8 +23,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxopt_llm.core.errors import refuse
 from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, choose_fastest
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, attention_scope
+from jaxopt_llm.kernels.attention_types import (
+    AttentionParameters,
+    AttentionResiduals,
+    KeyRanges,
+    attention_scope,
+    make_document_ranges,
+)
 
 # Name of the output and the log-sum-exp for jax.checkpoint: a policy that saves it runs no forward again.
 CHECKPOINT_NAME = "attention"

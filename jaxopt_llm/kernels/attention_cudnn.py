@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from jaxopt_llm.kernels import cudnn_primitives
 from jaxopt_llm.kernels.attention_auto import AttentionCall
-from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
-from jaxopt_llm.kernels.batching import fold_batches
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges
 from jaxopt_llm.kernels.cudnn_primitives import Lengths, Mask, Segments
+from jaxopt_llm.kernels.support import fold_batches
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 # Documents in a row at most, if nothing else is set: each costs memory in the backward (see `count_workspace`).

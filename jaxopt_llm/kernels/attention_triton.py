@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.core.errors import describe_install
-from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
-from jaxopt_llm.kernels.batching import fold_batches
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, Tile, Tiles
+from jaxopt_llm.kernels.support import fold_batches
 
 # From Hopper up to, but not including, the chips with compute capability 12.0, which have 99 KiB of shared memory.
 CAPABILITIES = (9, 0), (12, 0)

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges
 
 QUERY_BLOCK = 512  # queries of a block: scores are [B, H, QUERY_BLOCK, T] in float32
 # Model of the queries, each with the keys up to its own end. Four parts form 5/8 of all scores, in 4 loops.

@@ -3,7 +3,7 @@
 In an MoE layer, a group is the tokens of one expert.
 
 An implementation is two functions without automatic differentiation. Their memory and FLOPs do not grow with tokens ×
-experts, except for the code that XLA generates for `xla` (see grouped_matmul_xla.py).
+experts, except for the code that XLA generates for `xla` (see `XlaProducts`).
 
 Letters: T rows, E groups, D and F sizes of a row before and after.
 """
@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
+from jaxopt_llm.kernels import grouped_matmul_pallas
 
 
 class Implementation(Protocol):
@@ -40,9 +41,43 @@ class Implementation(Protocol):
         ...
 
 
+class XlaProducts:
+    """Grouped matmul in XLA's own operation: for any device, and as a reference for the kernels.
+
+    XLA has no kernel for it on CPUs and GPUs. It copies the rows for each group, masks each copy to the group's own
+    rows, and multiplies the copies by all matrices. The result is right, but it costs E times the FLOPs and the bytes.
+    It is for tests, small models, and devices without another implementation.
+    """
+
+    @staticmethod
+    def forward(x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: Any, *, transposed: bool = False) -> jax.Array:
+        """See Implementation."""
+
+        @jax.custom_batching.sequential_vmap  # JAX cannot batch x without w
+        def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+            out = lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=dtype)
+            return _within_groups(out, sizes)
+
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), (0,), (0,))
+        return product(x, w, sizes)
+
+    @staticmethod
+    def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+        """See Implementation."""
+        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+        x, dy = _within_groups(x, sizes), _within_groups(dy, sizes)
+        return lax.ragged_dot_general(x, dy, sizes, numbers, preferred_element_type=dtype)
+
+
+def _within_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Set the rows after the last group to 0; XLA does not define them."""
+    inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(inside[:, None], rows, jnp.zeros_like(rows))
+
+
 # Each kernel module has `problems(dtype, capability)`, which lists what the kernel does not support.
 KERNELS: dict[str, Any] = {"pallas": grouped_matmul_pallas}
-IMPLEMENTATIONS: dict[str, Implementation] = {"xla": grouped_matmul_xla, **KERNELS}
+IMPLEMENTATIONS: dict[str, Implementation] = {"xla": XlaProducts(), **KERNELS}
 
 
 def grouped_matmul(

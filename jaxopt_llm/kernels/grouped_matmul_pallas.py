@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxopt_llm.kernels.pallas_support import problems as problems  # this kernel has no other limits
+from jaxopt_llm.kernels.support import find_pallas_problems
 
+problems = find_pallas_problems  # this kernel has no other limits
 # Tiles of rows in a band. Consecutive programs work in one band, column by column: what they read stays in the cache.
 BAND = 8
 

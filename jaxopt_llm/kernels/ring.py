@@ -26,17 +26,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, attention_scope
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, attention_scope
+from jaxopt_llm.kernels.attention_wrappers import Wrapper
 
-Part = tuple[jax.Array, jax.Array]  # keys and values [B, T, G, K], or their gradients
+KeyPart = tuple[jax.Array, jax.Array]  # keys and values [B, T, G, K], or their gradients
 # Output [B, S, H, K] and log of the softmax sum [B, H, S], which is -inf if no key is visible; float32.
 Result = tuple[jax.Array, jax.Array]
 OWN = 0  # the step at which a device holds its own part
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Wrapper):
     """Implementation of attention, called on each device's own arrays, for a sequence in zigzag order.
 
     The key ranges are those of each device's queries, but in rows of the whole sequence in its own order.
@@ -44,17 +44,12 @@ class Ring:
     kernel: implementation that attends to a part; axis: mesh axis that splits the sequence.
     """
 
-    kernel: Any
     axis: str
-
-    @property
-    def reads_out(self) -> bool:
-        return bool(self.kernel.reads_out)
 
     def forward(
         self, parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges
     ) -> tuple[jax.Array, jax.Array]:
-        def attend(step: Any, part: Part) -> list[Result]:
+        def attend(step: Any, part: KeyPart) -> list[Result]:
             call, pairs = self._choose_call(parameters, step)
             if pairs is None:
                 ranges = self._ranges_in_part(key_ranges, step, q.shape[1])
@@ -64,7 +59,7 @@ class Ring:
                 result = self.kernel.forward(call, *operands)
             return pairs.split_result(*_to_result(*result))
 
-        def visit(step: Any, carry: tuple[Part, Result]) -> tuple[Part, Result]:
+        def visit(step: Any, carry: tuple[KeyPart, Result]) -> tuple[KeyPart, Result]:
             part, result = carry
             return self._send(part), _merge(result, *attend(step, part))
 
@@ -78,7 +73,7 @@ class Ring:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = residuals.q, residuals.k, residuals.v
 
-        def attend(step: Any, part: Part) -> tuple[jax.Array, Part]:
+        def attend(step: Any, part: KeyPart) -> tuple[jax.Array, KeyPart]:
             call, pairs = self._choose_call(parameters, step)
             if pairs is None:
                 ranges = self._ranges_in_part(residuals.key_ranges, step, q.shape[1])
@@ -91,10 +86,10 @@ class Ring:
                 d_q, d_k, d_v = self.kernel.backward(call, *operands)
             return pairs.sum_of_queries(d_q), (pairs.sum_of_keys(d_k), pairs.sum_of_keys(d_v))
 
-        def add(a: Part, b: Part) -> Part:
+        def add(a: KeyPart, b: KeyPart) -> KeyPart:
             return a[0] + b[0], a[1] + b[1]
 
-        def visit(step: Any, carry: tuple[Part, jax.Array, Part]) -> tuple[Part, jax.Array, Part]:
+        def visit(step: Any, carry: tuple[KeyPart, jax.Array, KeyPart]) -> tuple[KeyPart, jax.Array, KeyPart]:
             # The gradient of the previous part is sent while the gradient of this part is computed.
             part, d_q, d_previous = carry
             d_q_step, d_part = attend(step, part)
@@ -167,7 +162,7 @@ class _Pairs(NamedTuple):
 
         return KeyRanges(*map(take, key_ranges))
 
-    def take_residuals(self, residuals: AttentionResiduals, part: Part) -> AttentionResiduals:
+    def take_residuals(self, residuals: AttentionResiduals, part: KeyPart) -> AttentionResiduals:
         """Return the residuals of the pairs: the statistics and the output are those of all keys."""
 
         def take_statistics(x: jax.Array) -> jax.Array:

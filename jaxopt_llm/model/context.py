@@ -4,7 +4,7 @@ import jax
 from flax import struct
 
 from jaxopt_llm.core.tree import Leaf
-from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import KeyRanges
 from jaxopt_llm.parallel.placement import Placement
 
 

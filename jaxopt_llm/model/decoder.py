@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
-from jaxopt_llm.kernels.attention_types import attention_scope
+from jaxopt_llm.kernels.attention_types import attention_scope, make_document_ranges
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
@@ -29,8 +28,13 @@ from jaxopt_llm.model.model import Params, Segment
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.model.self_attention import AttentionOptions, Cache, self_attention
+from jaxopt_llm.parallel.activations import (
+    all_gather_sequence,
+    count_key_parts,
+    reduce_scatter_sequence,
+    to_device_order,
+)
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.sequence import all_gather_sequence, count_key_parts, reduce_scatter_sequence, to_device_order
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from jaxopt_llm.model.self_attention import (
     constrain_heads,
     write_cache,
 )
+from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_sequence
 
 NORM_EPSILON = 1e-6  # of the latents' norms: fixed as in DeepSeek's code, independent of the other norms
 

@@ -16,7 +16,7 @@ from jaxopt_llm.model.intermediates import tag
 from jaxopt_llm.model.linear import outliers, projections, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
-from jaxopt_llm.parallel.sequence import all_gather_sequence, reduce_scatter_sequence
+from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME)
 F = TypeVar("F", bound=Callable[..., Any])

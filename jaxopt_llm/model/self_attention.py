@@ -13,11 +13,10 @@ from flax import struct
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.all_to_all import AllToAll
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend, select_implementation
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_types import AttentionParameters
-from jaxopt_llm.kernels.padded import Padded, common_size
+from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import tag
@@ -25,9 +24,8 @@ from jaxopt_llm.model.layers import Function, project, project_all, recomputed, 
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
 from jaxopt_llm.model.rotary import Rotary
-from jaxopt_llm.parallel.per_device import PerDevice
+from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.sequence import all_gather_sequence, count_head_shards, reduce_scatter_sequence
 
 BIASED_PROJECTIONS = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
 

@@ -5,7 +5,7 @@ of the parameters' table stay: a weight that `tensor` divides remains divided by
 `expert`.
 
 Over the axes of `sharding.int8_gathers`, and with `sharding.data_gradients` or `sharding.fsdp_gradients`, collectives
-move blocks of codes (blocks.py, coded_sums.py). Vectors, exact parameters, and matrices whose last dimension has no
+move blocks of codes (codes.py). Vectors, exact parameters, and matrices whose last dimension has no
 whole blocks on each device stay exact.
 """
 
@@ -22,11 +22,10 @@ from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.block_format import Bits
 from jaxopt_llm.kernels.products import runs_on_one_cpu
-from jaxopt_llm.parallel import blocks, zero
-from jaxopt_llm.parallel.coded_sums import CodedSum, find_coded_sum
+from jaxopt_llm.parallel import codes, zero
+from jaxopt_llm.parallel.activations import is_split_over_stages
+from jaxopt_llm.parallel.codes import CodedSum, RowSum, find_coded_sum, find_row_sum
 from jaxopt_llm.parallel.placement import Dims, Placement, Spec
-from jaxopt_llm.parallel.row_sums import RowSum, find_row_sum
-from jaxopt_llm.parallel.stages import is_split_over_stages
 
 GATHER_SCOPE = "gather_weight"  # the named scope of `gather_array` in compiled programs and profiles
 
@@ -87,7 +86,7 @@ def cast_masters(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> 
         dtype = placement.precision.for_param(spec).compute_dtype
         before, after = zero.master_sharding(spec, placement), zero.parameter_sharding(spec, placement)
         if values := _find_gather_block(spec, before, after, placement):
-            return blocks.move_blocks(master, before, after, values, bits=8).astype(dtype)
+            return codes.move_blocks(master, before, after, values, bits=8).astype(dtype)
         narrow = jax.lax.with_sharding_constraint(master.astype(dtype), before)
         return jax.lax.with_sharding_constraint(narrow, after)
 
@@ -176,7 +175,7 @@ def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
     """
     shardings = weight.shardings
     if dtype is None and shardings.gather_block:
-        moved = blocks.move_blocks(weight.array, shardings.resting, shardings.gathered, shardings.gather_block, bits=8)
+        moved = codes.move_blocks(weight.array, shardings.resting, shardings.gathered, shardings.gather_block, bits=8)
         return moved.astype(shardings.compute_dtype)
     array = weight.array.astype(dtype or weight.shardings.compute_dtype)
     # With only one constraint, XLA sometimes gathers the float32 master and casts afterwards.
@@ -228,7 +227,7 @@ def gather_over_data(spec: Spec, array: jax.Array, placement: Placement) -> jax.
     """Gather one leaf over `data`, from `zero.scattered_sharding`, in the format of `sum_over_data`; float32."""
     before, after = zero.scattered_sharding(spec, placement), zero.master_sharding(spec, placement)
     if exchange := _find_data_exchange(spec, placement):
-        return blocks.move_blocks(array, before, after, exchange.values, exchange.bits)
+        return codes.move_blocks(array, before, after, exchange.values, exchange.bits)
     array = array.astype(placement.precision.for_param(spec).reduce_dtype)
     array = jax.lax.with_sharding_constraint(array, before)
     return jax.lax.with_sharding_constraint(array, after).astype(jnp.float32)
@@ -291,14 +290,14 @@ class _DataExchange:
 def _find_data_exchange(spec: Spec, placement: Placement) -> _DataExchange | None:
     """Return the exchange of a gradient over `data`; None if it is exact."""
     data_gradients = placement.sharding.data_gradients
-    if data_gradients == "exact" or not blocks.moves_as_blocks(spec):
+    if data_gradients == "exact" or not codes.moves_as_blocks(spec):
         return None
     scattered = _scattered_dims(spec, placement)
     shardings = placement.named_sharding(scattered), placement.parameter(spec, zero.storage_axes(1, placement))
-    values = blocks.find_block_size(spec.shape, *shardings)
+    values = codes.find_block_size(spec.shape, *shardings)
     if values is None or all("data" not in dim for dim in scattered):
         return None
-    return _DataExchange(scattered, values, blocks.BITS[data_gradients])
+    return _DataExchange(scattered, values, codes.BITS[data_gradients])
 
 
 def _sum_blocks_over_data(
@@ -313,19 +312,19 @@ def _sum_blocks_over_data(
     """
     before = placement.named_sharding((("data",), *dims_within))
     after = placement.named_sharding(((), *exchange.scattered))
-    parts = blocks.move_blocks(gradient, before, after, exchange.values, exchange.bits)
+    parts = codes.move_blocks(gradient, before, after, exchange.values, exchange.bits)
     scattered = placement.named_sharding(exchange.scattered)
     summed = jax.lax.with_sharding_constraint(jnp.sum(parts, axis=0), scattered)
     if dims == exchange.scattered:
         return summed
-    return blocks.move_blocks(summed, scattered, placement.named_sharding(dims), exchange.values, bits=8)
+    return codes.move_blocks(summed, scattered, placement.named_sharding(dims), exchange.values, bits=8)
 
 
 def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:
     """Return the number of values in a block if a weight is gathered as int8 codes; None if it is gathered exactly."""
-    if not _gathers_codes(before, after, placement) or not blocks.moves_as_blocks(spec):
+    if not _gathers_codes(before, after, placement) or not codes.moves_as_blocks(spec):
         return None
-    return blocks.find_block_size(spec.shape, before, after)
+    return codes.find_block_size(spec.shape, before, after)
 
 
 def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
@@ -345,12 +344,12 @@ def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
         return exact or (adds_codes and find_coded_sum(spec, placement) is None)
 
     def find(path: str, spec: Spec) -> str | None:
-        if not blocks.moves_as_blocks(spec):
+        if not codes.moves_as_blocks(spec):
             return None
         master, resting = zero.master_sharding(spec, placement), zero.parameter_sharding(spec, placement)
         moves = (master, resting), (resting, zero.gathered_sharding(spec, placement))
         coded = [each for each in moves if _gathers_codes(*each, placement)]
-        exact = any(blocks.find_block_size(spec.shape, *each) is None for each in coded)
+        exact = any(codes.find_block_size(spec.shape, *each) is None for each in coded)
         return path if exact or sums_exactly(spec) else None
 
     return jax.tree.leaves(tree.map_with_path(find, specs))

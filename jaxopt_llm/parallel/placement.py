@@ -1,9 +1,8 @@
 """Placement: the mesh, and the rules by which arrays are divided over it.
 
 Layers name only logical axes. One table (axes.py) maps them to mesh axes for parameters, another one for activations.
-Functions of a placement add ZeRO (zero.py), sequence and context parallelism (sequence.py) and pipeline stages
-(stages.py). The placement is an explicit argument, never ambient, because a jitted function must not remember a stale
-one.
+Functions of a placement add ZeRO (zero.py), sequence and context parallelism and pipeline stages (activations.py). The
+placement is an explicit argument, never ambient, because a jitted function must not remember a stale one.
 """
 
 import functools

@@ -7,8 +7,8 @@ from jaxopt_llm.config import Intermediate, ModelConfig, RematConfig, TrainingCo
 from jaxopt_llm.model.intermediates import INTERMEDIATE_AXES
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.parallel.activations import sent_sharding
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.stages import sent_sharding
 from jaxopt_llm.planning.search.block_cost import list_existing, list_saved
 
 EXPERT_ROWS = "expert rows"  # tokens sorted by expert, as the experts read them; no remat policy can name them

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
-from jaxopt_llm.compiler.convolutions import count_convolution_products
+from jaxopt_llm.compiler.hlo import count_convolution_products
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, parse_module
 from jaxopt_llm.kernels.attention import SCOPE
 from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import PEAK_KEYS, Chip
-from jaxopt_llm.compiler.convolutions import count_convolution_products
+from jaxopt_llm.compiler.hlo import count_convolution_products
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module
 from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes
 from jaxopt_llm.planning.search import grouped_rate, roofline

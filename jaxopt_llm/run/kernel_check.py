@@ -19,8 +19,7 @@ from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, make_document_ranges
 
 FILE = "attention_checks.json"
 ROWS, LENGTH, KV_HEADS = 2, 320, 2  # no block of a kernel divides this length

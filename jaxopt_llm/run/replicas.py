@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import StateCorrupted
 from jaxopt_llm.parallel import offload
-from jaxopt_llm.parallel.copies import group_devices
+from jaxopt_llm.parallel.mesh import group_devices
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.step import Metrics
 

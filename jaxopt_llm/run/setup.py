@@ -26,9 +26,8 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe import dashboards
-from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.mesh import LocalRows, make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.rows import LocalRows
 from jaxopt_llm.run.attention_choice import resolve_attention
 from jaxopt_llm.run.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
 from jaxopt_llm.run.started import DEVICE_FILE, Started, has_checkpoint, read_started

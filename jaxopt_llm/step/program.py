@@ -20,8 +20,8 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.self_attention import count_segments, describe_call
+from jaxopt_llm.parallel.activations import count_key_parts
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.sequence import count_key_parts
 from jaxopt_llm.step import saved_state
 from jaxopt_llm.step.decoder_step import make_decoder_advance
 from jaxopt_llm.step.local_steps import inside_group, place_groups

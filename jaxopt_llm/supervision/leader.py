@@ -4,27 +4,34 @@ A round begins when all hosts are there, and ends when the program has ended on 
 job start at the same time, however long each host was away.
 
 An elastic job waits for missing hosts for a limited time. Meanwhile the programs of the hosts that are there start,
-compile and restore, and hold (hold.py). They train when the time is over. If more hosts are there before, they give way
-to a larger round.
+compile and restore, and then hold (`hold_start` in distributed/launchers.py). They train when the time is over. If more
+hosts are there before, they give way to a larger round.
 """
 
 import math
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxopt_llm.config.parallel import parse_address
 from jaxopt_llm.core.errors import ProcessLost
+from jaxopt_llm.supervision.faults import (
+    FINAL,
+    STOPPED,
+    Journal,
+    RestartBudget,
+    Strikes,
+    find_cause,
+    find_final_code,
+    last_start,
+    newest_checkpoint,
+    read_hosts,
+)
 from jaxopt_llm.supervision.host import End, Host
-from jaxopt_llm.supervision.journal import Journal, last_start, newest_checkpoint, read_hosts
 from jaxopt_llm.supervision.members import Members
-from jaxopt_llm.supervision.meshes import Meshes
-from jaxopt_llm.supervision.policy import FINAL, STOPPED, RestartBudget, find_cause, find_final_code
-from jaxopt_llm.supervision.strikes import Strikes
-from jaxopt_llm.supervision.task import Place, Task, join_address
-from jaxopt_llm.supervision.wait import Wait
+from jaxopt_llm.supervision.task import Meshes, Place, Task, join_address
 
 LOOK_SECONDS = 0.5  # between two looks at the run's files and at the clock
 # Time that the other programs have to end after the first one has failed. They can do nothing useful: a checkpoint
@@ -36,6 +43,31 @@ GIVE_UP_SECONDS = 60.0
 # As STRAGGLER_SECONDS, but before the first step, where a process that has not met the others would wait for the one
 # that is gone. It gets SIGTERM then, after which it ends with 75.
 STARTING_SECONDS = 3.0
+# A host that comes back within this time has lost no more than its supervisor, as a rule, so the others do not prepare.
+PATIENCE = 0.1  # of the limit
+LEAST_PATIENCE_SECONDS = 10.0
+
+
+@dataclass
+class Wait:
+    """Wait for missing hosts.
+
+    Attributes:
+        limit: seconds after which the job goes on without them; infinite: never.
+        prepares: the programs of the hosts that are there may start before the limit, and hold.
+    """
+
+    limit: float
+    prepares: bool
+    _since: float = field(default_factory=time.monotonic)
+
+    def seconds_left(self) -> float:
+        return max(0.0, self._since + self.limit - time.monotonic())
+
+    def lets_begin(self) -> bool:
+        """Return whether a round without the missing hosts may begin, to train or to prepare."""
+        waited = time.monotonic() - self._since
+        return waited >= self.limit or (self.prepares and waited >= max(PATIENCE * self.limit, LEAST_PATIENCE_SECONDS))
 
 
 @dataclass
@@ -174,7 +206,7 @@ class Leader:
                 variables = self._task.variables(place, self._members.program_token)
                 self._host.start(self._task.command(place), variables)
             else:
-                self._members.send(index, {"start": place.to_json()})
+                self._members.send(index, {"start": asdict(place)})
         if self._limits.elastic_seconds is not None:
             self._meshes.prepare(len(chosen) - 1, self._limits.least)
 

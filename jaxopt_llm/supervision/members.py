@@ -1,30 +1,131 @@
-"""The supervisors of the other hosts, as the leader sees them."""
+"""Connections between the supervisors of a job: the leader's address, and the other hosts as the leader sees them.
 
+The address is a file in the run directory, by which the supervisors find each other. It has the address of the leader,
+and a token that the leader draws when it begins to lead. A supervisor and the leader prove to each other that they know
+the token (distributed/wire.py), so only those who can read the file can join or lead.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxopt_llm.distributed.acceptor import ERROR_PAUSE_SECONDS, HELLO_SECONDS, MAX_WAITING
-from jaxopt_llm.distributed.handshake import Hello, printable, read_hello
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed import wire
 from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.wire import Arrival, Entrance, Hello, Peer, printable
 from jaxopt_llm.supervision.host import End, Host
-from jaxopt_llm.supervision.leader_address import (
-    FILE,
-    PULSE_SECONDS,
-    SEND_SECONDS,
-    SILENCE_SECONDS,
-    LeaderAddress,
-    find_leader,
-)
-from jaxopt_llm.supervision.signed_peer import SignedPeer
 
-_LISTENER = "listener"
+FILE = "supervisors"
+SILENCE_SECONDS = 60.0  # after which a host counts as lost
+PULSE_SECONDS = 5.0  # between two signs of life
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class LeaderAddress:
+    """Address at which the leader listens to the other supervisors."""
+
+    host: str
+    port: int
+    token: str
+
+    @property
+    def program_token(self) -> str:
+        """Token of the programs of the job. All supervisors derive it, so that it is never sent."""
+        return hmac.new(self.token.encode(), b"programs", "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Place among the supervisors of a job.
+
+    Attributes:
+        program_token: token of the programs of the job.
+        messages: those that the leader has sent already.
+    """
+
+    leader: Peer
+    program_token: str
+    messages: list[dict[str, Any]]
+
+
+def publish_leader(directory: Path, host: str) -> tuple[socket.socket, LeaderAddress]:
+    """Listen on an address of this host, and write it into the run directory.
+
+    Raises:
+        InputError: the address is not one of this host.
+    """
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+    except OSError as error:
+        problem = f"supervise: this host cannot listen on its address {host} ({error})"
+        raise InputError(f"{problem}; set --distributed.coordinator to an address of process 0") from error
+    published = LeaderAddress(host, listener.getsockname()[1], secrets.token_hex(16))
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f"{FILE}.{os.getpid()}"
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(asdict(published), file)
+    temporary.replace(directory / FILE)
+    return listener, published
+
+
+def find_leader(directory: Path) -> LeaderAddress | None:
+    """Return the leader's address in the run directory, at which perhaps nobody listens any more; None: it has none."""
+    try:
+        return LeaderAddress(**json_files.parse((directory / FILE).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part
+        return None
+
+
+def join_leader(published: LeaderAddress, job: Job) -> Membership | None:
+    """Join the supervisors of a job; None: its leader does not listen there.
+
+    Raises:
+        TimeoutError: perhaps it does, but it does not answer now.
+        InputError: it refuses this host.
+    """
+    try:
+        connection = wire.connect((published.host, published.port), CONNECT_SECONDS)
+    except OSError:
+        return None
+    with contextlib.ExitStack() as unless_joined:
+        unless_joined.enter_context(connection)
+        leader = Peer(connection, published.token.encode())
+        hello = Hello(job.index, job.processes, socket.gethostname(), {})
+        try:
+            answers = leader.introduce(hello, time.monotonic() + wire.HELLO_SECONDS)
+        except ValueError:  # another program has got the port of a leader that has ended
+            return None
+        if answers is None:
+            raise TimeoutError("the connection was closed")
+        if "end" in answers[0]:
+            raise InputError(f"supervise: {printable(answers[0]['end'])}")
+        connection.settimeout(wire.SEND_SECONDS)
+        unless_joined.pop_all()
+        return Membership(leader, published.program_token, answers[1:])
+
+
+@dataclass(frozen=True)
+class _Member:
+    """The supervisor of another host. since: time at which it came."""
+
+    peer: Peer
+    host: str
+    since: float
 
 
 class Members:
-    """Connections from the supervisors of other hosts, and what they have reported.
+    """The supervisors of the other hosts, and what they have reported.
 
     Args:
         listener: where they arrive; None for a job of one host.
@@ -33,16 +134,14 @@ class Members:
     def __init__(
         self, host: Host, job: Job, listener: socket.socket | None = None, published: LeaderAddress | None = None
     ) -> None:
-        self._host, self._job, self._listener, self._published = host, job, listener, published
-        self._peers: dict[int, SignedPeer] = {}
-        self._names: dict[int, str] = {}
-        self._since: dict[int, float] = {}
-        self._unknown: dict[SignedPeer, float] = {}  # connections that have not said who they are, and since when
+        self._host, self._job, self._published = host, job, published
+        self._members: dict[int, _Member] = {}
         self._refusals: set[str] = set()  # those that were printed: a supervisor that is refused may come again
         self._ends: list[End] = []
         self._pulse = 0.0
-        if listener is not None:
-            host.listen(listener, _LISTENER)
+        self._entrance: Entrance | None = None
+        if listener is not None and published is not None:
+            self._entrance = Entrance(listener, published.token.encode(), host.selector)
 
     @property
     def program_token(self) -> str:
@@ -51,27 +150,27 @@ class Members:
 
     def indices(self) -> Sequence[int]:
         """Return the indices of the hosts that are there, without the leader's."""
-        return list(self._peers)
+        return list(self._members)
 
     def seconds_here(self, index: int) -> float:
-        return time.monotonic() - self._since[index]
+        return time.monotonic() - self._members[index].since
 
     def address(self, index: int) -> str:
         """Return the address of a host, or of the leader."""
         if index == self._host.index:
             assert self._published is not None
             return self._published.host
-        address: str = self._peers[index].connection.getpeername()[0]
+        address: str = self._members[index].peer.connection.getpeername()[0]
         return address
 
     def send(self, index: int, message: dict[str, Any]) -> None:
         """Send a message to a host, if it is there."""
-        if index in self._peers:
-            self._peers[index].send(message)
+        if index in self._members:
+            self._members[index].peer.send(message)
 
     def give_up(self, index: int) -> None:
         """Count a host as lost. Its supervisor can join again when its program has ended."""
-        if index in self._peers:
+        if index in self._members:
             self._lose(index, "has a program that cannot be killed")
 
     def dismiss(self, code: int) -> None:
@@ -79,10 +178,10 @@ class Members:
 
         A connection that is closed while messages in it are unread is reset, and what was sent before is lost.
         """
-        for peer in self._peers.values():
-            peer.send({"exit": code})
-        deadline = time.monotonic() + SEND_SECONDS
-        while self._peers and time.monotonic() < deadline:
+        for member in self._members.values():
+            member.peer.send({"exit": code})
+        deadline = time.monotonic() + wire.SEND_SECONDS
+        while self._members and time.monotonic() < deadline:
             self.serve(0.2)
 
     def superseded(self, directory: Path) -> bool:
@@ -96,10 +195,10 @@ class Members:
         """Withdraw the address. Supervisors that are still there look for another leader."""
         if self._published is not None and not self.superseded(directory):
             (directory / FILE).unlink(missing_ok=True)
-        for peer in (*self._peers.values(), *self._unknown):
-            self._host.forget(peer.connection)
-        if self._listener is not None:
-            self._host.forget(self._listener)
+        for member in self._members.values():
+            self._host.forget(member.peer.connection)
+        if self._entrance is not None:
+            self._entrance.close()
 
     def take_ends(self) -> list[End]:
         """Return the ends of programs, and the losses of hosts, since the last call."""
@@ -108,108 +207,56 @@ class Members:
 
     def serve(self, seconds: float) -> None:
         """Wait for messages, signals or the end of the leader's own program, and handle them."""
-        for ready in self._host.wait(seconds):
-            if ready == _LISTENER:
-                self._accept()
-            elif ready in self._unknown:
-                self._meet(ready)
-            else:
-                self._receive(ready)
+        ready = self._host.wait(seconds)
+        for index in [index for index, member in self._members.items() if member.peer in ready]:
+            self._receive(index)
+        if self._entrance is not None:
+            for arrival in self._entrance.handle(ready):
+                self._meet(arrival)
         now = time.monotonic()
-        for peer in [each for each, since in self._unknown.items() if now > since + HELLO_SECONDS]:
-            self._reject(peer)
-        for index in [each for each, peer in self._peers.items() if now > peer.last_heard + SILENCE_SECONDS]:
-            self._lose(index, f"has not answered for {SILENCE_SECONDS:g} s")
+        for index, member in [*self._members.items()]:
+            if now > member.peer.last_heard + SILENCE_SECONDS:
+                self._lose(index, f"has not answered for {SILENCE_SECONDS:g} s")
         if now > self._pulse + PULSE_SECONDS:
             self._pulse = now
-            for peer in self._peers.values():
-                peer.send()
+            for member in self._members.values():
+                member.peer.send()
 
-    def _accept(self) -> None:
-        """Accept a connection. If too many are unknown, the oldest gives way: a supervisor says at once who it is."""
-        assert self._listener is not None and self._published is not None
-        if len(self._unknown) == MAX_WAITING:
-            self._reject(next(iter(self._unknown)))
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # for example, no more files may be open
-            if self._unknown:
-                self._reject(next(iter(self._unknown)))
-            time.sleep(ERROR_PAUSE_SECONDS)
-            return
-        connection.settimeout(SEND_SECONDS)
-        peer = SignedPeer(connection, self._published.token.encode())
-        peer.greet()
-        self._unknown[peer] = time.monotonic()
-        self._host.listen(connection, peer)
-
-    def _meet(self, peer: SignedPeer) -> None:
-        """Read who has connected, and admit it as a member if it is a supervisor of another host of the job."""
-        messages = _read(peer)
-        if messages == []:
-            return
-        if messages is None:
-            self._reject(peer)
-            return
-        try:
-            hello = read_hello(messages[0])
-        except ValueError as error:
-            self._refuse(peer, f"a supervisor ({error}); correct --distributed.process-id of its host")
-            return
-        peer.their_nonce = hello.nonce
-        who = f"host {hello.index} ({printable(hello.host)})"
-        if hello.index >= self._job.processes:
+    def _meet(self, arrival: Arrival) -> None:
+        """Admit the supervisor of another host of the job as a member."""
+        peer, hello = arrival
+        index, who = hello.index, f"host {hello.index} ({printable(hello.host)})"
+        if index >= self._job.processes:
             count = f"the job has {self._job.processes} host(s)"
             problem = f"{who}: {count}; correct --distributed.process-id there, or --distributed.processes everywhere"
             peer.send({"end": f"the leader refuses {problem}"})
             self._refuse(peer, problem)
-        elif hello.index == self._host.index:  # without an answer: it tries again, as this one may end soon
+        elif index == self._host.index:  # without an answer: it tries again, as this one may end soon
             self._refuse(peer, f"{who}: the leader has this index, too; change --distributed.process-id of one of them")
         else:
-            self._admit(peer, hello)
+            if index in self._members:
+                self._lose(index, "has started again")
+            self._members[index] = _Member(peer, printable(hello.host), time.monotonic())
+            peer.send({"welcome": index})
 
-    def _admit(self, peer: SignedPeer, hello: Hello) -> None:
-        index = hello.index
-        if index in self._peers:
-            self._lose(index, "has started again")
-        del self._unknown[peer]
-        self._peers[index], self._since[index] = peer, time.monotonic()
-        self._names[index] = printable(hello.host)
-        peer.send({"welcome": index})
-
-    def _refuse(self, peer: SignedPeer, problem: str) -> None:
+    def _refuse(self, peer: Peer, problem: str) -> None:
         """Close the connection of a supervisor that knows the token, and print why, once."""
-        self._reject(peer)
+        self._host.forget(peer.connection)
         if problem not in self._refusals:
             self._refusals.add(problem)
             self._host.say(f"refuses {problem}")
 
-    def _reject(self, peer: SignedPeer) -> None:
-        del self._unknown[peer]
-        self._host.forget(peer.connection)
-
-    def _receive(self, peer: SignedPeer) -> None:
-        index = next((each for each, known in self._peers.items() if known is peer), None)
-        if index is None:  # it was lost by what was read before
-            return
-        messages = _read(peer)
+    def _receive(self, index: int) -> None:
+        """Read the messages of a member, and handle them."""
+        member = self._members[index]
+        messages = member.peer.poll()
         if messages is None:
             self._lose(index, "has lost its supervisor")
         for message in messages or ():
             if "ended" in message:
-                self._ends.append(End(index, self._names[index], int(message["ended"]), printable(message["what"])))
+                self._ends.append(End(index, member.host, int(message["ended"]), printable(message["what"])))
 
     def _lose(self, index: int, symptom: str) -> None:
-        peer = self._peers.pop(index)
-        self._host.forget(peer.connection)
-        self._ends.append(End(index, self._names[index], None, f"host {index} {symptom}"))
-
-
-def _read(peer: SignedPeer) -> list[dict[str, Any]] | None:
-    """Return the messages that have come; None at the end of the connection."""
-    try:
-        return peer.receive()
-    except TimeoutError:
-        return []
-    except ValueError:
-        return None
+        member = self._members.pop(index)
+        self._host.forget(member.peer.connection)
+        self._ends.append(End(index, member.host, None, f"host {index} {symptom}"))

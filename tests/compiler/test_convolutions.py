@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxopt_llm.compiler.convolutions import count_convolution_flops
+from jaxopt_llm.compiler.hlo import count_convolution_flops
 from jaxopt_llm.compiler.topology import gpu_topology
 
 pytestmark = pytest.mark.core

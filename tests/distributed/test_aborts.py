@@ -8,8 +8,8 @@ import time
 # An abort without the GIL, as by a thread of Gloo.
 PROGRAM = """
 import ctypes, os, sys, threading, time
-from jaxopt_llm.distributed import aborts
-aborts.delay_aborts()
+from jaxopt_llm.distributed import connection
+connection.delay_aborts()
 def end():
     time.sleep(float(sys.argv[1]))
     os._exit(5)

@@ -7,8 +7,7 @@ import pytest
 
 from jaxopt_llm.config import Config, DataConfig, WatchdogConfig
 from jaxopt_llm.distributed import activity
-from jaxopt_llm.distributed.activity import Activity, Position, Totals
-from jaxopt_llm.distributed.process_seconds import Pace, PerStep, find_slowest
+from jaxopt_llm.distributed.activity import Activity, Pace, PerStep, Position, Totals, find_slowest
 from jaxopt_llm.distributed.watchdog import find_behind, find_limit
 
 FLOORS = WatchdogConfig(factor=10, floor_seconds=600, compile_floor_seconds=3600, save_floor_seconds=1800)

@@ -4,27 +4,27 @@ import time
 
 import pytest
 
-from jaxopt_llm.distributed import hold
+from jaxopt_llm.distributed import launchers
 
 
 def test_the_steps_do_not_begin_before_the_time_that_the_supervisor_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = time.monotonic() + 0.5
-    monkeypatch.setenv(hold.HOLD_VARIABLE, str(begin))
+    monkeypatch.setenv(launchers.HOLD_VARIABLE, str(begin))
     said: list[str] = []
-    hold.hold_start(lambda: False, said.append)
+    launchers.hold_start(lambda: False, said.append)
     assert time.monotonic() >= begin
     assert said[0].startswith("ready; waits ")
 
 
 def test_a_request_to_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(hold.HOLD_VARIABLE, "1e9")
+    monkeypatch.setenv(launchers.HOLD_VARIABLE, "1e9")
     asked: list[float] = []
 
     def is_stopped() -> bool:
         asked.append(time.monotonic())
         return len(asked) > 2
 
-    hold.hold_start(is_stopped, lambda text: None)
+    launchers.hold_start(is_stopped, lambda text: None)
     assert len(asked) == 3
 
 
@@ -32,9 +32,9 @@ def test_a_request_to_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_such_a_time_nothing_is_said_and_nothing_waits(
     until: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(hold.HOLD_VARIABLE, raising=False)
+    monkeypatch.delenv(launchers.HOLD_VARIABLE, raising=False)
     if until is not None:
-        monkeypatch.setenv(hold.HOLD_VARIABLE, until)
+        monkeypatch.setenv(launchers.HOLD_VARIABLE, until)
     said: list[str] = []
-    hold.hold_start(lambda: False, said.append)
+    launchers.hold_start(lambda: False, said.append)
     assert not said

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import selectors
 import socket
 import threading
 import time
@@ -15,9 +16,10 @@ from ports import free_address
 
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
-from jaxopt_llm.distributed import acceptor, handshake, peer, rendezvous
+from jaxopt_llm.distributed import rendezvous, wire
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.rendezvous import connect_processes
+from jaxopt_llm.distributed.wire import Entrance, Hello
 
 pytestmark = pytest.mark.core
 
@@ -29,15 +31,14 @@ PATIENCE = 120  # seconds; everything that the tests wait for takes milliseconds
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give processes that connect at all enough time."""
     monkeypatch.setattr(rendezvous, "START_SPREAD_SECONDS", PATIENCE)
-    for module in (rendezvous, acceptor):
-        monkeypatch.setattr(module, "HELLO_SECONDS", PATIENCE)
+    monkeypatch.setattr(wire, "HELLO_SECONDS", PATIENCE)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace the package's clock with one that stands still."""
     now = [1000.0]
-    for module in (rendezvous, acceptor, peer):
+    for module in (rendezvous, wire):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     return now
 
@@ -184,25 +185,24 @@ def test_other_programs_do_not_disturb(coordinator: str) -> None:
     assert first == second
 
 
-def test_the_time_to_answer_begins_with_the_connection(
-    coordinator: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that it does not begin when process 0 starts to listen: the others may start much later."""
-    deadlines = []
-    receive = peer.Peer.receive_one
-
-    def note_deadline(own: peer.Peer, deadline: float) -> Any:
-        if "_receive" in threading.current_thread().name:  # of process 0
-            deadlines.append(deadline)
-        return receive(own, deadline)
-
-    def late() -> Any:
-        clock[0] += PATIENCE / 2
-        return process(coordinator, 1)()
-
-    monkeypatch.setattr(peer.Peer, "receive_one", note_deadline)
-    run_together(process(coordinator, 0, timeout=10 * PATIENCE), late)
-    assert deadlines == [1000 + 1.5 * PATIENCE]
+def test_a_silent_connection_is_closed_some_time_after_it_came(clock: list[float]) -> None:
+    """The time does not begin when process 0 starts to listen: the others may start much later."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with selectors.DefaultSelector() as selector, contextlib.closing(Entrance(listener, b"", selector)) as entrance:
+        clock[0] += 10 * PATIENCE
+        with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as silent:
+            assert [key.data for key, _ in selector.select(PATIENCE)] == [listener]
+            assert entrance.handle([listener]) == []
+            clock[0] += PATIENCE
+            entrance.handle([])
+            silent.settimeout(0.2)
+            assert silent.recv(1000).startswith(b"jaxopt_llm ")
+            with pytest.raises(TimeoutError):
+                silent.recv(1)
+            clock[0] += 1
+            entrance.handle([])
+            silent.settimeout(PATIENCE)
+            assert silent.recv(1) == b""
 
 
 def test_a_process_with_another_token_is_refused(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +239,15 @@ def test_rejected_connections_are_counted_when_a_process_is_missing(
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"\0\xff" * 100, b"[" * 100000 + b"\n", b'{"message": {"index": -1}, "proof": ""}\n', b"{}\n", b"x" * 2**21],
-    ids=["silence", "garbage", "deep", "range", "empty", "long"],
+    [
+        b"",
+        b"\0\xff" * 100,
+        b"[" * 100000 + b"\n",
+        b"jaxopt_llm " + b"0" * 32 + b'\nproof {"index": -1}\n',
+        b"{}\n",
+        b"x" * 2**21,
+    ],
+    ids=["silence", "garbage", "deep", "no proof", "empty", "long"],
 )
 def test_what_others_send_delays_no_process(coordinator: str, sent: bytes) -> None:
     host, port = coordinator.split(":")
@@ -291,35 +298,23 @@ def test_texts_of_others_have_no_control_characters(coordinator: str) -> None:
     "change", [{"index": -1}, {"index": 2}, {"index": True}, {"processes": 10**9}, {"host": 1}, {"facts": []}]
 )
 def test_a_hello_out_of_range_is_none(change: dict[str, Any]) -> None:
-    hello = {"index": 1, "processes": 2, "host": "other", "facts": FACTS, "nonce": "n"}
-    assert handshake.read_hello(hello).index == 1
+    hello = {"index": 1, "processes": 2, "host": "other", "facts": FACTS}
+    assert Hello.parse(hello).index == 1
     with pytest.raises(ValueError, match="hello|range"):
-        handshake.read_hello(hello | change)
-
-
-def test_a_proof_is_of_one_token_one_nonce_and_one_message() -> None:
-    signed = handshake.sign(b"secret", "nonce", {"start": "address"})
-    assert handshake.open_signed(b"secret", "nonce", signed) == {"start": "address"}
-    for token, nonce, each in (
-        (b"guess", "nonce", signed),
-        (b"secret", "older", signed),
-        (b"secret", "nonce", signed | {"message": {"start": "elsewhere"}}),
-    ):
-        with pytest.raises(handshake.NotTrustedError):
-            handshake.open_signed(token, nonce, each)
+        Hello.parse(hello | change)
 
 
 def test_the_token_is_read_from_a_file_or_the_environment(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("of the file\n")
     environment = {"JAXOPT_LLM_TOKEN": "of the environment"}
-    assert handshake.read_token(DistributedConfig(), {}) == b""
-    assert handshake.read_token(DistributedConfig(), environment) == b"of the environment"
+    assert wire.read_token(DistributedConfig(), {}) == b""
+    assert wire.read_token(DistributedConfig(), environment) == b"of the environment"
     config = DistributedConfig(token_file=str(tmp_path / "token"))
-    assert handshake.read_token(config, environment) == b"of the file"
+    assert wire.read_token(config, environment) == b"of the file"
     (tmp_path / "token").write_text("\n")
     for name, problem in (("token", "it is empty"), ("missing", "it cannot be read")):
         with pytest.raises(InputError, match=problem):
-            handshake.read_token(DistributedConfig(token_file=str(tmp_path / name)), {})
+            wire.read_token(DistributedConfig(token_file=str(tmp_path / name)), {})
 
 
 def test_a_connection_to_itself_is_not_a_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:

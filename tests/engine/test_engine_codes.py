@@ -17,7 +17,7 @@ import jaxopt_llm
 from jaxopt_llm import Config
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.checks import EngineWarning
-from jaxopt_llm.parallel import blocks
+from jaxopt_llm.parallel import codes
 
 ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 16, 8, 256, 64, 12
 FSDP, HYBRID = {"fsdp": 8}, {"data": 2, "fsdp": 4}
@@ -132,8 +132,8 @@ def test_the_parts_of_gradients_add_up_to_those_of_optax(name: str, monkeypatch:
         array = jax.lax.with_sharding_constraint(array.astype(jnp.float32), before)
         return jax.lax.with_sharding_constraint(array, after)
 
-    monkeypatch.setattr(blocks, "move_blocks", move)
-    monkeypatch.setattr(blocks, "find_block_size", lambda shape, *shardings: 1)
+    monkeypatch.setattr(codes, "move_blocks", move)
+    monkeypatch.setattr(codes, "find_block_size", lambda shape, *shardings: 1)
     has_rules = bool(test_equality.CASES[name].rules)
     setting = test_equality.Setting(name, 3, test_equality.TENSOR if has_rules else HYBRID, 1)
     with warnings.catch_warnings():

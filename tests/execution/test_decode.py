@@ -15,7 +15,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import decode, scan
 from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator, choose_slots, filter_logits, sample_tokens
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
+from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.placement import Placement

@@ -15,8 +15,7 @@ import toy
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.kernels import attention_xla as kernel
 from jaxopt_llm.kernels.attention import attend, attention
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters
+from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges, make_document_ranges
 
 pytestmark = pytest.mark.core
 

@@ -26,8 +26,7 @@ from jaxopt_llm.kernels import attention as kernels
 from jaxopt_llm.kernels import attention_cudnn, cudnn_primitives
 from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.kernels.attention_auto import AttentionCall
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, make_document_ranges
 
 pytestmark = pytest.mark.core
 

@@ -23,8 +23,7 @@ from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.kernels import attention_pallas as kernel
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.attention_mask import KeyRanges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, Tile, Tiles
 
 pytestmark = pytest.mark.core
 

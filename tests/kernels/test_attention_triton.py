@@ -27,9 +27,15 @@ from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.kernels import attention_triton as kernel
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import attend
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
 from jaxopt_llm.kernels.attention_triton import TILES, problems
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
+from jaxopt_llm.kernels.attention_types import (
+    AttentionParameters,
+    AttentionResiduals,
+    KeyRanges,
+    Tile,
+    Tiles,
+    make_document_ranges,
+)
 
 pytestmark = pytest.mark.core
 

@@ -14,8 +14,8 @@ import pytest
 import toy
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxopt_llm.kernels import grouped_matmul_pallas, grouped_matmul_xla
-from jaxopt_llm.kernels.grouped_matmul import grouped_matmul, multiply_groups
+from jaxopt_llm.kernels import grouped_matmul_pallas
+from jaxopt_llm.kernels.grouped_matmul import XlaProducts, grouped_matmul, lax, multiply_groups
 from jaxopt_llm.kernels.grouped_matmul_pallas import Blocks
 
 pytestmark = pytest.mark.core
@@ -39,7 +39,7 @@ class Interpreted:
         return functools.partial(grouped_matmul_pallas.weight_gradient, blocks=self.blocks, interpret=True)
 
 
-IMPLEMENTATIONS = {"xla": grouped_matmul_xla, "pallas": Interpreted(Blocks(8, 16, 8, 4, 2))}
+IMPLEMENTATIONS = {"xla": XlaProducts(), "pallas": Interpreted(Blocks(8, 16, 8, 4, 2))}
 
 SIZES = {
     "cut blocks": (10, 22, 13),
@@ -139,7 +139,7 @@ def test_rounds_no_more_than_xla(dtype: Any) -> None:
     There are many blocks, whose sums must stay in float32.
     """
     case = arrays((230, 0, 66), rows=300, inputs=200, outputs=260, dtype=dtype)
-    found, others = (run(each)(*case) for each in (Interpreted(Blocks(64, 128, 16, 4, 2)), grouped_matmul_xla))
+    found, others = (run(each)(*case) for each in (Interpreted(Blocks(64, 128, 16, 4, 2)), XlaProducts()))
     for name, got, other, want in zip(NAMES, found, others, expected(*case), strict=True):
         assert got.dtype == other.dtype == dtype
         assert toy.distance(got, want) <= 1.2 * toy.distance(other, want), name
@@ -158,7 +158,7 @@ def test_a_wider_result_is_not_rounded_before(name: str) -> None:
 
 def test_rows_after_the_last_group_may_be_undefined_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate an XLA that leaves these rows of the product undefined, and sums over them."""
-    product = grouped_matmul_xla.lax.ragged_dot_general
+    product = lax.ragged_dot_general
 
     def other(x: Any, y: Any, sizes: Any, *rest: Any, **more: Any) -> Any:
         out = product(x, y, sizes, *rest, **more)
@@ -166,9 +166,9 @@ def test_rows_after_the_last_group_may_be_undefined_in_xla(monkeypatch: pytest.M
             return jnp.where(jnp.arange(len(out))[:, None] < jnp.sum(sizes), out, jnp.nan)
         return out + 0 * jnp.sum(x) + 0 * jnp.sum(y)
 
-    monkeypatch.setattr(grouped_matmul_xla.lax, "ragged_dot_general", other)
+    monkeypatch.setattr(lax, "ragged_dot_general", other)
     case = arrays(SIZES["a block left"])
-    assert_equal(run.__wrapped__(grouped_matmul_xla)(*case), case)
+    assert_equal(run.__wrapped__(XlaProducts())(*case), case)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

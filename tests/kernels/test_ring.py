@@ -13,9 +13,15 @@ import toy
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_xla
-from jaxopt_llm.kernels.all_to_all import AllToAll
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, Tile, Tiles
+from jaxopt_llm.kernels.attention_types import (
+    AttentionParameters,
+    AttentionResiduals,
+    KeyRanges,
+    Tile,
+    Tiles,
+    make_document_ranges,
+)
+from jaxopt_llm.kernels.attention_wrappers import AllToAll
 from jaxopt_llm.kernels.ring import Ring, to_zigzag
 
 pytestmark = pytest.mark.core

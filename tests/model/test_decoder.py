@@ -15,7 +15,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ModelConfig, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
+from jaxopt_llm.kernels.attention_types import KeyRanges, make_document_ranges
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context

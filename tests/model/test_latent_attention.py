@@ -16,7 +16,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
-from jaxopt_llm.kernels.attention_mask import KeyRanges, make_document_ranges
+from jaxopt_llm.kernels.attention_types import KeyRanges, make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves

@@ -8,7 +8,7 @@ import toy
 
 from jaxopt_llm.config import ModelConfig, RopeConfig
 from jaxopt_llm.config.model import GATED
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
+from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import ACTIVATIONS, gelu, mlp, mlp_specs, norm, norm_specs
 from jaxopt_llm.model.rotary import Rotary

@@ -16,7 +16,7 @@ from jaxopt_llm.config import LoraConfig, ModelConfig, MoEConfig, OptimizerConfi
 from jaxopt_llm.config.fields import get_field, replace_fields, walk_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
-from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import KeyRanges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs

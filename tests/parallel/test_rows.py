@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.config import MeshConfig, PrecisionConfig, ShardingConfig
-from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.mesh import LocalRows, make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.rows import LocalRows
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxopt_llm.kernels import attention, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall
-from jaxopt_llm.kernels.attention_mask import KeyRanges
+from jaxopt_llm.kernels.attention_types import KeyRanges
 from jaxopt_llm.run import kernel_check
 from jaxopt_llm.run.kernel_check import check_attention
 

@@ -1,6 +1,7 @@
 """The leader of a job with hosts whose programs behave as told, and who leads, without processes."""
 
 import json
+import selectors
 import signal
 import time
 from collections.abc import Sequence
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from jaxopt_llm.distributed import wire
 from jaxopt_llm.distributed.launchers import Job
-from jaxopt_llm.supervision import leader, leader_address, supervisor
+from jaxopt_llm.supervision import leader, members, supervisor
+from jaxopt_llm.supervision.faults import Journal, RestartBudget, read_hosts
 from jaxopt_llm.supervision.host import End
-from jaxopt_llm.supervision.journal import Journal, read_hosts
 from jaxopt_llm.supervision.leader import Leader, Limits
-from jaxopt_llm.supervision.policy import RestartBudget
 from jaxopt_llm.supervision.task import Task
 
 STUCK = -1  # exit code of a program that never ends
@@ -39,6 +40,7 @@ class FakeHost:
         self.index, self.name, self.stopped, self.running = 0, "host0", False, False
         self._programs, self._count = programs, count
         self._code = STUCK
+        self.selector = selectors.DefaultSelector()
 
     def start(self, command: Sequence[str], variables: dict[str, str]) -> None:
         assert not self.running
@@ -52,9 +54,6 @@ class FakeHost:
             return None
         self.running = False
         return End(0, self.name, self._code, "")
-
-    def listen(self, connection: object, name: object) -> None:
-        """Nobody comes."""
 
     def forget(self, connection: object) -> None:
         """Nobody has come."""
@@ -126,20 +125,20 @@ def test_hosts_whose_programs_cannot_be_killed_are_lost(
         monkeypatch.setattr(leader, name, seconds)
     programs = Programs([[STUCK] if index in stuck else [5, 0] for index in range(count)])
     host: Any = FakeHost(programs, count)
-    members: Any = FakeMembers(programs, tmp_path)
+    others: Any = FakeMembers(programs, tmp_path)
     task = Task(("sh",), tmp_path, Job("127.0.0.1:1234", count, 0))
     limits = Limits(hosts=count, least=1, elastic_seconds=0.2)
-    assert Leader(host, task, limits, RestartBudget(10, 0.01), members).run() == 0
+    assert Leader(host, task, limits, RestartBudget(10, 0.01), others).run() == 0
     for index in range(count):
         assert programs.starts[index] == ([count] if index in stuck else [count, count - len(stuck)])
-    assert not [sent for _, sent in members.signals if sent == signal.SIGTERM]
+    assert not [sent for _, sent in others.signals if sent == signal.SIGTERM]
 
 
 def test_a_leader_that_does_not_answer_for_long_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen supervisor still has its port, and the kernel accepts connections for it."""
     busy_seconds = 0.4
     for module, name, seconds in (
-        (leader_address, "HELLO_SECONDS", 0.05),
+        (wire, "HELLO_SECONDS", 0.05),
         (supervisor, "SILENCE_SECONDS", busy_seconds),
         (supervisor, "_RETRY_SECONDS", 0.01),
     ):
@@ -153,14 +152,14 @@ def test_a_leader_that_does_not_answer_for_long_is_lost(tmp_path: Path, monkeypa
     host: Any = FakeHost(Programs([[], []]), 2)
     monkeypatch.setattr(supervisor, "Host", lambda index: host)
     monkeypatch.setattr(Leader, "run", lead)
-    frozen, published = leader_address.publish_leader(tmp_path, "127.0.0.1")
+    frozen, published = members.publish_leader(tmp_path, "127.0.0.1")
     with frozen:
         began = time.monotonic()
         task, limits = Task(("sh",), tmp_path, Job("127.0.0.1:1234", 2, 0)), Limits(2, 1, elastic_seconds=0.1)
         assert supervisor.supervise(task, limits, RestartBudget(10, 0.01)) == 0
     # One that is only busy for a moment is left to lead.
     assert began + busy_seconds < led[0] < began + busy_seconds + 5
-    assert leader_address.find_leader(tmp_path) in (None, published)  # the new leader has removed its own address
+    assert members.find_leader(tmp_path) in (None, published)  # the new leader has removed its own address
 
 
 def test_the_journal_names_the_hosts_of_the_last_round(tmp_path: Path) -> None:

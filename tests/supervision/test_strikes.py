@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxopt_llm.supervision.faults import JOURNAL, LIMIT, MEMORY_SECONDS, Journal, Strikes
 from jaxopt_llm.supervision.host import End
-from jaxopt_llm.supervision.journal import JOURNAL, Journal
-from jaxopt_llm.supervision.strikes import LIMIT, MEMORY_SECONDS, Strikes
 
 
 def open_strikes(directory: Path) -> Strikes:

@@ -117,7 +117,7 @@ def test_a_stop_during_a_pause_ends_the_supervisor(tmp_path: Path) -> None:
 
 
 def test_pauses_double() -> None:
-    from jaxopt_llm.supervision.policy import RestartBudget
+    from jaxopt_llm.supervision.faults import RestartBudget
 
     budget, pauses = RestartBudget(limit=100, first_pause=1), []
     for _ in range(9):

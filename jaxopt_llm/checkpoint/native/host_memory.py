@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.distributed.process_group import Processes
-from jaxopt_llm.parallel.copies import group_devices
+from jaxopt_llm.parallel.mesh import group_devices
 
 INDEX, OWN, NEXT = "index.json", "own.bin", "next.bin"
 KEEP = 2  # steps; while one is written, the one before is whole

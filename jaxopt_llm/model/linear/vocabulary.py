@@ -17,10 +17,10 @@ from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import BaseWeight, Weight, einsum, gather_weight, shardings_of, split_perturbation
-from jaxopt_llm.parallel.coded_sums import order_as_storage
+from jaxopt_llm.parallel.activations import sent_sharding
+from jaxopt_llm.parallel.codes import order_as_storage
 from jaxopt_llm.parallel.gathering import reduce_gradient, reduce_parts, sum_parts
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.parallel.stages import sent_sharding
 
 
 def look_up(table: Weight | jax.Array, ids: jax.Array, placement: Placement) -> jax.Array:

@@ -3,7 +3,7 @@
 python -m jaxopt_llm.planning.search.fewer_hosts HOSTS COUNT[,COUNT...] --config FILE [--section.field VALUE ...]
 
 HOSTS is the number of hosts that the recipe is for. For each COUNT, the output has flags of `train`, or null if no mesh
-is legal there. The supervisor of a job runs this (supervision/meshes.py).
+is legal there. The supervisor of a job runs this (supervision/task.py).
 """
 
 import functools

@@ -27,7 +27,7 @@ from jaxopt_llm.step.local_steps import has_groups
 # a transfer, but none that takes long. The same holds for the heads that an all-to-all brings, and for transfers over
 # only `expert`: tokens on the way to their experts and back.
 BLOCKING_AXES = {"tensor", "pipeline"}
-# Bytes of a value in blocks of codes (parallel/blocks.py): its code and its share of a float32 scale.
+# Bytes of a value in blocks of codes (parallel/codes.py): its code and its share of a float32 scale.
 CODE_BYTES = {"int8": 1 + 4 / BLOCK_SIZES[0], "int4": 0.5 + 4 / BLOCK_SIZES[0]}
 
 

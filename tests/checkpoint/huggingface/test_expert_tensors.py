@@ -28,8 +28,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution.stage_layout import stack_by_stage
-from jaxopt_llm.kernels import grouped_matmul_xla
-from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
+from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS, XlaProducts
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.zero import parameter_sharding
 
@@ -189,7 +188,7 @@ def test_loaded_folder_uses_the_expert_kernel_chosen_for_the_device(
     class Kernel:
         def forward(self, x: jax.Array, w: jax.Array, *of: Any, **settings: Any) -> jax.Array:
             multiplied.append(w.shape)
-            return grouped_matmul_xla.forward(x, w, *of, **settings)
+            return XlaProducts.forward(x, w, *of, **settings)
 
     monkeypatch.setattr(
         "jaxopt_llm.inference.devices.choose_grouped_matmul", lambda device, *of: asked.append(of) or "pallas"

@@ -10,9 +10,8 @@ import reference
 
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import attend
-from jaxopt_llm.kernels.attention_mask import make_document_ranges
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals
-from jaxopt_llm.kernels.padded import Padded, common_size
+from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, make_document_ranges
+from jaxopt_llm.kernels.attention_wrappers import Padded, common_size
 
 pytestmark = pytest.mark.core
 

@@ -1,21 +1,83 @@
-"""Journal of a run's faults, faults.jsonl, and the files of the run that the supervisor reads.
-
-A fault is a line: when, where, what, the checkpoint that remained and the restart that follows. When the run is back, a
-second line says how long it was away: a supervisor that dies in between leaves the first.
-"""
+"""Faults of a run: what follows them, the journal in which they are written, and the hosts that cause too many."""
 
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.core import json_files
-from jaxopt_llm.supervision.child import describe_code
-from jaxopt_llm.supervision.host import End
+from jaxopt_llm.core.errors import (
+    CheckpointError,
+    InputError,
+    Preempted,
+    ProcessLost,
+    StateCorrupted,
+    TrainingDiverged,
+)
+from jaxopt_llm.supervision.host import End, describe_code
+
+# Done, or what a restart does not repair.
+FINAL = frozenset((0, InputError.exit_code, TrainingDiverged.exit_code, CheckpointError.exit_code))
+STOPPED = Preempted.exit_code
+MAX_PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class RestartBudget:
+    """Restarts since the last new checkpoint.
+
+    Attributes:
+        limit: largest number of restarts without a new checkpoint.
+        first_pause: seconds before the first of them; each further pause is twice as long.
+    """
+
+    limit: int
+    first_pause: float
+    checkpoint: int = 0
+    restarts: int = 0
+
+    def after_fault(self, checkpoint: int) -> "RestartBudget":
+        """Return the budget after a fault. checkpoint: step of the newest checkpoint."""
+        if checkpoint > self.checkpoint:
+            return replace(self, checkpoint=checkpoint, restarts=1)
+        return replace(self, restarts=self.restarts + 1)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.restarts > self.limit
+
+    @property
+    def pause_seconds(self) -> float:
+        return min(self.first_pause * 2.0 ** min(self.restarts - 1, 30), MAX_PAUSE_SECONDS)
+
+
+def find_cause(ends: Sequence[End]) -> End | None:
+    """Return the end that caused the others, given in the order in which they were noticed; None: all are done.
+
+    Exit code 5 says that another process was lost or is missing, so any other end comes before it.
+    """
+    faults = [end for end in ends if end.code != 0]
+    return min(faults, key=lambda end: end.code == ProcessLost.exit_code, default=None)
+
+
+def find_final_code(ends: Sequence[End]) -> int | None:
+    """Return the exit code of the job if a restart would not help; None: restart it.
+
+    2, 3 and 4 are final only if no host had an end of another kind than these and 5.
+    """
+    cause = find_cause(ends)
+    if cause is None:
+        return 0
+    own = [end.code for end in ends if end.code != ProcessLost.exit_code]
+    return cause.code if all(code in FINAL for code in own) and cause.code in FINAL else None
+
+
+# ---- The journal.
 
 JOURNAL = "faults.jsonl"
 _TAIL_BYTES = 65536  # of events.jsonl and metrics.jsonl, which are read at each fault
@@ -125,3 +187,46 @@ def _parse(line: bytes) -> Any:
         return json_files.parse(line)
     except ValueError:
         return None
+
+
+# ---- Strikes.
+
+LIMIT = 3  # strikes within MEMORY_SECONDS from which on a host is avoided; wrong bits are as many at once
+MEMORY_SECONDS = 86400.0
+
+
+class Strikes:
+    """Strikes of the hosts of a job."""
+
+    def __init__(self, directory: Path, journal: Journal) -> None:
+        self._directory, self._journal = directory, journal
+        self._strikes = read_strikes(directory)
+
+    def add(self, cause: End, chosen: Sequence[int], killed: Collection[int]) -> int | None:
+        """Count the fault that ended a round against the host that caused it. Return the host if it is avoided now.
+
+        Nothing counts if it is not known which host caused the fault: a host or its program was lost; a program was
+        stopped, or ended for a reason that is the same on all hosts; several programs had to be killed; or several
+        devices may have computed wrongly.
+
+        Args:
+            chosen: hosts of the round, in the order of its processes.
+            killed: hosts on which the leader had to kill the program.
+        """
+        host, count = cause.index, 1
+        if cause.code in (None, ProcessLost.exit_code, STOPPED, *FINAL) or (host in killed and len(killed) > 1):
+            return None
+        if cause.code == StateCorrupted.exit_code:
+            ranks = find_corrupted(self._directory)
+            if len(ranks) != 1 or ranks[0] >= len(chosen):
+                return None
+            host, count = chosen[ranks[0]], LIMIT
+        before = self.avoids(host)
+        self._strikes.append((time.time(), host, count))
+        self._journal.write_strikes(host, count)
+        return host if self.avoids(host) and not before else None
+
+    def avoids(self, host: int) -> bool:
+        """Return whether a host has so many strikes that others are preferred to it."""
+        oldest = time.time() - MEMORY_SECONDS
+        return sum(count for moment, index, count in self._strikes if index == host and moment > oldest) >= LIMIT

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.core.block_format import Bits
-from jaxopt_llm.parallel import blocks
+from jaxopt_llm.parallel.codes import decode, encode, find_block_size, move_blocks
 from jaxopt_llm.parallel.mesh import make_mesh
 
 
@@ -26,10 +26,10 @@ def test_each_value_is_rounded_to_the_nearest_code_of_its_block(bits: Bits) -> N
     array = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
     array[0] *= 1e3  # a block of its own scale
     array[1, :32] = 0
-    codes, scales = blocks.encode(jnp.asarray(array), 32, bits)
+    codes, scales = encode(jnp.asarray(array), 32, bits)
     assert (codes.dtype, codes.shape) == ((jnp.int8, (3, 128)) if bits == 8 else (jnp.uint8, (3, 64)))
     assert (scales.dtype, scales.shape) == (jnp.float32, (3, 4))
-    found = np.asarray(blocks.decode(codes, scales, bits))
+    found = np.asarray(decode(codes, scales, bits))
     np.testing.assert_allclose(found, round_to_blocks(array, 32, bits), rtol=1e-6)
     assert not np.any(found[1, :32])
 
@@ -39,7 +39,7 @@ def test_each_value_is_rounded_to_the_nearest_code_of_its_block(bits: Bits) -> N
 def test_a_block_that_is_not_finite_becomes_nan(bits: Bits, value: float) -> None:
     array = np.ones((2, 64), np.float32)
     array[1, 40] = value
-    found = np.asarray(blocks.decode(*blocks.encode(jnp.asarray(array), 32, bits), bits))
+    found = np.asarray(decode(*encode(jnp.asarray(array), 32, bits), bits))
     np.testing.assert_array_equal(np.isnan(found).any(-1), [False, True])
     np.testing.assert_allclose(found[1, :32], 1)
 
@@ -48,7 +48,7 @@ def test_block_sizes_divide_the_part_of_each_device() -> None:
     mesh = jax.sharding.AbstractMesh((2, 3), ("a", "b"))
 
     def find(size: int, *specs: PartitionSpec) -> int | None:
-        return blocks.find_block_size((6, size), *(NamedSharding(mesh, spec) for spec in specs))
+        return find_block_size((6, size), *(NamedSharding(mesh, spec) for spec in specs))
 
     assert find(256, PartitionSpec("a"), PartitionSpec()) == 128
     assert find(192, PartitionSpec(None, "a"), PartitionSpec()) == 32  # 96 values on each device
@@ -63,9 +63,9 @@ def test_a_move_sends_only_codes_and_scales(bits: Bits) -> None:
     specs = PartitionSpec("data", None, "fsdp"), PartitionSpec(None, "data", "fsdp")
     before, after = (NamedSharding(mesh, spec) for spec in specs)
     array = np.random.default_rng(0).normal(size=(4, 16, 256)).astype(np.float32)
-    values = blocks.find_block_size(array.shape, before, after)
+    values = find_block_size(array.shape, before, after)
     assert values == 128
-    placed, move = jax.device_put(array, before), jax.jit(blocks.move_blocks, static_argnums=(1, 2, 3, 4))
+    placed, move = jax.device_put(array, before), jax.jit(move_blocks, static_argnums=(1, 2, 3, 4))
     moved = move(placed, before, after, values, bits)
     assert moved.sharding.is_equivalent_to(after, 3)
     np.testing.assert_allclose(np.asarray(moved), round_to_blocks(array, values, bits), rtol=1e-6)
