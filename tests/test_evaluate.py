@@ -11,8 +11,7 @@ from typing import Any
 import folders
 import jax
 import pytest
-from commands import command, train
-from test_bad_input import assert_one_line
+from commands import assert_one_line, command, train
 
 from jaxopt_llm import evaluate
 from jaxopt_llm.core.errors import OutOfMemory

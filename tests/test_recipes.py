@@ -104,7 +104,6 @@ def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> Non
     assert param.count_parameters(param_specs(config.model)) == pytest.approx(
         number("parameters", docstring(name)), rel=1e-3
     )
-    assert f"--config {name}.py" in docstring(name)
 
 
 @pytest.mark.parametrize("name", ["finetune", "finetune_full", "pretrain"])
@@ -116,7 +115,6 @@ def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: P
     validate(config)
     assert config.model.width == folders.CONFIG.width and config.data.tokenizer == str(folder)
     assert bool(config.lora.rank) == (name == "finetune")
-    assert f"--config {name}.py" in docstring(name)
     with pytest.raises(InputError, match="model.pretrained=FOLDER: no such folder; name a downloaded model"):
         pretrained.resolve_pretrained(cli.load_recipe(f"{name}.py"))
     with pytest.raises(InputError, match=r"take a recipe without sizes, --config finetune.py .* and \d+ more"):
@@ -236,8 +234,6 @@ def test_adapters_fit_the_gpus_that_the_docstrings_name(
     else:
         found = plan(name)
     assert found.memory.peak < 0.92 * gigabytes * GIB  # the share that XLA may use
-    for field, value in changes.items():
-        assert f"--{field.replace('_', '-')} {value}" in docstring(name)
     said = [*map(float, re.findall(r"([\d.]+) GiB", docstring(name)))]
     if jax.__version_info__ >= (0, 11):
         said = [otherwise]

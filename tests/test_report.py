@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from browser import needs_browser, open_page
-from commands import ROOT, command, train
+from commands import ROOT, assert_one_line, command, train
 from run_directories import write_run
-from test_bad_input import assert_one_line
 
 from jaxopt_llm.observe.report import figures
 from jaxopt_llm.observe.report.page import GENERATOR

@@ -14,7 +14,7 @@ import pytest
 import selection
 from selection import ROOT
 
-HEAVY = "tests/test_bytes.py"  # a file with slow tests and others
+HEAVY = "tests/bytes/test_bytes.py"  # a file with slow tests and others
 
 
 def collected(*options: str) -> list[str]:
@@ -81,9 +81,10 @@ def test_expensive_tests_exist(request: pytest.FixtureRequest) -> None:
     assert named or not expected - collected_now
 
 
-def test_a_minute_of_faults_is_in_each_run() -> None:
+def test_a_minute_of_faults_is_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     (name,) = selection.NEVER_SLOW
     file, _, function = name.partition("::")
+    monkeypatch.syspath_prepend((ROOT / file).parent)
     marks = getattr(getattr(importlib.import_module(Path(file).stem), function), "pytestmark", [])
     assert "slow" not in [mark.name for mark in marks] and name not in selection.read_expensive()
 
@@ -159,13 +160,13 @@ def test_tests_are_ordered_by_their_distance_from_a_change() -> None:
 @pytest.mark.parametrize(
     ("changed", "test"),
     [
-        ("jaxopt_llm/train.py", "tests/test_death.py"),  # a command, which tests start and do not import
-        ("jaxopt_llm/distributed/rendezvous.py", "tests/test_processes.py"),  # in a program that is a string
+        ("jaxopt_llm/train.py", "tests/runs/test_death.py"),  # a command, which tests start and do not import
+        ("jaxopt_llm/distributed/rendezvous.py", "tests/runs/test_processes.py"),  # in a program that is a string
         ("jaxopt_llm/kernels/attention_measured.json", "tests/kernels/test_attention_auto.py"),
         ("tests/mutants/model.toml", "tests/test_mutants.py"),
         ("tests/conftest.py", "tests/planning/test_links.py"),
-        ("tests/remembered.py", "tests/planning/test_links.py"),
-        ("scripts/local-processes", "tests/test_processes.py"),
+        ("tests/support/remembered.py", "tests/planning/test_links.py"),
+        ("scripts/local-processes", "tests/runs/test_processes.py"),
     ],
 )
 def test_a_change_is_near_to_what_runs_or_reads_it(changed: str, test: str) -> None:
@@ -178,7 +179,7 @@ def test_a_script_is_not_near_to_tests_that_have_its_name_as_a_word() -> None:
     assert [path for path in tests if found[path] < selection.FAR] != [] and list(found.values()).count(1) < 9
 
 
-@pytest.mark.parametrize("test", ["test_experts_benchmark.py", "test_recipes.py"])
+@pytest.mark.parametrize("test", ["benchmarks/test_experts_benchmark.py", "test_recipes.py"])
 def test_a_changed_recipe_brings_the_tests_that_name_it_or_its_folder(test: str) -> None:
     path = ROOT / "tests" / test
     assert selection.distances([path], [ROOT / "configs/mixtral_8x7b.py"]) == {path: 1}

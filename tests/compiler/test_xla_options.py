@@ -6,7 +6,7 @@ import jax
 import pytest
 import toy
 from commands import ROOT, command
-from test_bytes import ROWS, SEQUENCE, VOCABULARY, compiled
+from compiled_steps import ROWS, SEQUENCE, VOCABULARY, compiled
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.topology import gpu_topology

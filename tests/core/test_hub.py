@@ -15,9 +15,8 @@ import folders
 import huggingface_hub
 import numpy as np
 import pytest
-from commands import TINY, metrics, start, train
+from commands import TINY, assert_one_line, metrics, start, train
 from huggingface_hub import constants
-from test_bad_input import assert_one_line
 from texts import write_jsonl
 
 import jaxopt_llm

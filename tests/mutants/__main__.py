@@ -60,7 +60,7 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [copy_tree(Path(folder, str(number))) for number in range(given.jobs)]
-        tests = sorted({each.test for each in chosen})
+        tests = sorted({each.node_id(ROOT) for each in chosen})
         print(f"{len(chosen)} mutants; first their {len(tests)} tests on the package as it is", flush=True)
         unbroken = run_tests(copies[0], tests, "--numprocesses", str(given.jobs), "--dist", "worksteal")
         if unbroken.returncode != PASSED:
@@ -155,11 +155,12 @@ def try_all(mutants: Sequence[Mutant], copies: Sequence[Path]) -> list[str]:
 
 def try_one(mutant: Mutant, copy: Path) -> str:
     """Return the verdict on a mutant, and print what happened."""
-    file, clock = copy / mutant.file, time.perf_counter()
+    clock = time.perf_counter()
+    file, broken = mutant.apply(copy)
     whole = file.read_text()
     try:
-        file.write_text(mutant.apply(whole))
-        run = run_tests(copy, [mutant.test], "-x")
+        file.write_text(broken)
+        run = run_tests(copy, [mutant.node_id(copy)], "-x")
     finally:
         file.write_text(whole)
     code, output = run.returncode, run.stdout

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, start_training, tiny
+from commands import ROOT, RUN, SAVES_EVERY_STEP, assert_ended_as, start_training, tiny
 from gates import DEADLINE, finish, wait_until
-from test_death import RUN, SAVES_EVERY_STEP, assert_ended_as
 
 pytestmark = pytest.mark.core
 

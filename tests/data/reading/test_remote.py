@@ -11,9 +11,8 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from commands import command, train
+from commands import assert_one_line, command, train
 from fsspec.implementations.memory import MemoryFileSystem
-from test_bad_input import assert_one_line
 from texts import write_jsonl, write_megatron, write_parquet, write_saved_dataset, write_text
 
 from jaxopt_llm import prepare

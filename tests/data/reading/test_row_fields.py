@@ -13,7 +13,6 @@ from test_conversation import write
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.row_fields import UNUSABLE_IN_MESSAGES, UNUSABLE_IN_ROWS
 from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 
@@ -219,13 +218,6 @@ def test_a_content_beside_calls_is_text(content: Any, config: DataConfig, tmp_pa
     row = {"messages": [USER, {"role": "assistant", "content": content, "tool_calls": calls}]}
     with pytest.raises(InputError, match="line 1: with a message whose content is not text"):
         learn(write(tmp_path / "a.jsonl", [row]), config)
-
-
-def test_the_page_lists_the_fields_that_cannot_be_used() -> None:
-    page = (Path(__file__).parents[3] / "docs/chat.md").read_text()
-    listed = page.partition("and has no counterpart here:")[2].partition("The message names the field.")[0]
-    elsewhere = {"chosen", "rejected", "train", "tools", "tool_calls"}
-    assert {*re.findall(r"`(\w+)`", listed)} - elsewhere == {*UNUSABLE_IN_ROWS, *UNUSABLE_IN_MESSAGES}
 
 
 def test_the_parameters_of_a_tool_as_json_text(config: DataConfig, tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import start_training, train
-from test_bad_input import assert_one_line
+from commands import assert_one_line, start_training, train
 from texts import write_jsonl
 
 from jaxopt_llm.config import DataConfig

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from test_bytes import Compiled, per_layer
+from compiled_steps import Compiled, per_layer
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import MeshConfig

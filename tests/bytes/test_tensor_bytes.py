@@ -5,7 +5,7 @@ from collections import Counter
 
 import programs
 import pytest
-from test_bytes import (
+from compiled_steps import (
     DEVICES,
     LOSS_CHUNK,
     ROWS,
@@ -17,8 +17,8 @@ from test_bytes import (
     compiled,
     layer_parameters,
     per_layer,
-    slow,
 )
+from marks import slow
 
 from jaxopt_llm.config import MeshConfig
 

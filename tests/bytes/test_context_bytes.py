@@ -1,9 +1,9 @@
 """What a sequence costs that devices divide: memory, and what goes round, read off programs for H200s."""
 
 import pytest
+from compiled_steps import HEADS, ROWS, SEQUENCE, WIDTH, compiled
 from marks import slow
 from test_attention_bytes import KERNELS, TRITON, calls
-from test_bytes import HEADS, ROWS, SEQUENCE, WIDTH, compiled
 
 from jaxopt_llm.compiler import instructions
 from jaxopt_llm.config import MeshConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from commands import ROOT
+from compiled_steps import Compiled, compiled, layer_parameters, per_layer
 from marks import slow
-from test_bytes import Compiled, compiled, layer_parameters, per_layer
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.chips import LinkRates

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import command, tiny, train
+from commands import assert_one_line, command, tiny, train
 
 import jaxopt_llm.train
 from jaxopt_llm.checkpoint.native.identity import lock_directory
@@ -361,13 +361,6 @@ CASES = {
     ),
     "schedule": (["--schedule.warmup-steps", "5000"], ["schedule.warmup_steps=5000"]),
 }
-
-
-def assert_one_line(stderr: str, *parts: str) -> None:
-    assert stderr.startswith("error: ")
-    assert stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
-    for part in parts:
-        assert part in stderr
 
 
 # Errors that need the data, the devices or the compiled step; all others are reported before JAX is initialised.

@@ -11,9 +11,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import ENVIRONMENT, TIMINGS, TINY, checkpoint, command, metrics, some_text, start, tiny, train
+from commands import (
+    ENVIRONMENT,
+    TIMINGS,
+    TINY,
+    assert_one_line,
+    checkpoint,
+    command,
+    metrics,
+    some_text,
+    start,
+    tiny,
+    train,
+)
 from folders import folder_with_tokenizer
-from test_bad_input import assert_one_line
 
 from jaxopt_llm.config import Config, DataConfig, EvaluationConfig, MeshConfig, cli
 from jaxopt_llm.config.fields import from_json

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from compiled_steps import FSDP, LOSS_CHUNK, ROWS, SEQUENCE, WIDTH, Compiled, compiled, layer_parameters, per_layer
 from marks import slow
-from test_bytes import FSDP, LOSS_CHUNK, ROWS, SEQUENCE, WIDTH, Compiled, compiled, layer_parameters, per_layer
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig

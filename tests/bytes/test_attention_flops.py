@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from compiled_steps import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled
 from marks import slow
-from test_bytes import ROWS, SEQUENCE, VOCABULARY, WIDTH, compiled
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig, ModelConfig

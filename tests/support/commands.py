@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import warm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # Small enough to compile and run in seconds.
 TINY = {
     "model.width": 16,
@@ -35,6 +35,10 @@ ENVIRONMENT = {
     # Forks of warm.py write whole files.
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",
 }
+STEPS = 24  # of a run that tests interrupt
+# Steps take milliseconds, evaluations ten times as long: most signals arrive in evaluations.
+RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 20, "--checkpoint.every", 100)
+SAVES_EVERY_STEP = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
 TIMINGS = {"tokens_per_second", "step_seconds", "data_seconds"}
 
 
@@ -103,3 +107,23 @@ def checkpoint(directory: Path, step: int, names: tuple[str, ...] = ("masters", 
         device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])  # for checkpoints written by any devices
         items = {name: ocp.args.StandardRestore(fallback_sharding=device) for name in names}
         return jax.tree.map(np.asarray, dict(manager.restore(step, args=ocp.args.Composite(**items))))
+
+
+def assert_one_line(stderr: str, *parts: str) -> None:
+    """Check that a command has refused its input in one line that has these parts."""
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
+    for part in parts:
+        assert part in stderr
+
+
+def logged(directory: Path) -> int:
+    """Count the records of a run."""
+    log = directory / "metrics.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+def assert_ended_as(whole: Path, directory: Path) -> None:
+    """Check that an interrupted run ended like one that was not, to the bit."""
+    assert metrics(directory) == metrics(whole)
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(directory, STEPS), checkpoint(whole, STEPS))

@@ -11,19 +11,20 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-from commands import ENVIRONMENT, checkpoint, metrics, start_training
+from commands import (
+    ENVIRONMENT,
+    RUN,
+    SAVES_EVERY_STEP,
+    assert_ended_as,
+    checkpoint,
+    logged,
+    start_training,
+)
 from gates import Gate, after_step, finish, line_with, start_gated, wait_until
 from marks import slow
 
 from jaxopt_llm.checkpoint.native.step_directories import find_checkpoints
-
-STEPS = 24
-# Steps take milliseconds, evaluations ten times as long: most signals arrive in evaluations.
-RUN = ("--training.steps", STEPS, "--evaluation.every", 2, "--evaluation.batches", 20, "--checkpoint.every", 100)
-SAVES_EVERY_STEP = ("--checkpoint.every", 1, "--checkpoint.keep", 1)
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +35,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def logged(directory: Path) -> int:
-    log = directory / "metrics.jsonl"
-    return log.read_text().count("\n") if log.exists() else 0
-
-
 def writing(directory: Path) -> list[Path]:
     """Return the checkpoints that a process is writing, or was writing when it died."""
     return list((directory / "checkpoints").glob("*.writing*"))
-
-
-def assert_ended_as(whole: Path, directory: Path) -> None:
-    assert metrics(directory) == metrics(whole)
-    jax.tree.map(np.testing.assert_array_equal, checkpoint(directory, STEPS), checkpoint(whole, STEPS))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGHUP)])

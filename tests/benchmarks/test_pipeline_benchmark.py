@@ -1,5 +1,5 @@
 """benchmarks/pipeline.py: its rows, and their arithmetic. Of its figures tests/execution/test_schedules.py and
-tests/test_pipeline_bytes.py say the same at a smaller size."""
+tests/bytes/test_pipeline_bytes.py say the same at a smaller size."""
 
 import dataclasses
 

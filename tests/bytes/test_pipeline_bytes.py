@@ -3,8 +3,8 @@
 import jax
 import programs
 import pytest
+from compiled_steps import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 from marks import slow
-from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 
 from jaxopt_llm.compiler import instructions
 from jaxopt_llm.compiler.hlo import Collective

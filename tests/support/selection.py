@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 QUICK_SECONDS = 75  # after which --quick starts no more tests; the start and the last tests take time, too
 FAR = 99
 CONFTEST = ROOT / "tests/conftest.py"
@@ -23,7 +23,7 @@ MOST_OF_SLOW = 12  # a run takes at most one in 12 of the slow tests
 EXPENSIVE = ROOT / "tests/expensive.txt"
 EXPENSIVE_SECONDS = 2.0  # of a CPU
 # Each run has a minute of faults in a job of several processes, whatever it takes.
-NEVER_SLOW = {"tests/test_chaos.py::test_a_killed_process_and_a_damaged_checkpoint"}
+NEVER_SLOW = {"tests/runs/test_chaos.py::test_a_killed_process_and_a_damaged_checkpoint"}
 
 
 def read_expensive() -> set[str]:
@@ -133,7 +133,7 @@ def imported(path: Path) -> set[Path]:
     """
     names = _imported_names(path.read_text(), strings=ROOT / "tests" in path.parents)
     parts = [name.replace(".", "/") for name in names]
-    folders = (ROOT, ROOT / "tests", ROOT / "tests/mutants", ROOT / "benchmarks")
+    folders = (ROOT, ROOT / "tests/support", ROOT / "tests/mutants", ROOT / "benchmarks")
     candidates = (folder / f"{part}{end}" for part in parts for folder in folders for end in (".py", "/__init__.py"))
     return {candidate for candidate in candidates if candidate.is_file()}
 

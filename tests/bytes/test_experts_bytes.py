@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import pytest
+from compiled_steps import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 from marks import slow
 from test_attention_bytes import TRITON
-from test_bytes import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 
 from jaxopt_llm.compiler import hlo, instructions
 from jaxopt_llm.compiler.chips import CHIPS

@@ -203,7 +203,7 @@ KILLED = [
 def test_a_run_killed_at_random_moments_gives_the_same_bits(
     optimizer: str, names: list[str], kills: int, corpus: Path, tmp_path: Path
 ) -> None:
-    """tests/test_death.py also kills a run at its start and in the middle of a save."""
+    """tests/runs/test_death.py also kills a run at its start and in the middle of a save."""
     steps = 30 * kills
     run = (*data(corpus, *names), "--optimizer.name", optimizer, "--data.held-out", 0.2, "--training.steps", steps)
     finish(start_training(tmp_path / "whole", *run))

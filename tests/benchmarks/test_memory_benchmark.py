@@ -1,17 +1,11 @@
 """benchmarks/memory.py: its rows, its arithmetic, and the bars that it prints."""
 
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from jaxopt_llm.config import cli
-from jaxopt_llm.step.validation import validate
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import memory
+import pytest
 from memory import (
     BASE,
     BF16,
@@ -28,6 +22,9 @@ from memory import (
     Row,
     Table,
 )
+
+from jaxopt_llm.config import cli
+from jaxopt_llm.step.validation import validate
 
 RECIPE = Path(memory.__file__).parent / "recipes" / "tiny.py"
 MODEL = "--model.width 128 --model.mlp-width 512 --model.vocabulary-size 512 --training.sequence-length 64"

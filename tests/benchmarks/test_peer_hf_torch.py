@@ -2,12 +2,11 @@
 
 import dataclasses
 import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peer_hf_torch
 import pytest
 import toy
 
@@ -17,9 +16,6 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-import peer_hf_torch
 
 # A vocabulary without padding: the peer's softmax takes part in it.
 MODEL = dataclasses.replace(toy.CONFIG, pattern=("global",), layers=2, kv_heads=2, vocabulary_size=256)

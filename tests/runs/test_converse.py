@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import toy
 from chats import CHATML, LLAMA_2, LLAMA_3, write_tokenizer
-from commands import ENVIRONMENT, ROOT
-from test_bad_input import assert_one_line
+from commands import ENVIRONMENT, ROOT, assert_one_line
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 

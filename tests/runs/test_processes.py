@@ -15,11 +15,10 @@ import folders
 import jax
 import numpy as np
 import pytest
-from commands import ENVIRONMENT, ROOT, TINY, checkpoint, command, metrics, start_python, start_training, tiny
+from commands import ENVIRONMENT, ROOT, TINY, checkpoint, command, logged, metrics, start_python, start_training, tiny
 from gates import DEADLINE, Gate, after_step, finish, line_with, start_gated, wait_until
 from marks import slow
 from ports import free_address
-from test_death import logged
 
 from jaxopt_llm.config import DistributedConfig, ModelConfig
 from jaxopt_llm.distributed import process_group

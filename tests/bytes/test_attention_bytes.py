@@ -5,8 +5,8 @@ import math
 
 import programs
 import pytest
+from compiled_steps import HEADS, ROWS, SEQUENCE, Compiled, compiled
 from marks import slow
-from test_bytes import HEADS, ROWS, SEQUENCE, Compiled, compiled
 
 from jaxopt_llm.compiler import hlo, instructions
 from jaxopt_llm.config import MeshConfig

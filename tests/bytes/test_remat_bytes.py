@@ -8,7 +8,7 @@ import jax
 import programs
 import pytest
 import remat
-from test_bytes import FSDP, ROWS, SEQUENCE, VOCABULARY, WIDTH, Compiled, assert_read_from_the_last, compiled
+from compiled_steps import FSDP, ROWS, SEQUENCE, VOCABULARY, WIDTH, Compiled, assert_read_from_the_last, compiled
 
 from jaxopt_llm.config import MeshConfig, RematConfig, cli
 from jaxopt_llm.model import param

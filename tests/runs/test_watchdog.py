@@ -7,10 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import some_text, start_python
+from commands import logged, some_text, start_python
 from gates import Gate, finish, start_gated
 from ports import free_address
-from test_death import logged
 
 from jaxopt_llm.run.setup import check_directory_is_free
 

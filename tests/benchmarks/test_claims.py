@@ -7,16 +7,14 @@ import subprocess
 import sys
 from typing import Any
 
+import claim_verdicts as verdicts
+import claims
 import pytest
+from claim_verdicts import HOLDS, PARTLY, REFUTED, holds_under
 from commands import ROOT
 
 from jaxopt_llm.config import cli
 from jaxopt_llm.step.validation import validate
-
-sys.path.append(str(ROOT / "benchmarks"))
-import claim_verdicts as verdicts
-import claims
-from claim_verdicts import HOLDS, PARTLY, REFUTED, holds_under
 
 pytestmark = pytest.mark.core
 RESULT = ROOT / "benchmarks" / "results" / "claims.json"

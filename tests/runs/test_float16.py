@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from commands import checkpoint, command, metrics, train
-from test_bad_input import assert_one_line
+from commands import assert_one_line, checkpoint, command, metrics, train
 from test_loop import tiny
 
 from jaxopt_llm import train as training_command

@@ -5,7 +5,18 @@ from typing import Any
 
 import jax
 import pytest
-from test_bytes import DEVICES, FSDP, ROWS, SEQUENCE, VOCABULARY, WIDTH, Compiled, compiled, layer_parameters, per_layer
+from compiled_steps import (
+    DEVICES,
+    FSDP,
+    ROWS,
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    Compiled,
+    compiled,
+    layer_parameters,
+    per_layer,
+)
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig, OffloadConfig

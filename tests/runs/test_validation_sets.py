@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import toy
 from chats import conversation, write_chats, write_tokenizer
-from commands import command, metrics, train
-from test_bad_input import assert_one_line
+from commands import assert_one_line, command, metrics, train
 from test_loop import tiny
 
 from jaxopt_llm import train as train_command
