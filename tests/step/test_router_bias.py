@@ -53,7 +53,7 @@ MODEL = replace_fields(
     },
 )
 ROWS, LENGTH, STEPS = 16, 16, 3
-FLOAT32, BFLOAT16 = PrecisionConfig("float32", "float32"), PrecisionConfig("float32", "bfloat16", "bfloat16")
+FLOAT32, BFLOAT16 = PrecisionConfig("float32"), PrecisionConfig("bfloat16", "bfloat16")
 ADAMW = OptimizerConfig(learning_rate=1e-3)
 IN_BACKWARD = OptimizerConfig(in_backward=True, clip_norm=0, state_dtype="int8")
 
