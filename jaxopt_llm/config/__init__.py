@@ -7,7 +7,7 @@ A recipe imports the sections that it sets from here:
 
 from jaxopt_llm.config.checkpoint import CheckpointConfig
 from jaxopt_llm.config.data import DataConfig
-from jaxopt_llm.config.memory import Intermediate, OffloadConfig, RematConfig
+from jaxopt_llm.config.memory import OffloadConfig, RematConfig
 from jaxopt_llm.config.mla import MLAConfig
 from jaxopt_llm.config.model import Kind, ModelConfig
 from jaxopt_llm.config.moe import MoEConfig
