@@ -26,7 +26,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.buffers import Buffer, find_peak
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.topology import gpu_topology
-from jaxopt_llm.config import Config, Intermediate, RematConfig, cli, fields
+from jaxopt_llm.config import Config, RematConfig, cli, fields
 from jaxopt_llm.core import errors
 from jaxopt_llm.model import layers, param, self_attention
 from jaxopt_llm.model.decoder_specs import param_specs
@@ -37,7 +37,7 @@ from jaxopt_llm.step.program import make_program
 
 MIB = 2**20
 AUTODIFF = "autodiff alone, nothing recomputed"
-HALF: tuple[Intermediate, ...] = ("query", "mlp_gate", "mlp_up")  # at least half of the bytes that a Llama layer keeps
+HALF = ("query", "mlp_gate", "mlp_up")  # at least half of the bytes that a Llama layer keeps
 SETTINGS = (
     RematConfig("none"),
     RematConfig(("query", "key", "attention", "mlp_gate", "mlp_up")),  # the most that 5% of extra FLOPs save

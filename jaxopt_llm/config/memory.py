@@ -5,42 +5,24 @@ from typing import Literal
 
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, find_out_of_range, setting
 
-Intermediate = Literal[
-    "block_input",  # [B, S, D], the residual stream at the input of the block
-    "attention_input",  # [B, S, D], the norm of block_input, which the projections read
-    "query_latent",  # [B, S, model.mla.query_rank], the latent of the queries before its norm; absent if it is 0
-    "latent",  # [B, S, model.mla.kv_rank], the latent of keys and values before its norm; absent without MLA
-    "rotary_key",  # [B, S, model.mla.rotary_head_dim], the key that all heads share, before RoPE; only in MLA
-    "query",  # [B, S, H, K], as projected: before norms and RoPE
-    "key",  # [B, S, G, K], as projected; in MLA without rotary_key
-    "value",  # [B, S, G, V]
-    "attention",  # [B, S, H, V], the result of attention, and its log-sum-exp: see kernels/attention.py
-    "attention_output",  # [B, S, D], the projection of that result, which is added to the residual stream
-    "mlp_input",  # [B, S, D], the norm of that sum, which the MLP reads
-    "mlp_gate",  # [B, S, F], before the activation function; absent in an MLP without a gate
-    "mlp_up",  # [B, S, F], as projected
-    "mlp_output",  # [B, S, D], which is added to the residual stream; the backward reads it only for a norm after it
-]
-
-
 Policy = Literal["auto", "none", "full", "dots", "save_attention", "save_qkv"]
 
 
 @dataclass(frozen=True)
 class RematConfig:
-    policy: Policy | tuple[Intermediate, ...] = setting("auto", in_backward="full")
+    policy: Policy | tuple[str, ...] = setting("auto", in_backward="full")
     """Activations of each block that are kept for the backward pass in addition to the block's input; the others are
     recomputed (activation checkpointing). none: keep all except elementwise results; dots: keep all products with
     weights, but not attention; save_qkv: keep queries, keys, values and the result of attention; save_attention: keep
-    only the result of attention; full: keep nothing; or a list of names of `Intermediate` (config/memory.py). auto: the
-    policy that recomputes least of those with which the compiled step leaves 5% of the memory free; full with
-    remat.every, remat.offload or optimizer.in_backward. The start of the run resolves it in config.json, and a resumed
-    run keeps it on the same GPUs."""
+    only the result of attention; full: keep nothing; or a list of intermediates, whose names depend on the model
+    (docs/rematerialisation.md). auto: the policy that recomputes least of those with which the compiled step leaves 5%
+    of the memory free; full with remat.every, remat.offload or optimizer.in_backward. The start of the run resolves it
+    in config.json, and a resumed run keeps it on the same GPUs."""
     every: int = setting(1, in_backward=1, bounds=AT_LEAST_ONE)
     """Number of consecutive layers that the backward pass recomputes together from the input of the first one; the
     forward pass keeps nothing of the layers in between (Megatron-LM: recompute-method uniform). During this
     recomputation, remat.policy applies. 1 = remat.policy only."""
-    offload: tuple[Intermediate, ...] = setting((), in_backward=())
+    offload: tuple[str, ...] = setting((), in_backward=())
     """Activations that stay in pinned host memory between the forward and the backward pass, even if remat.policy does
     not keep them (activation offloading). Empty = none."""
 

@@ -207,4 +207,4 @@ class _Passes:
         return self.model.embed(non_layer, batch.tokens, self.model.make_context(batch, self.inside))
 
     def _make_runner(self, segment: LocalSegment, remat: RematConfig, batch: Batch) -> PeriodRunner:
-        return PeriodRunner(self.model, segment, self.model.make_context(batch, self.inside), remat)
+        return PeriodRunner(self.model, segment, self.model.make_context(batch, self.inside), remat, remat.enabled)

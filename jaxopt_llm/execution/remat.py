@@ -1,39 +1,52 @@
-"""Rematerialisation of blocks: the activations that each `remat.policy` keeps for the backward."""
+"""Rematerialisation of blocks: the intermediates that `remat.policy` keeps for the backward."""
 
 import functools
 from typing import Any
 
 import jax
 
-from jaxopt_llm.config import Intermediate, RematConfig
+from jaxopt_llm.config import RematConfig
+from jaxopt_llm.core.intermediate import Intermediate, Role
 
-QKV: tuple[Intermediate, ...] = ("query_latent", "latent", "rotary_key", "query", "key", "value")
-PROJECTIONS: tuple[Intermediate, ...] = (*QKV, "attention_output", "mlp_gate", "mlp_up", "mlp_output")
-# The intermediates that each policy keeps of a block in addition to its input. Under every policy, elementwise results
-# are computed again, and no gathered weight is kept, because it has none of these names.
-SAVED_BY_POLICY: dict[str, tuple[Intermediate, ...]] = {
-    "none": (*PROJECTIONS, "attention"),
-    "dots": PROJECTIONS,
-    "save_qkv": (*QKV, "attention"),
-    "save_attention": ("attention",),
-    "full": (),
-    "auto": (),  # until a policy is chosen (planning/settings_choice.py)
+# The roles whose intermediates each policy keeps of a block in addition to its input. Under every policy, elementwise
+# results are computed again, and no gathered weight is kept, because it is no intermediate.
+ROLES_BY_POLICY: dict[str, frozenset[Role]] = {
+    "none": frozenset({"projection", "attention", "product"}),
+    "dots": frozenset({"projection", "product"}),
+    "save_qkv": frozenset({"projection", "attention"}),
+    "save_attention": frozenset({"attention"}),
+    "full": frozenset(),
+    "auto": frozenset(),  # until a policy is chosen (planning/settings_choice.py)
 }
 
 checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)  # XLA merges no recomputation within a scan
 
 
-def saved_intermediates(remat: RematConfig) -> tuple[Intermediate, ...]:
-    """Return the names that `remat.policy` keeps."""
-    return SAVED_BY_POLICY[remat.policy] if isinstance(remat.policy, str) else remat.policy
+def keeps_inputs_only(remat: RematConfig) -> bool:
+    """Return whether `remat.policy` keeps nothing of a block but its input."""
+    return isinstance(remat.policy, str) and not ROLES_BY_POLICY[remat.policy]
+
+
+def is_kept(remat: RematConfig, intermediate: Intermediate) -> bool:
+    """Return whether `remat.policy` keeps an intermediate, on the device or, by `remat.offload`, on the host."""
+    if isinstance(remat.policy, str):
+        return intermediate.role in ROLES_BY_POLICY[remat.policy] or intermediate in remat.offload
+    return intermediate in remat.policy or intermediate in remat.offload
 
 
 def checkpoint_policy(remat: RematConfig) -> Any:
     """Return the policy as `jax.checkpoint` takes it."""
-    saved = saved_intermediates(remat)
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[name for name in saved if name not in remat.offload],
-        names_which_can_be_offloaded=list(remat.offload),
+    by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["saved"],
+        names_which_can_be_offloaded=["offloaded"],
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+    def policy(primitive: Any, *shapes: Any, **params: Any) -> Any:
+        name = params.get("name")
+        if isinstance(name, Intermediate) and is_kept(remat, name):
+            params["name"] = "offloaded" if name in remat.offload else "saved"
+        return by_name(primitive, *shapes, **params)
+
+    return policy

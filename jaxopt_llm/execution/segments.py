@@ -29,11 +29,11 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import layer_groups
 from jaxopt_llm.execution.by_layer import read_rows
 from jaxopt_llm.execution.layer_groups import PrecisionSpan, select_period
-from jaxopt_llm.execution.remat import SAVED_BY_POLICY, checkpoint, checkpoint_policy
+from jaxopt_llm.execution.remat import checkpoint, checkpoint_policy
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.intermediates import mark
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.linear.leaves import adapter_paths
 from jaxopt_llm.model.model import Model, Params, Segment
@@ -117,7 +117,7 @@ def _run_by_layer(
         cache: Any,
         context: Any,
     ) -> tuple[Carry, tree.Tree]:
-        runner = PeriodRunner(model, segment, context, remat, quantised=quantised)
+        runner = PeriodRunner(model, segment, context, remat, remat.enabled, quantised=quantised)
         x, cache, added = runner.run(weights, nothing, constants, carry[0], cache)
         return (x, carry[1] + added), cache
 
@@ -149,13 +149,12 @@ def _run_segment(
     """
     spans = _precision_spans(model, segment, context)
     selects_periods = len(spans) > 1 or segment.rows is not None
-    if not remat.enabled and (selects_periods or offload.any_on_host(weights)):
-        # JAX itself would keep a copy of each period that was selected, and keep on the device each period that came
-        # from the host.
-        remat = replace(remat, policy=SAVED_BY_POLICY["none"])
+    # Without `jax.checkpoint`, JAX would keep a copy of each period that was selected, and keep on the device each
+    # period that came from the host.
+    checkpoints = remat.enabled or selects_periods or offload.any_on_host(weights)
     rows = jnp.arange(segment.periods) if segment.rows is None else segment.rows
     others = (segment.per_layer, segment.occupied)
-    runner = functools.partial(PeriodRunner, model, segment, context, remat)
+    runner = functools.partial(PeriodRunner, model, segment, context, remat, checkpoints)
     stacked, by_period = (weights, rows) if selects_periods or remat.every > 1 else (None, weights)
     scan_body, scanned = runner(stacked, spans[0].quantised).scan_body, (by_period, perturbations, *others)
     if remat.every > 1:
@@ -199,6 +198,7 @@ def _precision_spans(model: Model, segment: LocalSegment, context: Context) -> l
 class PeriodRunner:
     """Runs one period of a segment.
 
+    checkpoints: whether the blocks keep what `remat` says, by `jax.checkpoint`; otherwise they keep what JAX does.
     stacked: the weights of the whole segment if each period's are selected by their row; otherwise None.
     quantised: for each block, whether its products are computed as `precision.matmul` says, or in the compute dtype;
         None: all are.
@@ -208,6 +208,7 @@ class PeriodRunner:
     segment: LocalSegment
     context: Context
     remat: RematConfig
+    checkpoints: bool
     stacked: Params | None = None
     quantised: tuple[bool, ...] | None = None
 
@@ -240,8 +241,8 @@ class PeriodRunner:
         auxiliary, written = self.model.zero_auxiliary(), {}
         for position in range(len(self.segment.kinds)):
             block = f"block_{position}"
-            run_block = self._make_block(position, per_layer)
-            if self.remat.enabled:
+            run_block = self.make_block(position, per_layer)
+            if self.checkpoints:
                 run_block = checkpoint(run_block, policy=checkpoint_policy(self.remat))
             block_weights = weights[block] if self.stacked is None else weights
             cache = caches[block] if caches else None
@@ -249,7 +250,7 @@ class PeriodRunner:
             auxiliary = auxiliary + added
         return x, written if caches else None, auxiliary
 
-    def _make_block(self, position: int, per_layer: Mapping[str, Any]) -> Callable[..., Any]:
+    def make_block(self, position: int, per_layer: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the function that runs the block at this position of the period."""
         block, context = f"block_{position}", self.context
         is_quantised = self.quantised is None or self.quantised[position]
@@ -260,14 +261,14 @@ class PeriodRunner:
         # made again and not kept. So is the name of the input: an input that got its name outside would be kept
         # whether or not the policy keeps the name.
         def run(x: Any, weights: Any, perturbations: Any, cache: Any) -> Any:
-            x = tag(x, "block_input")
+            x = mark(x, "block_input", "input", "batch", "residual_sequence", "embed")
             if self.stacked is not None:
                 weights = select_period(self.stacked[block], weights)
             # Only this reads the slice. From a slice with other readers, XLA would make a computation on the host.
             weights = offload.fetch_to_device(weights)
             placed = attach_shardings(
                 *(specs, weights, perturbations, context.placement),
-                keep_gathered=self.remat.enabled,
+                keep_gathered=self.checkpoints,
                 matmul=matmul,
                 in_compute_dtype=adapter_paths(specs),
             )

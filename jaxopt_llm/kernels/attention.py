@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxopt_llm.core.errors import refuse
+from jaxopt_llm.core.intermediate import Intermediate
 from jaxopt_llm.kernels import attention_cudnn, attention_pallas, attention_triton, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice, choose_fastest
 from jaxopt_llm.kernels.attention_types import (
@@ -31,8 +32,9 @@ from jaxopt_llm.kernels.attention_types import (
     make_document_ranges,
 )
 
-# Name of the output and the log-sum-exp for jax.checkpoint: a policy that saves it runs no forward again.
-CHECKPOINT_NAME = "attention"
+# Name of the output and of the log-sum-exp for jax.checkpoint: a policy that saves it runs no forward again.
+CHECKPOINT_NAME = Intermediate("attention", "attention", "batch", "sequence", "heads", "head_dim")
+LOG_SUM_NAME = Intermediate("attention", "attention", "batch", "heads", "sequence")
 SCOPE = "attention"  # the named scope of every implementation in compiled programs and profiles
 
 
@@ -287,13 +289,13 @@ def attend(
     key_ranges: KeyRanges,
 ) -> jax.Array:
     """Attend to the keys k [B, T, G, K] and the values v [B, T, G, V] in `key_ranges`; see `attention`."""
-    with jax.named_scope(SCOPE):
-        return implementation.forward(parameters, q, k, v, key_ranges)[0]
+    return _forward(implementation, parameters, q, k, v, key_ranges)[0]
 
 
 @jax.named_scope(SCOPE)
 def _forward(implementation: Implementation, parameters: AttentionParameters, *operands: Any) -> tuple[jax.Array, Any]:
-    out, log_sum = checkpoint_name(implementation.forward(parameters, *operands), CHECKPOINT_NAME)
+    out, log_sum = implementation.forward(parameters, *operands)
+    out, log_sum = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(log_sum, LOG_SUM_NAME)
     return out, (*operands, out, log_sum)
 
 

@@ -19,7 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
@@ -29,6 +29,7 @@ from jaxopt_llm.model.self_attention import (
     attend_to_cache,
     attend_to_sequence,
     constrain_heads,
+    keep_projection,
     write_cache,
 )
 from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
@@ -90,7 +91,7 @@ def latent_attention(
     def project_keys_and_values(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = latent_norm(latent)
         key, value = project_all(normed, params, {"key": "BSR,RHN->BSHN", "value": "BSR,RHV->BSHV"})
-        return tag(by_head(key, "heads"), "key"), tag(by_head(value, "heads"), "value")
+        return keep_projection(placement, key, "key", "heads"), keep_projection(placement, value, "value", "heads")
 
     query, latent, rotary_key = _project_in(params, x, placement, norm, query_latent_norm)
     plain_query, rotary_query = jnp.split(query, [query.shape[-1] - rotary_key.shape[-1]], axis=-1)
@@ -112,7 +113,7 @@ def latent_attention(
         mixed = attend_to_cache(q, k, k, context, options)[..., : latent.shape[-1]]
         out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
     out = reduce_scatter_sequence(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"), placement)
-    return tag(out, "attention_output"), cache
+    return mark(out, "attention_output", "product", "batch", "residual_sequence", "embed"), cache
 
 
 def _pin_layout(x: jax.Array, placement: Placement) -> jax.Array:
@@ -130,24 +131,27 @@ def _project_in(
     params: dict[str, Weight], x: jax.Array, placement: Placement, norm: Function, query_latent_norm: Function
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries [B, S, H, K], latents [B, S, R] and shared keys [B, S, P] of norm(x), all before rotation."""
-    by_head = functools.partial(constrain_heads, placement)
 
-    def whole(x: jax.Array) -> jax.Array:
-        return placement.constrain(x, "batch", "sequence", None)
+    def keep_whole(x: jax.Array, name: str) -> jax.Array:
+        return constrain(placement, x, name, "projection", "batch", "sequence", None)
 
     @recomputed
     def project_down(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = tag(all_gather_sequence(norm(x), placement), "attention_input")
+        x = mark(all_gather_sequence(norm(x), placement), "attention_input", "input", "batch", "sequence", "embed")
         query_product = {"query": "BSD,DHK->BSHK"} if "query" in params else {"query_down": "BSD,DQ->BSQ"}
         products = query_product | {"latent": "BSD,DR->BSR", "rotary_key": "BSD,DP->BSP"}
         query, latent, rotary_key = project_all(x, params, products)
-        query = tag(by_head(query, "heads"), "query") if "query" in params else tag(whole(query), "query_latent")
-        return query, tag(whole(latent), "latent"), tag(whole(rotary_key), "rotary_key")
+        if "query" in params:
+            query = keep_projection(placement, query, "query", "heads")
+        else:
+            query = keep_whole(query, "query_latent")
+        return query, keep_whole(latent, "latent"), keep_whole(rotary_key, "rotary_key")
 
     @recomputed
     def project_query_up(latent: jax.Array) -> jax.Array:
         normed = query_latent_norm(latent)
-        return tag(by_head(project("BSQ,QHK->BSHK", normed, params, "query_up"), "heads"), "query")
+        query = project("BSQ,QHK->BSHK", normed, params, "query_up")
+        return keep_projection(placement, query, "query", "heads")
 
     query, latent, rotary_key = project_down(x)
     return (query if "query" in params else project_query_up(query)), latent, rotary_key

@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxopt_llm.config import Intermediate
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.linear import outliers, projections, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
@@ -127,7 +126,7 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-INPUT_PROJECTIONS: dict[str, Intermediate] = {"gate": "mlp_gate", "up": "mlp_up"}
+INPUT_PROJECTIONS = ("gate", "up")
 # Functions of the input projections of norm(x), gate before up; `down` multiplies the result (Shazeer 2020,
 # arXiv:2002.05202).
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -151,10 +150,11 @@ def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Func
 
     @recomputed
     def project_in(x: jax.Array) -> list[jax.Array]:
-        x = tag(all_gather_sequence(norm(x), context.placement), "mlp_input")
+        x = all_gather_sequence(norm(x), context.placement)
+        x = mark(x, "mlp_input", "input", "batch", "sequence", "embed")
         products = {name: "BSD,DF->BSF" for name in INPUT_PROJECTIONS if name in params}
         return [
-            tag(context.placement.constrain(array, "batch", "sequence", "mlp"), INPUT_PROJECTIONS[name])
+            constrain(context.placement, array, f"mlp_{name}", "product", "batch", "sequence", "mlp")
             for name, array in zip(products, project_all(x, params, products), strict=True)
         ]
 
@@ -163,4 +163,4 @@ def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Func
         hidden = ACTIVATIONS[kind](*projected)
         return reduce_scatter_sequence(project("BSF,FD->BSD", hidden, params, "down"), context.placement)
 
-    return tag(project_out(*project_in(x)), "mlp_output")
+    return mark(project_out(*project_in(x)), "mlp_output", "product", "batch", "residual_sequence", "embed")

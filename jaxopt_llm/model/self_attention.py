@@ -19,7 +19,7 @@ from jaxopt_llm.kernels.attention_types import AttentionParameters
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
@@ -88,15 +88,16 @@ def self_attention(
         The output, and the cache with the keys and values of this call written at `context.cache_index`.
     """
     by_head = functools.partial(constrain_heads, context.placement)
+    keep = functools.partial(keep_projection, context.placement)
 
     @recomputed
     def project_in(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = tag(all_gather_sequence(norm(x), context.placement), "attention_input")
+        x = all_gather_sequence(norm(x), context.placement)
+        x = mark(x, "attention_input", "input", "batch", "sequence", "embed")
         q, k, v = project_all(x, params, {"query": "BSD,DHK->BSHK", "key": "BSD,DGK->BSGK", "value": "BSD,DGK->BSGK"})
-        return by_head(q, "heads"), by_head(k, "kv_heads"), by_head(v, "kv_heads")
+        return keep(q, "query", "heads"), keep(k, "key", "kv_heads"), keep(v, "value", "kv_heads")
 
     q, k, v = project_in(x)
-    q, k, v = tag(q, "query"), tag(k, "key"), tag(v, "value")
     q, k = query_norm(q), key_norm(k)
     if options.rotary is not None:
         q, k = (options.rotary(x, context.positions, context.lengths) for x in (q, k))
@@ -112,12 +113,17 @@ def self_attention(
     attend_to = attend_to_sequence if cache is None else attend_to_cache
     out = attend_to(q, k, v, context, options)
     out = reduce_scatter_sequence(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"), context.placement)
-    return tag(out, "attention_output"), cache
+    return mark(out, "attention_output", "product", "batch", "residual_sequence", "embed"), cache
 
 
 def constrain_heads(placement: Placement, x: jax.Array, heads: str) -> jax.Array:
     """Split [B, S, H, K] over devices by head. heads: logical axis of the heads."""
     return placement.constrain(x, "batch", "sequence", heads, "head_dim")
+
+
+def keep_projection(placement: Placement, x: jax.Array, name: str, heads: str) -> jax.Array:
+    """Split a projection [B, S, H, K] over devices by head, and mark it. heads: logical axis of the heads."""
+    return constrain(placement, x, name, "projection", "batch", "sequence", heads, "head_dim")
 
 
 def attend_to_sequence(

@@ -1,6 +1,6 @@
 """Tables of the logical axes that layers name: the mesh axes that divide each, for parameters and for activations."""
 
-from jaxopt_llm.config import BATCH_AXES
+from jaxopt_llm.config import AXES, BATCH_AXES
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("virtual", "layers", "positions", "embed", "latent", "head_dim"), ()),
@@ -19,11 +19,16 @@ ACTIVATION_AXES: dict[str, tuple[str, ...]] = {
     "sequence": ("context",),
     "residual_sequence": ("context",),  # the sequence of the residual stream and its norms
     "sent_sequence": ("context", "tensor"),  # the same, on its way from one pipeline stage to another
-    **dict.fromkeys(("embed", "query_latent", "latent", "head_dim", "rotary_dim", "key_dim", "value_dim"), ()),
+    **dict.fromkeys(("embed", "head_dim"), ()),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocabulary": ("tensor",),
+    # Rows of experts, [devices, rows, ...]: each device has an array of its own, whose rows no table can count
+    # (model/moe/exchange.py), and in which its part of the experts' matrices makes its part of the hidden dimension.
+    "devices": AXES,
+    "expert_rows": (),
+    "expert_mlp": ("tensor",),
 }
 SEQUENCE_PARALLEL_AXES = {"residual_sequence": ("context", "tensor")}  # replaces entries if sharding.sequence_parallel
 # Logical axes that are replicated, by intent, where they are smaller than the number of devices that would split them:

@@ -125,9 +125,16 @@ class Placement:
     def activation(self, *axes: str | None) -> NamedSharding:
         """Return the sharding of an activation, given one logical axis for each of its dimensions."""
         unused = {axis for axis in AXES if self.size(axis) == 1 or axis in self.grouped}
-        table = ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sharding.sequence_parallel else ACTIVATION_AXES
-        dims = (table[axis] if axis else () for axis in axes)
+        dims = (self._activation_table[axis] if axis else () for axis in axes)
         return self.named_sharding(tuple(tuple(axis for axis in dim if axis not in unused) for dim in dims))
+
+    def count_parts(self, axis: str | None, size: int) -> int:
+        """Return the number of devices that divide a dimension of an activation."""
+        return 1 if axis is None or self.replicates(axis, size) else self.size(*self._activation_table[axis])
+
+    @property
+    def _activation_table(self) -> dict[str, tuple[str, ...]]:
+        return ACTIVATION_AXES | SEQUENCE_PARALLEL_AXES if self.sharding.sequence_parallel else ACTIVATION_AXES
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin the sharding of an activation, given one logical axis for each of its dimensions."""

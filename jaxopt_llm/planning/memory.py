@@ -94,12 +94,12 @@ class KnownShapes:
     @classmethod
     def from_program(cls, program: Program, config: Config, placement: Placement) -> "KnownShapes":
         """Collect the shapes of the program of a configuration on a placement."""
-        activations = Activations(config.model, config.training, placement)
+        activations = Activations(config, placement)
         saved: dict[Shape, dict[str, None]] = {}
         for section, blocks in program.model.specs.items():
             numbers = param.layer_indices(blocks)
             if section != "non_layer" and numbers is not None:
-                for name, shape in activations.list_saved(config.remat):
+                for name, shape in activations.list_saved():
                     saved.setdefault(_sorted((numbers.shape[-1], *shape)), {})[name] = None
         if waiting_inputs := Passes.from_config(config).waiting_inputs:  # 0 without a pipeline
             saved[_sorted((waiting_inputs, *activations.stage_input_shape))] = {"chunk inputs": None}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from jaxopt_llm.config import Config, Intermediate, RematConfig, fields
+from jaxopt_llm.config import Config, RematConfig, fields
 from jaxopt_llm.config.memory import Policy
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.training import MIN_LOSS_CHUNK
@@ -18,7 +18,7 @@ from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
-from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed, list_saved
+from jaxopt_llm.planning.search.block_cost import BlockCost, keep_existing
 from jaxopt_llm.planning.search.exchange_choice import resolve_exchange
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -33,7 +33,7 @@ MAX_REFUSED = 4  # compiled candidates that do not fit; then only those that sav
 # less.
 UNROLLED_RUN_SECONDS = 600.0
 # Policies to choose from. Which of them compute least again depends on the model.
-POLICIES: tuple[Policy | tuple[Intermediate, ...], ...] = (
+POLICIES: tuple[Policy | tuple[str, ...], ...] = (
     "none",
     ("query", "key", "attention", "mlp_gate", "mlp_up"),
     ("attention", "mlp_gate", "mlp_up"),
@@ -218,16 +218,13 @@ def _list_policies(config: Config) -> Iterable[Any]:
 def _order_policies(config: Config) -> list[Any]:
     """Return the policies that differ for this model, those that compute least again first."""
     block = BlockCost.from_config(config)
+    policies = [keep_existing(RematConfig(policy), config).policy for policy in POLICIES]
 
     def count_recomputed(policy: Any) -> tuple[bool, float]:
-        recomputed = list_recomputed(RematConfig(policy), config.model)
-        return "attention" in recomputed, sum(block.weights.get(name, 0.0) for name in recomputed)
+        remat = RematConfig(policy)
+        return block.recomputes_attention(remat), block.count_recomputed(remat)
 
-    def find_saved(policy: Any) -> frozenset[str]:
-        saved = list_saved(RematConfig(policy), config.model)
-        return frozenset(name for name in saved if block.elements[name])
-
-    different = {find_saved(policy): policy for policy in reversed(POLICIES)}
+    different = {block.list_saved(RematConfig(policy)): policy for policy in reversed(policies)}
     return sorted(reversed(different.values()), key=count_recomputed)
 
 

@@ -1,10 +1,14 @@
 """Validation of a configuration, including the rules that need the model, the mesh or JAX."""
 
-from jaxopt_llm.config import Config
+import functools
+from typing import get_args
+
+from jaxopt_llm.config import Config, ModelConfig
 from jaxopt_llm.config.fields import METADATA, WITH_IN_BACKWARD, get_field, normalize_names, wrong_types
+from jaxopt_llm.config.memory import Policy
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.execution import stage_layout
+from jaxopt_llm.execution import stage_layout, trace
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import list_segments, param_specs
 from jaxopt_llm.model.linear import quantised
@@ -24,6 +28,7 @@ def validate(config: Config) -> None:
                 stage_layout.split_problems(list_segments(config.model), config.mesh.pipeline, config.pipeline)
                 or _remat_group_problems(config)
             ),
+            *_remat_name_problems(config),
             *_in_backward_problems(config),
             *_quantisation_problems(config),
         ]
@@ -70,6 +75,28 @@ def _remat_group_problems(config: Config) -> list[str]:
         for segment, repeats in zip(segments, slots, strict=True)
         if repeats % config.remat.group_size(len(segment.kinds), repeats)
     ]
+
+
+def _remat_name_problems(config: Config) -> list[str]:
+    """Check the names of intermediates against those that the model has."""
+    remat = config.remat
+    given = {"remat.policy": () if isinstance(remat.policy, str) else remat.policy, "remat.offload": remat.offload}
+    if not any(given.values()):
+        return []
+    known = _list_intermediates(config.model)
+    policies = {"remat.policy": f"one of {', '.join(get_args(Policy))}, or to ", "remat.offload": ""}
+    return [
+        f"{setting}: {name} is no intermediate of this model: set --{setting} to {policies[setting]}some of "
+        + ", ".join(known)
+        for setting, names in given.items()
+        for name in names
+        if name not in known
+    ]
+
+
+@functools.cache
+def _list_intermediates(model: ModelConfig) -> list[str]:
+    return [*trace.list_intermediates(Decoder(model))]
 
 
 def _quantisation_problems(config: Config) -> list[str]:

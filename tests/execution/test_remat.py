@@ -1,8 +1,9 @@
 """Activations that each remat policy keeps and products that it repeats, read off small compiled programs."""
 
 import functools
+import math
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,15 @@ import pytest
 import toy
 
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.config import Intermediate, ModelConfig, RematConfig
+from jaxopt_llm.config import ModelConfig, RematConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import pipeline, scan
-from jaxopt_llm.execution.remat import SAVED_BY_POLICY
+from jaxopt_llm.execution.remat import is_kept
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
+from jaxopt_llm.execution.trace import TOKENS as TOKENS_OF_TRACE
+from jaxopt_llm.execution.trace import list_intermediates, trace_blocks
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.intermediates import INTERMEDIATE_AXES
-from jaxopt_llm.parallel.gathering import make_perturbations
-from jaxopt_llm.planning.search.block_cost import list_existing
 
 WIDTH, LAYERS = 64, 128  # so many that everything outside the layers is small in comparison
 LENGTH = WIDTH  # so that each product of attention costs as much as [B, S, D] × [D, D], like the query's
@@ -102,28 +102,33 @@ def test_a_policy_keeps_and_recomputes_latents(remat: RematConfig, kept: float, 
     assert toy.distance(found.gradients, none.gradients) < 1e-6
 
 
-@pytest.mark.parametrize("config", [MODEL, LATENT, replace(MODEL, mlp="gelu")], ids=["plain", "latent", "no gate"])
-def test_blocks_tag_the_intermediates_of_the_model(config: ModelConfig) -> None:
-    """A switch with an intermediate of its own needs a model here, and is off in the others."""
-    batch, placement = jax.tree.map(jnp.asarray, ROWS), toy.placement()
-
-    def trace(model: Decoder) -> str:
-        def loss(params: Any, perturbations: Any) -> jax.Array:
-            return scan.microbatch_loss(
-                model, params, batch, jnp.float32(1), placement, RematConfig("none"), perturbations
-            )[0]
-
-        perturbations = make_perturbations(model.specs, placement)
-        return str(jax.make_jaxpr(jax.grad(loss, argnums=1))(toy.params(model.specs), perturbations))
-
-    text = trace(Decoder(config))
-    assert [name for name in get_args(Intermediate) if f"name={name}]" in text] == list_existing(config)
+def predict(remat: RematConfig, model: ModelConfig) -> tuple[float, float]:
+    """Return what the trace of a layer says: activations that it keeps, and products that it computes again."""
+    ((trace, _),) = trace_blocks(Decoder(model), Decoder(model).specs, "float32")
+    backward = trace.follow_backward(lambda name: is_kept(remat, name))
+    kept = sum(math.prod(mark.shape) for mark in backward.saved) / TOKENS_OF_TRACE / WIDTH
+    multiplied = sum(trace.products[index].multiplied for index in backward.products) / WIDTH**2
+    return kept, multiplied + 2 * any(mark.name.role == "attention" for mark in backward.recomputed)
 
 
-def test_policies_know_every_intermediate() -> None:
-    """Policy `none` keeps all of them except the inputs, which the backward can compute from their residuals."""
-    inputs = {"block_input", "attention_input", "mlp_input"}
-    assert {*SAVED_BY_POLICY["none"], *inputs} == {*get_args(Intermediate)} == INTERMEDIATE_AXES.keys()
+@pytest.mark.parametrize("model", [MODEL, LATENT], ids=["plain", "latent"])
+@pytest.mark.parametrize(
+    "policy", ["dots", "save_qkv", "save_attention", "full", ("mlp_up", "attention_output"), ("latent", "key")], ids=str
+)
+def test_the_trace_predicts_what_is_kept_and_computed_again(policy: Any, model: ModelConfig) -> None:
+    remat, none = RematConfig(policy), RematConfig("none")
+    kept, again = predict(remat, model)
+    assert compute(remat, model).products - compute(none, model).products == pytest.approx(again, abs=1e-6)
+    assert kept <= compute(remat, model).activations <= kept + 0.6
+
+
+def test_blocks_name_the_intermediates_of_the_model() -> None:
+    plain = ["block_input", "attention_input", "query", "key", "value", "attention", "attention_output"]
+    assert list_intermediates(Decoder(MODEL)) == [*plain, "mlp_input", "mlp_gate", "mlp_up", "mlp_output"]
+    assert "mlp_gate" not in list_intermediates(Decoder(replace(MODEL, mlp="gelu")))
+    latents = {"query_latent", "latent", "rotary_key"}
+    assert {*list_intermediates(Decoder(LATENT))} - {*plain} >= latents
+    assert {"router_logits", "expert_rows"} <= {*list_intermediates(Decoder(replace_fields(MODEL, {"moe.experts": 4})))}
 
 
 @pytest.mark.slow

@@ -118,18 +118,20 @@ def test_known_shapes_of_layers_with_experts() -> None:
 
     rows = 8 * 16 * 2  # all tokens, each with two choices that can be this device's experts
     assert name(rows, 20 // 2) == "mlp_gate, mlp_up of all layers"
-    assert name(rows, model.width) == "expert rows of all layers"
+    assert name(rows, model.width) == "expert_rows of all layers"
     assert name(2, 16, 12 // 2) == "mlp_gate, mlp_up of all layers"
-    assert "expert rows" not in str(Activations(model, training, placement).list_saved(RematConfig("dots")))
+    kept = replace(config, remat=RematConfig("dots"))
+    assert "expert_rows" not in dict(Activations(kept, placement).list_saved())
 
 
 def test_saved_latents() -> None:
     """Check that latents are whole on the devices along `tensor`, which divides heads."""
     switches = {"kv_heads": 4, "head_dim": 10, "mla.kv_rank": 8, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
     training, placement = TrainingConfig(batch_size=2, sequence_length=16), toy.placement(tensor=2)
+    remat = RematConfig("save_qkv")
     latents = replace_fields(toy.UNIFORM, switches)
     with_queries, without_queries, ordinary = (
-        dict(Activations(model, training, placement).list_saved(RematConfig("save_qkv")))
+        dict(reversed(Activations(Config(model=model, training=training, remat=remat), placement).list_saved()))
         for model in (replace_fields(latents, {"mla.query_rank": 6}), latents, toy.UNIFORM)
     )
     assert {name: shape[2:] for name, shape in with_queries.items()} == {

@@ -224,8 +224,8 @@ def test_policies_that_are_the_same_for_a_model_are_compiled_once() -> None:
     assert found == [
         "none",
         ("query", "key", "value", "attention", "mlp_up"),
-        ("query", "key", "attention", "mlp_gate", "mlp_up"),
-        ("attention", "mlp_gate", "mlp_up"),
+        ("query", "key", "attention", "mlp_up"),
+        ("attention", "mlp_up"),
         "save_qkv",
         "save_attention",
         *("full", "full"),

@@ -29,9 +29,9 @@ CASES = {
     "not a policy, and the policies in order": (
         ["--remat.policy", "all"],
         [
-            "--remat.policy all: must be one of 'auto', 'none', 'full', 'dots', 'save_attention', 'save_qkv', or "
-            "values, each one of 'block_input', 'attention_input', 'query_latent', 'latent', 'rotary_key', 'query', "
-            "'key', 'value'"
+            "remat.policy: all is no intermediate of this model: set --remat.policy to one of auto, none, full, dots, "
+            "save_attention, save_qkv, or to some of block_input, attention_input, query, key, value, attention, "
+            "attention_output, mlp_input, mlp_gate, mlp_up, mlp_output"
         ],
     ),
     "not a choice": (["--sharding.zero-stage", "5"], ["zero-stage", "5"]),

@@ -15,7 +15,7 @@ from jaxopt_llm.core.metric import Max
 from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
 from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import tag
+from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import ACTIVATIONS, INPUT_PROJECTIONS, Function, mlp, mlp_specs, recomputed
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
@@ -66,12 +66,12 @@ def moe_layer(
 
     @recomputed
     def compute_logits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = tag(norm(x), "mlp_input")
+        x = mark(norm(x), "mlp_input", "input", "batch", "residual_sequence", "embed")
         table = weights.materialise(params["router"], jnp.dtype(jnp.float32))
         logits = jnp.einsum("BSD,DE->BSE", x.astype(jnp.float32), table, precision=HIGHEST)
         # Constrained first in the sharding of x: otherwise XLA would gather x.
         logits = placement.constrain(logits, "batch", "residual_sequence", None)
-        return x, placement.constrain(logits, "batch", "sequence", None)
+        return x, constrain(placement, logits, "router_logits", "routing", "batch", "sequence", None)
 
     def apply_experts(
         matrices: dict[str, Weight], x: jax.Array, choice_weights: jax.Array, plan: DispatchPlan
@@ -83,7 +83,8 @@ def moe_layer(
         @recomputed
         def project_in(rows: jax.Array) -> list[jax.Array]:
             hidden = {name: project(rows, name) for name in INPUT_PROJECTIONS if name in matrices}
-            return [tag(array, INPUT_PROJECTIONS[name]) for name, array in hidden.items()]
+            axes = ("devices", "expert_rows", "expert_mlp")
+            return [mark(array, f"mlp_{name}", "product", *axes) for name, array in hidden.items()]
 
         @recomputed
         def project_out(row_weights: jax.Array, *projected: jax.Array) -> jax.Array:
@@ -92,6 +93,7 @@ def moe_layer(
             return project((hidden * row_weights).astype(hidden.dtype), "down")
 
         rows, row_weights = dispatch(placement, x, plan), dispatch_weights(placement, choice_weights, plan)
+        rows = mark(rows, "expert_rows", "routing", "devices", "expert_rows", "embed")
         return combine(placement, project_out(row_weights, *project_in(rows)), plan)
 
     normed, logits = compute_logits(x)
@@ -107,7 +109,8 @@ def moe_layer(
     if config.moe.shared_expert_width:
         shared = {name.removeprefix("shared_"): param for name, param in params.items() if name.startswith("shared_")}
         y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
-    return tag(y, "mlp_output"), _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
+    y = mark(y, "mlp_output", "product", "batch", "residual_sequence", "embed")
+    return y, _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
 
 
 def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:

@@ -1,126 +1,215 @@
-"""One block in the arithmetic of memory and time: sizes per token on one device. If layers differ, their mean.
+"""One block in the arithmetic of memory and time: its trace (execution/trace.py), divided over the devices.
 
-Letters: D width, H heads, G key-value heads, K head size, V size of a value head, F MLP width.
+All sizes are those of one token on one device, in numbers of the compute dtype. If layers differ, they are the mean.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from jaxopt_llm.config import Config, Intermediate, ModelConfig, RematConfig
-from jaxopt_llm.execution.remat import SAVED_BY_POLICY, saved_intermediates
+from jaxopt_llm.config import Config, LoraConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig, ShardingConfig
+from jaxopt_llm.execution import remat as policies
+from jaxopt_llm.execution.trace import Backward, BlockTrace, Mark, Product, trace_blocks
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.mesh import make_abstract_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.moe_cost import MoECost
-
-# Intermediates that remat can name, and those that only a mixture of experts has: the router's logits, and the rows
-# that experts read.
-Result = Intermediate | Literal["router", "expert_rows"]
-MOE_RESULTS: frozenset[Result] = frozenset({"router", "expert_rows"})
+from jaxopt_llm.step.lora import adapt_model
 
 
-@dataclass(frozen=True)
-class BlockCost:
-    """Sizes of a block on one device.
+@dataclass(frozen=True, eq=False)
+class LayerCost:
+    """One kind of layer on one device.
 
-    elements: elements of each intermediate, per token.
-    weights: weights on this device that a token is multiplied with to make the intermediate.
-    expert_weights: the part of them that are experts' matrices, in grouped matmuls.
-    residual: elements of the residual stream per token; sequence parallelism divides them.
-    dense: share of the layers that have an MLP for all tokens, next to experts or without any.
+    share: share of the layers that are of this kind.
+    elements: numbers of each mark of the trace.
+    multiplied: numbers that each product multiplies a token with.
     """
 
-    elements: dict[Result, float]
-    weights: dict[Result, float]
-    expert_weights: dict[Result, float]
-    residual: float
-    dense: float
+    trace: BlockTrace
+    share: float
+    placement: Placement
+    elements: tuple[float, ...]
+    multiplied: tuple[float, ...]
 
-    @classmethod
-    def from_config(cls, config: Config) -> "BlockCost":
-        model, tensor, moe = config.model, config.mesh.tensor, MoECost.from_config(config)
-        width, heads = model.width, model.heads / tensor
-        # Key-value heads that are fewer than the devices are stored and computed whole on each device.
-        kv_heads = model.kv_heads / (tensor if model.kv_heads >= tensor else 1)
-        queries, mixed = heads * model.head_dim, heads * model.value_dim
-        keys, values = kv_heads * model.key_dim, kv_heads * model.value_dim
-        latent, query_latent = model.mla.kv_rank, model.mla.kv_rank and model.mla.query_rank
-        shared = model.mla.rotary_head_dim if latent else 0  # whole on each device, as latents are
-        residual = width / tensor if config.sharding.sequence_parallel else width
-        gated = model.has_gate
-        # Means over all layers. A mixture needs room for the most rows that can arrive, but multiplies only those that
-        # do arrive with an even load.
-        inner, rows = model.moe.expert_width / tensor, moe.share * moe.rows
-        chosen = moe.share * model.moe.experts_per_token
-        dense = 1 - moe.share * (model.moe.shared_expert_width == 0)
-        mlp = (moe.share * model.moe.shared_expert_width + (1 - moe.share) * model.mlp_width) / tensor  # of all tokens
-        hidden, of_experts = mlp + rows * inner, width * chosen * inner
-        multiplied = width * mlp + of_experts
-        return cls(
-            elements={
-                "block_input": residual,
-                "attention_input": width,
-                "query_latent": query_latent,
-                "latent": latent,
-                "rotary_key": shared,
-                "query": queries,
-                "key": keys,
-                "value": values,
-                "attention": mixed,
-                "attention_output": residual,
-                "mlp_input": dense * width + (1 - dense) * residual,
-                "mlp_gate": hidden * gated,
-                "mlp_up": hidden,
-                "mlp_output": residual,
-                "router": 0.0,
-                "expert_rows": rows * width,
-            },
-            weights={
-                "query_latent": width * query_latent,
-                "latent": width * latent,
-                "rotary_key": width * shared,
-                "query": (query_latent or width) * queries,
-                "key": (latent or width) * keys,
-                "value": (latent or width) * values,
-                "attention_output": mixed * width,
-                "mlp_gate": multiplied * gated,
-                "mlp_up": multiplied,
-                "mlp_output": multiplied,
-                "router": moe.share * width * model.moe.experts,
-            },
-            expert_weights={
-                "mlp_gate": of_experts * gated,
-                "mlp_up": of_experts,
-                "mlp_output": of_experts,
-            },
-            residual=residual,
-            dense=dense,
+    def follow_backward(self, remat: RematConfig) -> Backward:
+        return follow_backward(self.trace, remat)
+
+    def count(self, marks: tuple[Mark, ...]) -> float:
+        """Return the numbers of these marks together."""
+        return sum(size for mark, size in zip(self.trace.marks, self.elements, strict=True) if mark in marks)
+
+    @functools.cached_property
+    def summed(self) -> tuple[int, ...]:
+        """Products that contract a dimension which `tensor` divides: their results are summed over it.
+
+        What adapters add on the way is small, and left out.
+        """
+        return tuple(
+            index
+            for index, product in enumerate(self.trace.products)
+            if product.is_whole and self._is_divided(product, contracted=True)
+        )
+
+    @functools.cached_property
+    def shared(self) -> Mapping[Mark, Sequence[int]]:
+        """Intermediates that `tensor` does not divide, and the products that read them with weights that it divides.
+
+        Their gradients are summed over `tensor`.
+        """
+        found: dict[Mark, list[int]] = {}
+        for index, product in enumerate(self.trace.products):
+            if product.reads and self._is_divided(product, contracted=False):
+                found.setdefault(product.reads, []).append(index)
+        return found
+
+    def _is_divided(self, product: Product, contracted: bool) -> bool:
+        return any(
+            "tensor" in axes and (dim in spec.contracting) is contracted
+            for spec in product.weights.values()
+            if spec.contracting  # not the scales of codes
+            for dim, axes in enumerate(self.placement.dims(spec))
         )
 
 
-def list_saved(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
-    """Return the results of a block that are saved on the device for its backward, including the block's input."""
-    names = {"block_input", *saved_intermediates(remat)} - set(remat.offload)
-    # Only a norm after the MLP reads the MLP's output again. No policy can name the results of a mixture.
-    unread = set() if _reads_mlp_output(model) else {"mlp_output"}
-    return frozenset((names - unread) | (set() if remat.enabled else MOE_RESULTS))
+@dataclass(frozen=True, eq=False)
+class BlockCost:
+    """The mean block on one device.
+
+    residual: numbers of the residual stream; sequence parallelism divides them.
+    """
+
+    layers: tuple[LayerCost, ...]
+    residual: float
+
+    @classmethod
+    def from_config(cls, config: Config) -> "BlockCost":
+        moe, sharding = MoECost.from_config(config), config.sharding
+        return _divide_blocks(
+            *(config.model, config.lora, config.training.trainable, config.precision),
+            *(config.mesh.tensor, sharding.sequence_parallel, moe.rows),
+        )
+
+    def average(self, count: Callable[[LayerCost], float]) -> float:
+        """Return the mean over all layers of a number of each."""
+        return sum(layer.share * count(layer) for layer in self.layers)
+
+    def count_elements(self, *names: str) -> float:
+        """Return the numbers of these intermediates."""
+        return self.average(lambda layer: layer.count(tuple(mark for mark in layer.trace.marks if mark.name in names)))
+
+    def count_saved(self, remat: RematConfig) -> float:
+        """Return the numbers that are saved on the device for the backward, those of the block's input included."""
+        return self.average(lambda layer: layer.count(_list_on_device(layer, remat)))
+
+    def count_offloaded(self, remat: RematConfig) -> float:
+        """Return the numbers that wait for the backward on the host."""
+        return self.average(lambda layer: layer.count(layer.follow_backward(remat).saved)) - self.count_saved(remat)
+
+    def count_multiplied(self, of: Callable[[LayerCost, int], bool] = lambda layer, product: True) -> float:
+        """Return the numbers that these products multiply a token with."""
+        return self.average(
+            lambda layer: sum(number for index, number in enumerate(layer.multiplied) if of(layer, index))
+        )
+
+    def count_recomputed(self, remat: RematConfig) -> float:
+        """Return the numbers that the products which a backward computes again multiply a token with."""
+        return self.count_multiplied(lambda layer, index: index in layer.follow_backward(remat).products)
+
+    def recomputes_attention(self, remat: RematConfig) -> bool:
+        """Return whether a backward computes the scores again."""
+        marks = (mark for layer in self.layers for mark in layer.follow_backward(remat).recomputed)
+        return any(mark.name.role == "attention" for mark in marks)
+
+    def list_saved(self, remat: RematConfig) -> frozenset[str]:
+        """Return the names of what is saved on the device."""
+        return frozenset(mark.name for layer in self.layers for mark in _list_on_device(layer, remat))
 
 
-def list_recomputed(remat: RematConfig, model: ModelConfig) -> frozenset[Result]:
-    """Return the results of matmuls and of attention that the backward computes again."""
-    read: set[Result] = {*SAVED_BY_POLICY["none"]}
-    read |= MOE_RESULTS if model.moe.experts else set()
-    if not _reads_mlp_output(model):
-        read.remove("mlp_output")
-    return frozenset(read - list_saved(remat, model) - set(remat.offload))
+def _list_on_device(layer: LayerCost, remat: RematConfig) -> tuple[Mark, ...]:
+    return tuple(mark for mark in layer.follow_backward(remat).saved if mark.name not in remat.offload)
 
 
-def list_existing(model: ModelConfig) -> list[Intermediate]:
-    """Return the intermediates that the blocks of a model have."""
-    absent: set[Intermediate] = set() if model.has_gate else {"mlp_gate"}
-    if not model.mla.kv_rank:
-        absent |= {"query_latent", "latent", "rotary_key"}
-    elif not model.mla.query_rank:
-        absent.add("query_latent")
-    return [name for name in get_args(Intermediate) if name not in absent]
+def keep_existing(remat: RematConfig, config: Config) -> RematConfig:
+    """Return the settings without names that the model does not have."""
+    names = {mark.name for trace, _ in trace_layers(config) for mark in trace.marks}
+    policy, offload = remat.policy, tuple(name for name in remat.offload if name in names)
+    if not isinstance(policy, str):
+        policy = tuple(name for name in policy if name in names) or "full"
+    return replace(remat, policy=policy, offload=offload)
 
 
-def _reads_mlp_output(model: ModelConfig) -> bool:
-    return model.norm_placement in ("post", "both")
+def trace_layers(config: Config) -> list[tuple[BlockTrace, int]]:
+    """Return the trace of each kind of layer, with the number of these layers."""
+    return _trace_blocks(config.model, config.lora, config.training.trainable, config.precision)
+
+
+@functools.cache
+def follow_backward(trace: BlockTrace, remat: RematConfig) -> Backward:
+    """Return what the backward of a layer reads and computes again under a policy."""
+    # Without `jax.checkpoint`, JAX also keeps what routing reads.
+    return trace.follow_backward(
+        lambda name: policies.is_kept(remat, name) or (name.role == "routing" and not remat.enabled)
+    )
+
+
+@functools.cache
+def _divide_blocks(
+    model: ModelConfig,
+    lora: LoraConfig,
+    trainable: tuple[str, ...],
+    precision: PrecisionConfig,
+    tensor: int,
+    sequence_parallel: bool,
+    rows: float,
+) -> BlockCost:
+    """Return the blocks of a model on the devices along `tensor`, with this number of expert rows per token."""
+    sharding = ShardingConfig(sequence_parallel=sequence_parallel)
+    placement = Placement(make_abstract_mesh(MeshConfig(tensor=tensor)), sharding, precision)
+    traces = _trace_blocks(model, lora, trainable, precision)
+    layers = tuple(
+        LayerCost(
+            trace,
+            count / model.layers,
+            placement,
+            tuple(_count_elements(mark, placement, rows) for mark in trace.marks),
+            tuple(product.multiplied * _find_share(product, placement) for product in trace.products),
+        )
+        for trace, count in traces
+    )
+    return BlockCost(layers, model.width / placement.count_parts("residual_sequence", 0))
+
+
+@functools.cache
+def _trace_blocks(
+    model: ModelConfig, lora: LoraConfig, trainable: tuple[str, ...], precision: PrecisionConfig
+) -> list[tuple[BlockTrace, int]]:
+    adapted, trained, _ = adapt_model(Decoder(model), lora, precision, trainable)
+    return trace_blocks(adapted, trained, precision.compute_dtype)
+
+
+def _count_elements(mark: Mark, placement: Placement, rows: float) -> float:
+    """Return the numbers of an intermediate per token, in the compute dtype. rows: of experts, per token."""
+
+    def count(axis: str | None, size: int) -> float:
+        if axis in ("batch", "sequence", "devices"):
+            return 1.0
+        if axis == "residual_sequence":
+            return placement.count_parts("sequence", size) / placement.count_parts(axis, size)
+        return rows if axis == "expert_rows" else size / placement.count_parts(axis, size)
+
+    size = math.prod(count(axis, size) for axis, size in zip(mark.name.axes, mark.shape, strict=True))
+    return size * mark.dtype.itemsize / BYTES[placement.precision.compute_dtype]
+
+
+def _find_share(product: Product, placement: Placement) -> float:
+    """Return the share of the weights of a product that a device multiplies with."""
+
+    def count_parts(spec: ParamSpec) -> int:
+        return placement.size(*(axis for axes in placement.dims(spec) for axis in axes))
+
+    sizes = {path: math.prod(spec.shape) for path, spec in product.weights.items()}
+    return sum(sizes[path] / count_parts(spec) for path, spec in product.weights.items()) / sum(sizes.values())

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import Config, Intermediate
+from jaxopt_llm.config import Config
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
-from jaxopt_llm.planning.search.block_cost import BlockCost, list_saved
+from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.microbatch import (
     BYTES,
     accumulates_gradients,
@@ -67,7 +67,7 @@ def compute_footprint(config: Config, state: StateSizes) -> Footprint:
     block = BlockCost.from_config(config)
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
     passes, tokens = Passes.from_config(config), count_tokens(config)
-    on_host = passes.layers * tokens * compute * sum(block.elements[name] for name in config.remat.offload)
+    on_host = passes.layers * tokens * compute * block.count_offloaded(config.remat)
     return Footprint(
         parameters=state.parameters,
         optimizer=state.optimizer + FETCHES_NON_LAYER_EARLY * state.non_layer_host,
@@ -104,14 +104,11 @@ def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
     They are the activations of all layers, and in a pipeline, whose backward runs a chunk of layers again, also the
     inputs of chunks.
     """
-    names = list_saved(config.remat, config.model)
-    per_layer = sum(block.elements[name] for name in names)
-    if "attention" in names:
-        per_layer += 2 * config.model.heads / config.mesh.tensor  # the log-sum-exp of the softmax, in float32
+    per_layer = block.count_saved(config.remat)
     every, tensor = config.remat.every, config.mesh.tensor
     if config.training.unroll == "all":  # XLA keeps the elementwise results that a loop would compute again
-        norms: tuple[Intermediate, ...] = ("attention_input", "mlp_input") if tensor == 1 else ()
-        per_layer += sum(block.elements[name] for name in (*norms, "mlp_up"))
+        norms = ("attention_input", "mlp_input") if tensor == 1 else ()
+        per_layer += block.count_elements(*norms, "mlp_up")
     layers = passes.layers * per_layer
     if every > 1:
         layers = passes.layers / every * block.residual + every * per_layer

@@ -9,20 +9,14 @@ In a layer with experts the gathers of their weights are the longest. XLA begins
 layer waits until they have ended, because its own weights come after them.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.config import Config
-from jaxopt_llm.execution.remat import QKV
-from jaxopt_llm.planning.search.block_cost import BlockCost, Result
+from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import seconds_of_matmuls
-
-ATTENTION: frozenset[Result] = frozenset({*QKV, "attention_output"})
-FIRST: Result = "query"  # the first large weights of a forward; their gradients are the last of a backward
-LAST: Result = "mlp_output"
 
 
 @dataclass(frozen=True)
@@ -38,22 +32,35 @@ class LayerOverlap:
     reducing: float
 
 
-def find_layer_overlap(
-    config: Config, chip: Chip, block: BlockCost, passes: Passes, recomputed: Set[Result]
-) -> LayerOverlap:
-    """Return the overlap of the transfers of layers.
+def find_layer_overlap(config: Config, chip: Chip, block: BlockCost, passes: Passes) -> LayerOverlap:
+    """Return the overlap of the transfers of layers."""
+    first, last = block.count_multiplied(_is_first), block.count_multiplied(_is_last)
+    whole = block.count_multiplied()
 
-    Args:
-        recomputed: results that a backward computes again.
-    """
-    weights, whole = block.weights, sum(block.weights.values())
+    def runs_again(layer: LayerCost, index: int) -> bool:
+        return _is_first(layer, index) and index in layer.follow_backward(config.remat).products
+
     # A backward begins with the last weights, unless it first runs the layer again from its beginning.
-    first_of_backward = FIRST if FIRST in recomputed else LAST
-    first = passes.forwards * weights[FIRST] + passes.backwards * weights[first_of_backward]
-    beside = weights[LAST] + sum(number for name, number in weights.items() if name in ATTENTION)
-    flops = 2 * count_tokens(config) * beside * passes.layers * passes.backwards
+    first_of_backward = block.count_multiplied(runs_again) or last
+    alone = passes.forwards * first + passes.backwards * first_of_backward
+    attention = block.count_multiplied(lambda layer, index: layer.trace.products[index].module == "attention")
+    flops = 2 * count_tokens(config) * (last + attention) * passes.layers * passes.backwards
     return LayerOverlap(
-        gathered_alone=1.0 if config.model.moe.experts else first / (whole * (passes.forwards + passes.backwards)),
-        reduced_alone=weights[FIRST] / whole,
+        gathered_alone=1.0 if config.model.moe.experts else alone / (whole * (passes.forwards + passes.backwards)),
+        reduced_alone=first / whole,
         reducing=seconds_of_matmuls(flops, chip, config.precision.compute_dtype),
     )
+
+
+def _is_first(layer: LayerCost, index: int) -> bool:
+    """Return whether a product makes the first result of a layer; its gradients are the last of a backward."""
+    return _get_result(layer, index) == _get_result(layer, 0)
+
+
+def _is_last(layer: LayerCost, index: int) -> bool:
+    return _get_result(layer, index) == _get_result(layer, -1)
+
+
+def _get_result(layer: LayerCost, index: int) -> str | None:
+    result = layer.trace.products[index].result
+    return None if result is None else result.name

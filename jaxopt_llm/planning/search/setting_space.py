@@ -13,6 +13,7 @@ from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING
+from jaxopt_llm.planning.search.block_cost import keep_existing
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.step import shapes
 
@@ -51,7 +52,7 @@ def enumerate_settings(
         return
     # A pipeline stage runs its layers again immediately before their backward, so there is nothing to move to the host
     # in between.
-    remats = [remat for remat in REMATS if not (remat.offload and mesh.pipeline > 1)]
+    remats = [keep_existing(remat, config) for remat in REMATS if not (remat.offload and mesh.pipeline > 1)]
     accumulations = list_divisors(config.training.batch_size // mesh.batch_shards)
     pipelines = list_pipelines(config, mesh)
     if lean:

@@ -2,19 +2,17 @@
 
 import functools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.config.unread import divides_gradients
 from jaxopt_llm.core.block_format import BLOCK_SIZES
-from jaxopt_llm.execution.remat import QKV
-from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
-from jaxopt_llm.planning.search.block_cost import BlockCost, Result, list_recomputed
+from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.layer_overlap import LayerOverlap, find_layer_overlap
 from jaxopt_llm.planning.search.microbatch import BYTES, count_tokens
 from jaxopt_llm.planning.search.moe_cost import MoECost
@@ -77,24 +75,24 @@ class _Step:
         return self.compute_bytes * count_tokens(self.config) * self.config.model.width
 
     @functools.cached_property
-    def recomputed(self) -> Set[Result]:
-        return list_recomputed(self.config.remat, self.config.model)
-
-    @functools.cached_property
     def overlap(self) -> LayerOverlap:
-        return find_layer_overlap(self.config, self.cluster.chip, self.block, self.passes, self.recomputed)
+        return find_layer_overlap(self.config, self.cluster.chip, self.block, self.passes)
 
     @functools.cached_property
     def moe(self) -> MoECost:
         return MoECost.from_config(self.config)
 
-    def count_exchanges(self, result: Result) -> int:
-        """Return the number of times that devices exchange a result of a layer, or its gradient.
+    def count_runs(self, layer: LayerCost, products: Collection[int]) -> int:
+        """Return the number of forwards of a layer in which these products run, or some of them."""
+        recomputed = layer.follow_backward(self.config.remat).products
+        return self.passes.forwards + (not recomputed.isdisjoint(products)) * self.passes.backwards
 
-        A result is exchanged in each forward, and again if it is recomputed. An MoE layer sends "expert_rows" to the
-        experts and brings their "mlp_output" back; in each backward, the gradients of both go the other way.
-        """
-        return self.passes.forwards + (1 + (result in self.recomputed)) * self.passes.backwards
+    def count_dispatches(self, layer: LayerCost) -> int:
+        """Return the number of forwards of a layer in which it sends rows to its experts; 0 without experts."""
+        if all(mark.name != "expert_rows" for mark in layer.trace.marks):
+            return 0
+        recomputed = layer.follow_backward(self.config.remat).recomputed
+        return self.passes.forwards + any(mark.name == "expert_rows" for mark in recomputed) * self.passes.backwards
 
     def transfer(
         self,
@@ -219,28 +217,36 @@ class _Step:
         return CODE_BYTES["int8"] if in_codes else self.compute_bytes
 
     def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
-        """Yield the transfers of tokens to their experts and back."""
-        moved = self.passes.layers * self.moe.share * self.residual * self.moe.exchanged
-        yield from self.transfer(("expert",), self.moe.dispatch, moved * self.count_exchanges("expert_rows"))
-        yield from self.transfer(("expert",), self.moe.combine, moved * self.count_exchanges("mlp_output"))
+        """Yield the transfers of tokens to their experts and back. In a backward, the gradients go the other way."""
+
+        def count_combines(layer: LayerCost) -> int:
+            last = [index for index, product in enumerate(layer.trace.products) if product.returns_tokens]
+            return self.count_runs(layer, last) if last else 0
+
+        moved, back = self.passes.layers * self.residual * self.moe.exchanged, self.moe.share * self.passes.backwards
+        for kind, count in ((self.moe.dispatch, self.count_dispatches), (self.moe.combine, count_combines)):
+            yield from self.transfer(("expert",), kind, moved * (self.block.average(count) + back))
 
     def transfer_over_tensor(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tensor parallelism."""
-        config, passes, block, moe = self.config, self.passes, self.block, self.moe
+        config, passes = self.config, self.passes
         layers, residual, axes = passes.layers, self.residual, ("tensor",)
-        # Attention and an MLP each have one sum over `tensor` per forward and one per backward, and one more if the
-        # result is recomputed. What comes back from experts is summed, too.
-        mlp_sums = self.count_exchanges("mlp_output")
-        sums = self.count_exchanges("attention_output") + block.dense * mlp_sums + moe.share * mlp_sums
+
+        def count_sums(layer: LayerCost) -> int:
+            # Forward: of results. Backward: of the gradients of what divided weights read.
+            return sum(self.count_runs(layer, [each]) for each in layer.summed) + len(layer.shared) * passes.backwards
+
+        def count_gathers(layer: LayerCost) -> int:
+            # Forward: of what divided weights read; a backward gathers it again for their gradients, and once more to
+            # compute their products again. It also gathers the gradients of results. Experts get rows instead.
+            inputs = [products for mark, products in layer.shared.items() if mark.name != "expert_rows"]
+            gathers = sum(self.count_runs(layer, products) + passes.backwards for products in inputs)
+            return gathers + self.count_dispatches(layer) + len(layer.summed) * passes.backwards
+
+        sums = self.block.average(count_sums)
         ends = 2 * passes.microbatches  # loss and embedding, each once per microbatch
         if config.sharding.sequence_parallel:
-            # A backward gathers the input of the projections for their gradients, and again to recompute one of them.
-            recomputed = {name for name in self.recomputed if block.weights.get(name)}
-            attention, mlp = (
-                passes.forwards + (2 + bool(recomputed & {*names})) * passes.backwards
-                for names in (QKV, INPUT_PROJECTIONS.values())
-            )
-            gathers = attention + block.dense * mlp + moe.share * self.count_exchanges("expert_rows")
+            gathers = self.block.average(count_gathers)
             yield from self.transfer(axes, "all-gather", residual * (layers * gathers + ends))
             yield from self.transfer(axes, "reduce-scatter", residual * (layers * sums + ends))
         elif self._stage_split > 1:  # a chunk gathers its input; so do the head and the embedding's gradient
@@ -274,7 +280,7 @@ class _Step:
         attention = AttentionCost.from_config(config)
         per_head = passes.layers * count_tokens(config) * config.model.head_dim
         queries, keys = per_head * attention.heads, per_head * attention.kv_heads
-        reruns = passes.backwards if "attention" in self.recomputed else 0
+        reruns = passes.backwards * self.block.recomputes_attention(config.remat)
         if attention.exchange == RING:
             # Keys and values; a forward that runs again takes the first part from its backward. Their gradients are
             # float32, except on the last way home and if there is only one neighbour.

@@ -1,12 +1,12 @@
 """Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.hlo import Leg
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
-from jaxopt_llm.planning.search.block_cost import BlockCost, Result, list_recomputed
+from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
@@ -38,20 +38,19 @@ LOGIT_BYTES = 22  # bytes read and written per logit, from the matmul that makes
 def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     """Return the work of one GPU in a step. Call `resolve_attention` first."""
     model, block, passes = config.model, BlockCost.from_config(config), Passes.from_config(config)
-    tokens, recomputed = count_tokens(config), list_recomputed(config.remat, model)
+    tokens = count_tokens(config)
     layers, compute = passes.layers, BYTES[config.precision.compute_dtype]
 
-    trained = state.layers.trained / state.layers.weights
-    matmuls = _count_multiplied(block.weights, passes, recomputed, trained)
-    of_experts = _count_multiplied(block.expert_weights, passes, recomputed, trained)
-    repeated = matmuls["forward"] - passes.first_forwards * sum(block.weights.values())
+    matmuls = _count_multiplied(block, passes, config.remat)
+    of_experts = _count_multiplied(block, passes, config.remat, of_experts=True)
+    repeated = matmuls["forward"] - passes.first_forwards * block.count_multiplied()
     grouped = {leg: 2 * layers * tokens * count for leg, count in of_experts.items()}
     of_kernel = sum(grouped.values()) if config.training.grouped_matmul != "xla" else 0.0
 
     attention = AttentionCost.from_config(config)
     scored_keys = sum(number * attention.count_scored_keys(kind) for kind, number in passes.kinds)
     scores = tokens * scored_keys * attention.heads
-    attention_reruns = passes.repeated_forwards + ("attention" in recomputed) * passes.backwards
+    attention_reruns = passes.repeated_forwards + block.recomputes_attention(config.remat) * passes.backwards
     attention_forwards = passes.first_forwards + attention_reruns
     keys, values = attention.head_sizes
     # Matmuls of the backward with heads of the size of keys: scores, and the gradients of queries and keys. With heads
@@ -64,7 +63,7 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
 
     logits = passes.microbatches * tokens * count_table_rows(config)
-    offloaded = layers * tokens * compute * sum(block.elements[name] for name in config.remat.offload)
+    offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(
         flops=2 * layers * tokens * sum(matmuls.values()) - of_kernel + 6 * logits * model.width,
@@ -81,19 +80,25 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
 
 
 def _count_multiplied(
-    weights: Mapping[Result, float], passes: Passes, recomputed: Collection[Result], trained: float
+    block: BlockCost, passes: Passes, remat: RematConfig, of_experts: bool = False
 ) -> dict[Leg, float]:
-    """Return the weights that a token is multiplied with in the layers of a chunk, by leg, in all passes.
+    """Return the weights that a token is multiplied with in a layer, by leg, in all passes.
 
     Args:
-        weights: those of a block, by the result that they make.
-        trained: share of the weights that are trained.
+        of_experts: only those of experts.
     """
-    whole, again = sum(weights.values()), sum(weights.get(name, 0.0) for name in recomputed)
+
+    def count(where: Callable[[LayerCost, int], bool] = lambda layer, index: True) -> float:
+        def is_counted(layer: LayerCost, index: int) -> bool:
+            return (not of_experts or layer.trace.products[index].of_experts) and where(layer, index)
+
+        return block.count_multiplied(is_counted)
+
+    again = count(lambda layer, index: index in layer.follow_backward(remat).products)
     return {
-        "forward": passes.forwards * whole + passes.backwards * again,
-        "dx": passes.backwards * whole,
-        "dw": passes.backwards * trained * whole,
+        "forward": passes.forwards * count() + passes.backwards * again,
+        "dx": passes.backwards * count(),
+        "dw": passes.backwards * count(lambda layer, index: layer.trace.products[index].trained),
     }
 
 
@@ -131,9 +136,9 @@ def _streamed_bytes(
         """Return the bytes that the kernels between a block's matmuls move per token."""
         elements = {
             "residual": block.residual,
-            "heads": block.elements["query"] + block.elements["key"],
-            "mlp": block.elements["mlp_up"],
-            "rows": block.elements["expert_rows"],
+            "heads": block.count_elements("query", "key"),
+            "mlp": block.count_elements("mlp_up"),
+            "rows": block.count_elements("expert_rows"),
         }
         return compute * sum(multiples[name] * elements[name] for name in elements)
 

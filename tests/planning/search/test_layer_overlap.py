@@ -8,7 +8,7 @@ import pytest
 
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, RematConfig, cli, fields
-from jaxopt_llm.planning.search.block_cost import BlockCost, list_recomputed
+from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.layer_overlap import LayerOverlap, find_layer_overlap
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.ranking import Candidate, estimate
@@ -21,8 +21,7 @@ CHIP = CHIPS["h100"]
 
 
 def overlap_of(config: Config) -> LayerOverlap:
-    recomputed = list_recomputed(config.remat, config.model)
-    return find_layer_overlap(config, CHIP, BlockCost.from_config(config), Passes.from_config(config), recomputed)
+    return find_layer_overlap(config, CHIP, BlockCost.from_config(config), Passes.from_config(config))
 
 
 def test_each_pass_waits_for_its_first_weights_and_its_last_gradient() -> None:
