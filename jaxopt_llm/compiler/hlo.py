@@ -303,7 +303,7 @@ class GroupedMatmul:
     """Kernel of kernels/grouped_matmul_pallas.py. Letters: T rows, E groups, D and F sizes of a row before and after.
 
     Attributes:
-        leg: the product, the gradient of the rows (by the transposed matrices), or that of the matrices.
+        leg: the product, the gradient of the rows (by the transposed matrices), or the gradient of the matrices.
         shape: T, D, F.
         filled: rows of all groups together, on average; see `filled_rows_scope`.
     """

@@ -24,7 +24,7 @@ KEPT = 100  # durations of a phase, for its median
 LOOK_SECONDS = 1.0  # between two looks at a value that a call changes
 SLOW = 1.3  # times the median, from which a process is slow
 IN_STEP = ("data", "step")  # phases of every step
-WRITE_SECONDS = 5  # after which the stacks go to standard error: the disk may be what hangs
+WRITE_SECONDS = 5  # after this time the stacks go to standard error: perhaps the disk hangs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Totals:
     Attributes:
         step: step that it works on.
         phases: seconds in each phase that it has been in.
-        waited: seconds of these in which it waited for a device or for other processes.
+        waited: seconds within each phase in which it waited for a device or for other processes.
     """
 
     step: int = 0
@@ -153,7 +153,7 @@ class Activity(Pulse):
 
 @dataclass(frozen=True)
 class PerStep:
-    """Mean seconds per step, by process and phase. waited: seconds of these spent waiting for devices or processes."""
+    """Mean seconds per step, by process and phase. waited: the part spent waiting for devices or processes."""
 
     phases: list[dict[str, float]]
     waited: list[dict[str, float]]
@@ -202,9 +202,9 @@ class Pace:
 def find_slowest(seconds: PerStep) -> tuple[int, float, float] | None:
     """Return the process that slows the others down, its seconds and the median of all; None if there is none.
 
-    In a synchronous step all processes take equally long, and those that are ready wait for the slowest. So the time of
-    a process is what it does without waiting, plus the shortest wait of all: the work of the devices, which no process
-    can avoid. A device that computes slowly is not seen, because its process waits like all others.
+    In a synchronous step all processes take equally long: the ones that are ready wait for the slowest. So the time of
+    a process is the time in which it does not wait, plus the shortest wait of all processes: the work of the devices,
+    which no process can avoid. A device that computes slowly is not seen, because its process waits like all others.
     """
 
     def add(by_phase: dict[str, float]) -> float:

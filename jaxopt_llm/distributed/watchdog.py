@@ -57,7 +57,7 @@ class Watchdog:
     """
 
     def __init__(self, config: Config, processes: Processes) -> None:
-        """Prepare the thread. config: that of the run, whose directory receives the stacks."""
+        """Prepare the thread. config: settings of the run; its directory receives the stacks."""
         self._config: Config = config
         self._processes = processes
         self._say: Callable[[str], None] | None = None
@@ -208,9 +208,9 @@ def find_limit(config: Config, phase: Phase, ended: Iterable[float]) -> float:
 
 
 def find_behind(positions: Mapping[int, Position]) -> list[int]:
-    """Return the processes that the others wait for: of those with the fewest marks, the ones that do not wait.
+    """Return the processes that the others wait for: the ones with the fewest marks that do not wait themselves.
 
-    If all of these wait, for a device or in a collective that does not return, it is all of these.
+    If all processes with the fewest marks wait, for a device or in a collective that does not return, return them all.
     """
     fewest = min((position.marks for position in positions.values()), default=0)
     last = [index for index, position in sorted(positions.items()) if position.marks == fewest]

@@ -1,6 +1,6 @@
 """Collectives that move blocks of int8 or int4 codes in place of values of 16 or 32 bits.
 
-The method is that of ZeRO++ (Wang et al. 2023, arXiv:2306.10209): values are rounded on the device that sends them,
+The method is from ZeRO++ (Wang et al. 2023, arXiv:2306.10209): values are rounded on the device that sends them,
 with one scale for each block, and every sum is formed in float32 on the device that receives them.
 
 A block is a run of values along the last dimension, within one device's part.
@@ -11,7 +11,7 @@ the sum within a gradient group, over the storage axes of ZeRO (`sharding.fsdp_g
 microbatch, where there are no gradient groups (`sharding.fsdp_gradients` and `sharding.data_gradients`).
 
 Letters: N values of the last dimension of an array, V values of a block; of sums, N parts, P of them along the mesh
-axes that divide the rows of the batch, and C along those of the sequence.
+axes that divide the rows of the batch, and C along the axes that divide the sequence.
 """
 
 import math
@@ -218,7 +218,7 @@ class RowSum:
         return sum(bool(step.before) and step.dim is not None for step in self.steps)
 
     def splits(self, size: int) -> bool:
-        """Return whether a dimension of this size can be that of the rows."""
+        """Return whether a dimension of this size can be split by the rows."""
         return size % self.count == 0
 
     def split(self, array: jax.Array, dim: int = 0) -> jax.Array:

@@ -171,7 +171,7 @@ def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
     """Gather a weight over the storage axes of ZeRO, in `dtype`, by default its compute dtype.
 
     It is cast first: a gather of 16 bits moves half of the bytes of one of 32. Only a gather in the default dtype moves
-    blocks of codes; another dtype is that of codes or scales, which are not rounded again.
+    blocks of codes; another dtype belongs to codes or scales, which are not rounded again.
     """
     shardings = weight.shardings
     if dtype is None and shardings.gather_block:
@@ -187,13 +187,13 @@ def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Arra
     """Cast a weight's gradient to the reduction's dtype, and constrain it to the gradient's sharding.
 
     It is `gather_array` transposed. For the devices' partial sums, XLA inserts a reduce-scatter or all-reduce over the
-    mesh axes that divide the tokens, except those of the gradient groups.
+    mesh axes that divide the tokens, except the axes of the gradient groups.
     """
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
 def reduce_parts(parts: jax.Array, axes: tuple[str, ...], shardings: WeightShardings) -> jax.Array:
-    """Sum the parts of a gradient, [N, ...], of which each device along these mesh axes has one."""
+    """Sum the parts of a gradient, [N, ...]: one for each device along these mesh axes."""
     if shardings.coded_sum:
         return shardings.coded_sum.add(parts, axes).astype(shardings.reduce_dtype)
     return reduce_gradient(sum_parts(parts), shardings)

@@ -211,7 +211,7 @@ class Leader:
             self._meshes.prepare(len(chosen) - 1, self._limits.least)
 
     def _announce(self, chosen: tuple[int, ...]) -> None:
-        """Say on which hosts the job goes on, if they are not those of before."""
+        """Say on which hosts the job goes on, if they have changed."""
         if chosen != self._announced:
             self._host.say(f"continues on {_list_hosts(chosen)}")
             self._journal.write_hosts(chosen, self._meshes.flags(len(chosen)) or ())

@@ -80,7 +80,7 @@ def publish_leader(directory: Path, host: str) -> tuple[socket.socket, LeaderAdd
 
 
 def find_leader(directory: Path) -> LeaderAddress | None:
-    """Return the leader's address in the run directory, at which perhaps nobody listens any more; None: it has none."""
+    """Return the leader's address in the run directory, None if it has none. Perhaps nobody listens there any more."""
     try:
         return LeaderAddress(**json_files.parse((directory / FILE).read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part
@@ -88,11 +88,11 @@ def find_leader(directory: Path) -> LeaderAddress | None:
 
 
 def join_leader(published: LeaderAddress, job: Job) -> Membership | None:
-    """Join the supervisors of a job; None: its leader does not listen there.
+    """Join the supervisors of a job. Return None if its leader does not listen at the address.
 
     Raises:
-        TimeoutError: perhaps it does, but it does not answer now.
-        InputError: it refuses this host.
+        TimeoutError: the leader may listen there, but does not answer now.
+        InputError: the leader refuses this host.
     """
     try:
         connection = wire.connect((published.host, published.port), CONNECT_SECONDS)
