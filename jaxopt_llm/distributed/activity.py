@@ -28,8 +28,8 @@ WRITE_SECONDS = 5  # after this time the stacks go to standard error: perhaps th
 
 
 @dataclass(frozen=True)
-class Position:
-    """Position of a thread.
+class PhaseProgress:
+    """Progress of a thread through the phases.
 
     Attributes:
         step: step that it works on.
@@ -67,13 +67,13 @@ class Activity(Pulse):
     A call takes about a microsecond, and does not wait for a device.
 
     Attributes:
-        position: None before the first phase and after the last one.
+        progress: None before the first phase and after the last one.
         ended: last durations of each phase, in seconds.
         totals: see Totals.
     """
 
     def __init__(self) -> None:
-        self.position: Position | None = None
+        self.progress: PhaseProgress | None = None
         self.ended: dict[Phase, collections.deque[float]] = {phase: collections.deque(maxlen=KEPT) for phase in PHASES}
         self.totals = Totals()
         self._began, self._marks, self._step = 0.0, 0, 0
@@ -88,50 +88,50 @@ class Activity(Pulse):
         self.leave()
         self._step = self._step if step is None else step
         self._began, self._marks = time.perf_counter(), self._marks + 1
-        self.position = Position(self._step, phase, self._marks)
+        self.progress = PhaseProgress(self._step, phase, self._marks)
 
     def leave(self) -> None:
         """End the current phase."""
-        if self.position is None:
+        if self.progress is None:
             return
-        seconds, phase = time.perf_counter() - self._began, self.position.phase
-        self.position = None
+        seconds, phase = time.perf_counter() - self._began, self.progress.phase
+        self.progress = None
         self.ended[phase].append(seconds)
         before = self.totals.phases
         self.totals = replace(self.totals, step=self._step, phases=before | {phase: before.get(phase, 0.0) + seconds})
 
     def beat(self) -> None:
         """Note progress inside a phase that takes long, in which processes advance at different rates."""
-        if self.position is not None:
-            self.position = replace(self.position, beats=self.position.beats + 1)
+        if self.progress is not None:
+            self.progress = replace(self.progress, beats=self.progress.beats + 1)
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
         """Note that the thread waits for a device or for other processes. Without a phase, nothing is noted."""
-        if self.position is None or self.position.waiting:
+        if self.progress is None or self.progress.waiting:
             yield
             return
         self._marks += 1
-        phase, began = self.position.phase, time.perf_counter()
-        self.position = replace(self.position, marks=self._marks, waiting=True)
+        phase, began = self.progress.phase, time.perf_counter()
+        self.progress = replace(self.progress, marks=self._marks, waiting=True)
         try:
             yield
         finally:
-            self.position = replace(self.position, waiting=False)
+            self.progress = replace(self.progress, waiting=False)
             waited, seconds = self.totals.waited, time.perf_counter() - began
             self.totals = replace(self.totals, waited=waited | {phase: waited.get(phase, 0.0) + seconds})
 
     @contextlib.contextmanager
     def wait_for_lock(self) -> Iterator[None]:
         """Note that the thread waits for a lock. It is no mark, because other processes may find the lock free."""
-        if self.position is None or self.position.waiting:
+        if self.progress is None or self.progress.waiting:
             yield
             return
-        self.position = replace(self.position, waiting=True)
+        self.progress = replace(self.progress, waiting=True)
         try:
             yield
         finally:
-            self.position = replace(self.position, waiting=False)
+            self.progress = replace(self.progress, waiting=False)
 
     @contextlib.contextmanager
     def follow(self, measure: Callable[[], object]) -> Iterator[None]:
