@@ -198,8 +198,7 @@ class CodedSum:
         """Sum over the first dimension, which these mesh axes divide; float32."""
         before = NamedSharding(self.part.mesh, PartitionSpec(axes, *self.part.spec))
         after = NamedSharding(self.total.mesh, PartitionSpec(None, *self.total.spec))
-        moved = move_blocks(parts, before, after, self.values, self.bits)
-        return jax.lax.with_sharding_constraint(jnp.sum(moved, axis=0), self.total)
+        return SumStep(before, after, 0, self.total, self.values, self.bits).apply(parts)
 
 
 def order_as_storage(axes: Iterable[str]) -> tuple[str, ...]:
