@@ -40,7 +40,7 @@ def moves_as_blocks(spec: Spec) -> bool:
 def find_block_size(shape: tuple[int, ...], *shardings: NamedSharding) -> int | None:
     """Return the largest block size that divides each device's part of the last dimension; None if there is none.
 
-    shardings: those between which the array moves.
+    shardings: the array moves between them.
     """
     size = math.gcd(*(shape[-1] // _count_parts(sharding, len(shape)) for sharding in shardings))
     return next((values for values in BLOCK_SIZES if size % values == 0), None)
@@ -57,7 +57,7 @@ def move_blocks(array: jax.Array, before: NamedSharding, after: NamedSharding, v
 
     XLA inserts the collective: a gather if `after` divides fewer dimensions, an all-to-all if it divides others.
 
-    values: the block size, from `find_block_size` of both shardings.
+    values: the block size that `find_block_size` returns for both shardings.
     """
     with jax.named_scope(QUANTISE_SCOPE):
         codes, scales = encode(jax.lax.with_sharding_constraint(array, before), values, bits)

@@ -65,18 +65,20 @@ class RestartBudget:
 
 
 def find_cause(ends: Sequence[End]) -> End | None:
-    """Return the end that caused the others, given in the order in which they were noticed; None: all are done.
+    """Return the end that caused the other ends, or None if all programs are done.
 
-    Exit code 5 says that another process was lost or is missing, so any other end comes before it.
+    Exit code 5 says that another process was lost or is missing, so an end with another code is preferred to it.
+
+    ends: in the order in which they were noticed.
     """
     faults = [end for end in ends if end.code != 0]
     return min(faults, key=lambda end: end.code == ProcessLost.exit_code, default=None)
 
 
 def find_final_code(ends: Sequence[End]) -> int | None:
-    """Return the exit code of the job if a restart would not help; None: restart it.
+    """Return the exit code of the job if a restart would not help, or None to restart it.
 
-    2, 3 and 4 are final only if no host had an end of another kind than these and 5.
+    Exit codes 2, 3 and 4 are final only if every host ended with one of them or with 5.
     """
     cause = find_cause(ends)
     if cause is None:

@@ -51,7 +51,7 @@ class Membership:
 
     Attributes:
         program_token: token of the programs of the job.
-        messages: those that the leader has sent already.
+        messages: messages that the leader has sent already.
     """
 
     leader: Peer
