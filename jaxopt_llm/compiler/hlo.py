@@ -7,7 +7,7 @@ The text is the program of one device (SPMD), so every number here is per device
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,10 +140,20 @@ def count_dot_flops_by_dtype(text: str) -> Mapping[str, int]:
     Raises:
         ValueError: a matmul is in a loop without a fixed trip count.
     """
+    return _sum_flops(text, lambda *each: count_matmul_products(*each) or count_attention_products(*each))
+
+
+def count_convolution_flops(text: str) -> Mapping[str, int]:
+    """Return the FLOPs of all convolutions by the dtype of the first operand; see `count_dot_flops_by_dtype`."""
+    return _sum_flops(text, count_convolution_products)
+
+
+def _sum_flops(
+    text: str, count_products: Callable[[Computation, Instruction], tuple[str, int] | None]
+) -> Mapping[str, int]:
     flops: dict[str, int] = {}
     for computation, instruction, execution in walk_instructions(text):
-        counted = count_matmul_products(computation, instruction) or count_attention_products(computation, instruction)
-        if counted:
+        if counted := count_products(computation, instruction):
             dtype, products = counted
             flops[dtype] = flops.get(dtype, 0) + 2 * products * count_runs(instruction, execution)
     return flops
@@ -303,7 +313,7 @@ class GroupedMatmul:
     """Kernel of kernels/grouped_matmul_pallas.py. Letters: T rows, E groups, D and F sizes of a row before and after.
 
     Attributes:
-        leg: the product, the gradient of the rows (by the transposed matrices), or that of the matrices.
+        leg: the product, the gradient of the rows (by the transposed matrices), or the gradient of the matrices.
         shape: T, D, F.
         filled: rows of all groups together, on average; see `filled_rows_scope`.
     """
@@ -364,16 +374,6 @@ def count_convolution_products(computation: Computation, instruction: Instructio
         output, kernel = result, second
     features = _read_kernel_labels(instruction).index("o")
     return first.dtype, math.prod(output.shape) * (math.prod(kernel.shape) // kernel.shape[features])
-
-
-def count_convolution_flops(text: str) -> Mapping[str, int]:
-    """Return the FLOPs of all convolutions by the dtype of the first operand; see `count_dot_flops_by_dtype`."""
-    flops: dict[str, int] = {}
-    for computation, instruction, execution in walk_instructions(text):
-        if counted := count_convolution_products(computation, instruction):
-            dtype, products = counted
-            flops[dtype] = flops.get(dtype, 0) + 2 * products * count_runs(instruction, execution)
-    return flops
 
 
 def _read_operand(computation: Computation, instruction: Instruction, index: int) -> Array:

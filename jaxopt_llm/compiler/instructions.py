@@ -59,7 +59,7 @@ def parse_module(text: str) -> Module:
     """Return the computations of an HLO module by name.
 
     Raises:
-        ValueError: the text is not that of an HLO module.
+        ValueError: the text is not an HLO module.
     """
     module: dict[str, dict[str, Instruction]] = {}
     computation: dict[str, Instruction] = {}

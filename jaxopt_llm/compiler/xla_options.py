@@ -40,7 +40,7 @@ LATENCY_HIDING: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 #   run all of attention once more.
 # From jax 0.11 on the option has another name (xla_gpu_pipeline_all_gather) and is harmful: all gathers of the backward
 # come after its last matmul (10B, 8 GPUs: 48% of the gathered bytes overlap with matmuls). Without it 77% overlap, all
-# except those of the attention weights.
+# except the gathers of the attention weights.
 PIPELINED_ALL_GATHER: Options = {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 11) else {}
 # By default XLA starts a collective only when the one before has ended. A ring sends keys, values and the gradients of
 # both at the same time; experts exchange tokens and their counts at the same time. Under ZeRO-3, the gather of the
@@ -73,8 +73,8 @@ DISABLE_PASSES = "xla_disable_hlo_passes"
 NO_WRONG_PASSES: Options = {DISABLE_PASSES: ",".join(WRONG_PASSES)}
 # If Triton's matmuls are enabled, XLA uses them first, with operands widened to 16 bits. It calls cuBLASLt in fp8 only
 # for the remaining matmuls.
-# With adapters, cuBLAS adds the product of an adapter to that of its base (beta = 1); Triton's matmuls need a kernel
-# for the sum (8B on one H200, rank 16: 8 ms less of a roofline of 554 ms).
+# With adapters, cuBLAS adds the product of an adapter to the product of its base (beta = 1); Triton's matmuls need a
+# kernel for the sum (8B on one H200, rank 16: 8 ms less of a roofline of 554 ms).
 NO_TRITON_MATMULS: Options = {"xla_gpu_enable_triton_gemm": False}
 # XLA 0.11.2 lets cuBLAS matmuls and jax-triton kernels write directly into the stack of residuals for the backward. It
 # runs such a matmul or kernel twice if something else also reads its result (8B on one H200, remat none: 518 TFLOP
@@ -108,7 +108,7 @@ def compiler_options(
         microbatches: number of microbatches in a step.
         matmul: value of precision.matmul.
         adapters: whether LoRA adapters are trained.
-        user: settings of `xla`. Its options override those of this module. Passes that the user disables are
+        user: settings of `xla`. Its options override the options of this module. Passes that the user disables are
             disabled in addition to WRONG_PASSES, which would compute wrong results.
         recomputes_layers: whether the backward runs all of a layer again (remat.policy full).
     """

@@ -23,12 +23,12 @@ KEPT = 100  # durations of a phase, for its median
 LOOK_SECONDS = 1.0  # between two looks at a value that a call changes
 SLOW = 1.3  # times the median, from which a process is slow
 IN_STEP = ("data", "step")  # phases of every step
-WRITE_SECONDS = 5  # after which the stacks go to standard error: the disk may be what hangs
+WRITE_SECONDS = 5  # after this time the stacks go to standard error: perhaps the disk hangs
 
 
 @dataclass(frozen=True)
-class Position:
-    """Position of a thread.
+class PhaseProgress:
+    """Progress of a thread through the phases.
 
     Attributes:
         step: step that it works on.
@@ -52,7 +52,7 @@ class Totals:
     Attributes:
         step: step that it works on.
         phases: seconds in each phase that it has been in.
-        waited: seconds of these in which it waited for a device or for other processes.
+        waited: seconds within each phase in which it waited for a device or for other processes.
     """
 
     step: int = 0
@@ -66,13 +66,13 @@ class Activity(Pulse):
     A call takes about a microsecond, and does not wait for a device.
 
     Attributes:
-        position: None before the first phase and after the last one.
+        progress: None before the first phase and after the last one.
         ended: last durations of each phase, in seconds.
         totals: see Totals.
     """
 
     def __init__(self) -> None:
-        self.position: Position | None = None
+        self.progress: PhaseProgress | None = None
         self.ended: dict[Phase, collections.deque[float]] = {phase: collections.deque(maxlen=KEPT) for phase in PHASES}
         self.totals = Totals()
         self._began, self._marks, self._step = 0.0, 0, 0
@@ -87,50 +87,50 @@ class Activity(Pulse):
         self.leave()
         self._step = self._step if step is None else step
         self._began, self._marks = time.perf_counter(), self._marks + 1
-        self.position = Position(self._step, phase, self._marks)
+        self.progress = PhaseProgress(self._step, phase, self._marks)
 
     def leave(self) -> None:
         """End the current phase."""
-        if self.position is None:
+        if self.progress is None:
             return
-        seconds, phase = time.perf_counter() - self._began, self.position.phase
-        self.position = None
+        seconds, phase = time.perf_counter() - self._began, self.progress.phase
+        self.progress = None
         self.ended[phase].append(seconds)
         before = self.totals.phases
         self.totals = replace(self.totals, step=self._step, phases=before | {phase: before.get(phase, 0.0) + seconds})
 
     def beat(self) -> None:
         """Note progress inside a phase that takes long, in which processes advance at different rates."""
-        if self.position is not None:
-            self.position = replace(self.position, beats=self.position.beats + 1)
+        if self.progress is not None:
+            self.progress = replace(self.progress, beats=self.progress.beats + 1)
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
         """Note that the thread waits for a device or for other processes. Without a phase, nothing is noted."""
-        if self.position is None or self.position.waiting:
+        if self.progress is None or self.progress.waiting:
             yield
             return
         self._marks += 1
-        phase, began = self.position.phase, time.perf_counter()
-        self.position = replace(self.position, marks=self._marks, waiting=True)
+        phase, began = self.progress.phase, time.perf_counter()
+        self.progress = replace(self.progress, marks=self._marks, waiting=True)
         try:
             yield
         finally:
-            self.position = replace(self.position, waiting=False)
+            self.progress = replace(self.progress, waiting=False)
             waited, seconds = self.totals.waited, time.perf_counter() - began
             self.totals = replace(self.totals, waited=waited | {phase: waited.get(phase, 0.0) + seconds})
 
     @contextlib.contextmanager
     def wait_for_lock(self) -> Iterator[None]:
         """Note that the thread waits for a lock. It is no mark, because other processes may find the lock free."""
-        if self.position is None or self.position.waiting:
+        if self.progress is None or self.progress.waiting:
             yield
             return
-        self.position = replace(self.position, waiting=True)
+        self.progress = replace(self.progress, waiting=True)
         try:
             yield
         finally:
-            self.position = replace(self.position, waiting=False)
+            self.progress = replace(self.progress, waiting=False)
 
     @contextlib.contextmanager
     def follow(self, measure: Callable[[], object]) -> Iterator[None]:
@@ -152,7 +152,7 @@ class Activity(Pulse):
 
 @dataclass(frozen=True)
 class PerStep:
-    """Mean seconds per step, by process and phase. waited: seconds of these spent waiting for devices or processes."""
+    """Mean seconds per step, by process and phase. waited: the part spent waiting for devices or processes."""
 
     phases: list[dict[str, float]]
     waited: list[dict[str, float]]
@@ -201,9 +201,9 @@ class Pace:
 def find_slowest(seconds: PerStep) -> tuple[int, float, float] | None:
     """Return the process that slows the others down, its seconds and the median of all; None if there is none.
 
-    In a synchronous step all processes take equally long, and those that are ready wait for the slowest. So the time of
-    a process is what it does without waiting, plus the shortest wait of all: the work of the devices, which no process
-    can avoid. A device that computes slowly is not seen, because its process waits like all others.
+    In a synchronous step all processes take equally long: the ones that are ready wait for the slowest. So the time of
+    a process is the time in which it does not wait, plus the shortest wait of all processes: the work of the devices,
+    which no process can avoid. A device that computes slowly is not seen, because its process waits like all others.
     """
 
     def add(by_phase: dict[str, float]) -> float:

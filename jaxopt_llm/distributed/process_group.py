@@ -155,7 +155,7 @@ class Processes:
     def channel(self, name: str, activity: Activity | None = None) -> "Channel":
         """Return a channel. A second call with the same name returns another channel.
 
-        activity: that of the thread that uses the channel; by default that of the main thread.
+        activity: activity of the thread that uses the channel; by default of the main thread.
         """
         self._channels[name] += 1
         return Channel(f"{name}/{self._channels[name]}", self.index, self.count, activity or self.main)
@@ -303,9 +303,9 @@ def run_job(main: Callable[[], object], distributed: DistributedConfig | Mapping
 
     torchrun, srun, mpirun or Kubernetes starts the script once on each host, and sets the variables from which the
     processes find each other. A single process runs `main` alone. An error of this package, of a disk or of a network
-    is one line on standard error, and the exit code is that of `jaxopt-llm train`: 2 for wrong input, 3 for a loss that
-    diverged, 4 for checkpoints, 5 if another process was lost or is missing, 74 for a disk or a network, 75 after a
-    signal. An error of one process ends all. Only process 0 writes to standard output.
+    is one line on standard error, and the exit codes are the same as for `jaxopt-llm train`: 2 for wrong input, 3 for a
+    loss that diverged, 4 for checkpoints, 5 if another process was lost or is missing, 74 for a disk or a network, 75
+    after a signal. An error of one process ends all. Only process 0 writes to standard output.
 
     SIGTERM, SIGINT and SIGHUP stop the script. `fit` saves first; elsewhere they end the process at once. If the script
     has set its own handler for one of them before, that handler stays, except during `fit`. The handlers of `run_job`

@@ -41,8 +41,8 @@ def connect_processes(
         token: secret of the job; see wire.py.
 
     Returns:
-        The address host:port at which JAX's own coordinator must listen, and the connections by process index: those of
-        process 0 to all others, and those of the others to process 0.
+        The address host:port at which JAX's own coordinator must listen, and the connections by process index. Process
+        0 gets its connections to all others, and every other process its connection to process 0.
 
     Raises:
         ProcessMissing: a process is missing.
@@ -243,8 +243,8 @@ class Watch:
     def fail(self, error: BaseException) -> NoReturn:
         """End all processes because of an error in this one.
 
-        The others end with its exit code, or with that of `ProcessLost` if a restart may help: after an error that
-        nobody foresaw, or one of a disk or a network.
+        The others end with its exit code, or as after `ProcessLost` if a restart may help: after an unforeseen error,
+        or an error of a disk or a network.
         """
         self._ending.acquire()
         code = errors.report_error(error)

@@ -24,7 +24,7 @@ from jaxopt_llm.distributed.launchers import Job
 MEMORY_FRACTION = "0.92"
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-# Files of which one exists where the driver of an NVIDIA GPU is loaded, on Linux, in a container or in WSL.
+# At least one of these files exists where the driver of an NVIDIA GPU is loaded: on Linux, in a container, in WSL.
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 # XLA's threads per simulated CPU device; XLA's own choice is one per device or core. A collective holds a thread while

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxopt_llm.config import Config
-from jaxopt_llm.distributed.activity import Pace, Phase, Position, Totals, find_slowest, stacks_path
+from jaxopt_llm.distributed.activity import Pace, Phase, PhaseProgress, Totals, find_slowest, stacks_path
 from jaxopt_llm.distributed.process_group import Processes
 
 PERIOD = 1.0  # seconds between two looks at the processes
@@ -32,21 +32,21 @@ class Report:
 
     Attributes:
         host: its name.
-        main, save: positions of the main thread and of the background save; None if it has none.
-        limits: seconds without progress after which the job ends, of these positions.
+        main, save: progress of the main thread and of the background save; None if it is in no phase.
+        limits: seconds without progress after which the job ends, for each of the two.
         totals: see Totals.
     """
 
     host: str
-    main: Position | None
-    save: Position | None
+    main: PhaseProgress | None
+    save: PhaseProgress | None
     limits: dict[str, float]
     totals: Totals
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> "Report":
         """Return the report from its JSON."""
-        main, save = (message[name] and Position(**message[name]) for name in ("main", "save"))
+        main, save = (message[name] and PhaseProgress(**message[name]) for name in ("main", "save"))
         return cls(message["host"], main, save, message["limits"], Totals(**message["totals"]))
 
 
@@ -57,7 +57,7 @@ class Watchdog:
     """
 
     def __init__(self, config: Config, processes: Processes) -> None:
-        """Prepare the thread. config: that of the run, whose directory receives the stacks."""
+        """Prepare the thread. config: settings of the run; its directory receives the stacks."""
         self._config: Config = config
         self._processes = processes
         self._say: Callable[[str], None] | None = None
@@ -101,13 +101,13 @@ class Watchdog:
 
     def _report(self) -> Report:
         main, save = self._processes.main, self._processes.saving
-        positions = {"main": main.position, "save": save.position}
+        threads = {"main": main.progress, "save": save.progress}
         limits = {
-            name: find_limit(self._config, position.phase, activity.ended[position.phase])
-            for (name, position), activity in zip(positions.items(), (main, save), strict=True)
-            if position is not None
+            name: find_limit(self._config, progress.phase, activity.ended[progress.phase])
+            for (name, progress), activity in zip(threads.items(), (main, save), strict=True)
+            if progress is not None
         }
-        return Report(socket.gethostname(), positions["main"], positions["save"], limits, main.totals)
+        return Report(socket.gethostname(), threads["main"], threads["save"], limits, main.totals)
 
     def _collect(self) -> dict[int, Report]:
         """Return the last report of each process by index, as far as this process has them."""
@@ -131,21 +131,21 @@ class Watchdog:
         if not settings.factor or (self._processes.count == 1 and not settings.single_process):
             return
         for kind, clock in self._clocks.items():
-            positions = {index: at for index, each in reports.items() if (at := getattr(each, kind))}
-            behind = find_behind(positions)
-            seconds = clock.measure([(positions[index].marks, positions[index].beats) for index in behind])
+            threads = {index: at for index, each in reports.items() if (at := getattr(each, kind))}
+            behind = find_behind(threads)
+            seconds = clock.measure([(threads[index].marks, threads[index].beats) for index in behind])
             if behind and seconds > (limit := max(reports[index].limits[kind] for index in behind)):
-                self._processes.end_hung(self._describe(behind, reports, positions, seconds, limit))
+                self._processes.end_hung(self._describe(behind, reports, threads, seconds, limit))
 
     def _describe(
         self,
         behind: Sequence[int],
         reports: Mapping[int, Report],
-        positions: Mapping[int, Position],
+        threads: Mapping[int, PhaseProgress],
         seconds: float,
         limit: float,
     ) -> str:
-        count, at = self._processes.count, positions[behind[0]]
+        count, at = self._processes.count, threads[behind[0]]
         named = ", ".join(f"process {index} ({reports[index].host})" for index in behind[:NAMED])
         named += f" and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
         doing = "waits for a device or a collective in" if at.waiting else "is in"
@@ -207,11 +207,11 @@ def find_limit(config: Config, phase: Phase, ended: Iterable[float]) -> float:
     return max(floor, settings.factor * statistics.median(seconds)) if seconds else floor
 
 
-def find_behind(positions: Mapping[int, Position]) -> list[int]:
-    """Return the processes that the others wait for: of those with the fewest marks, the ones that do not wait.
+def find_behind(threads: Mapping[int, PhaseProgress]) -> list[int]:
+    """Return the processes that the others wait for: the ones with the fewest marks that do not wait themselves.
 
-    If all of these wait, for a device or in a collective that does not return, it is all of these.
+    If all processes with the fewest marks wait, for a device or in a collective that does not return, return them all.
     """
-    fewest = min((position.marks for position in positions.values()), default=0)
-    last = [index for index, position in sorted(positions.items()) if position.marks == fewest]
-    return [index for index in last if not positions[index].waiting] or last
+    fewest = min((progress.marks for progress in threads.values()), default=0)
+    last = [index for index, progress in sorted(threads.items()) if progress.marks == fewest]
+    return [index for index in last if not threads[index].waiting] or last

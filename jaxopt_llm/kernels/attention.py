@@ -145,8 +145,8 @@ def attention(
 ) -> jax.Array:
     """Compute softmax attention with grouped queries (GQA); the softmax is in float32.
 
-    It has no dropout, and no mask but those of the arguments. In a loss under `jaxopt_llm.initialize`, each device
-    calls the implementation with its own rows and heads.
+    It has no dropout, and only the masks that the arguments describe. In a loss under `jaxopt_llm.initialize`, each
+    device calls the implementation with its own rows and heads.
 
     Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
 

@@ -36,7 +36,7 @@ class AttentionCall:
         segments: maximum number of segments in a row, padding included; None if any number is possible.
         window: size of the sliding window; None without one.
         softcap: bound of the scores; None or 0 without one.
-        parts: number of parts in which a ring brings the keys; `keys` counts those of one part.
+        parts: number of parts in which a ring brings the keys; `keys` is the number of keys in one part.
         positions: the queries have no key each, but positions.
     """
 

@@ -66,9 +66,9 @@ def call_problems(call: AttentionCall, capability: tuple[int, int]) -> list[str]
 def count_workspace(batch: float, length: int, heads: float, head_dim: int) -> int:
     """Return the bytes of GPU memory that one call of cuDNN's backward works in.
 
-    cuDNN asks for them when it builds the kernel on a GPU. It holds the gradients of the queries in float32, those of
-    the keys and the values of each query head in 16 bits, and a float32 for each query. Measured with cuDNN 9.19 on an
-    H200, with grouped queries: the formula lacks 5 to 36 KB.
+    cuDNN asks for them when it builds the kernel on a GPU. It holds the gradients of the queries in float32, the
+    gradients of keys and values in 16 bits for each query head, and a float32 for each query. Measured with cuDNN 9.19
+    on an H200, with grouped queries: the formula lacks 5 to 36 KB.
 
     Args:
         batch: rows of the call; each segment of packed documents counts as a row of full length.

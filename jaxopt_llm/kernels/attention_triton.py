@@ -28,7 +28,7 @@ from jaxopt_llm.kernels.support import fold_batches
 CAPABILITIES = (9, 0), (12, 0)
 JAX = (0, 11)  # required by jax-triton 0.4
 PACKAGES = "triton", "jax_triton"
-# The first versions with what the kernels need: jax-triton passes tensor descriptors, and needs this version of triton.
+# Minimum versions: this jax-triton is the first that passes tensor descriptors, and it needs this triton.
 VERSIONS = {"jax-triton": (0, 4), "triton": (3, 7)}
 DTYPES = "bfloat16", "float16"
 LOG2_E = math.log2(math.e)
@@ -37,7 +37,7 @@ reads_out = False
 skips_keys = True
 INT32_MAX = jnp.iinfo(jnp.int32).max
 ROW_ALIGNMENT = 4  # of int32 and float32: the TMA unit requires rows that begin at a multiple of 16 bytes
-# By default, Triton writes PTX for its own assembler. XLA's may be older, and takes this version, that of CUDA 12.9.
+# By default, Triton writes PTX for its own assembler. XLA's may be older; it accepts this version, from CUDA 12.9.
 PTX_VERSION = 88
 
 

@@ -42,7 +42,7 @@ class Padded(Wrapper):
     """Attention with another head size of values than of queries and keys, by a kernel that takes one head size.
 
     Queries, keys and values are padded with zeros to `size`. The zeros in queries and keys change no score, and the
-    padding of the values is cut off the output. The cost is that of the kernel's size: 192 and 128 (DeepSeek) become
+    padding of the values is cut off the output. The kernel computes with its own size: 192 and 128 (DeepSeek) become
     256, 1.6 times the FLOPs.
     """
 

@@ -59,7 +59,7 @@ class Mask(NamedTuple):
 def forward(scale: float, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, S, H, K] and the log of the softmax sums, float32.
 
-    The logs are [B, H, S], or with segments [B·M, H, S]: those of a segment's queries at their index in the segment.
+    The logs are [B, H, S], or with segments [B·M, H, S], by the index of each query in its segment.
     What lies behind the end of a segment, or behind the length of a row, is undefined.
     """
     out, log_sums = FORWARD.bind(*_operands(mask, q, k, v), is_training=True, **_options(scale, mask))

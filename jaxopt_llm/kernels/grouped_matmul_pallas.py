@@ -178,7 +178,7 @@ def _grouped_matmul_weight_gradient(blocks: Blocks, bounds: Any, x: Any, dy: Any
 
 @dataclass(frozen=True)
 class _Slice:
-    """`size` indices of a dimension from `begin` on, of which those before `end` exist; all exist if `end` is None."""
+    """`size` indices of a dimension from `begin` on. Only indices before `end` exist; all exist if `end` is None."""
 
     begin: Any
     size: int

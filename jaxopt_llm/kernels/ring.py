@@ -39,7 +39,7 @@ OWN = 0  # the step at which a device holds its own part
 class Ring(Wrapper):
     """Implementation of attention, called on each device's own arrays, for a sequence in zigzag order.
 
-    The key ranges are those of each device's queries, but in rows of the whole sequence in its own order.
+    The key ranges are for each device's queries, but in rows of the whole sequence in its own order.
 
     kernel: implementation that attends to a part; axis: mesh axis that splits the sequence.
     """
@@ -129,7 +129,7 @@ class _Pairs(NamedTuple):
     """The two pairs of a chunk of queries and a chunk of keys, of a device and a part of another one.
 
     The late queries see the early keys. If the owner comes before the device, the early queries see the early keys too,
-    otherwise the late queries see the late keys. This pair comes first, and that of late queries and early keys second;
+    otherwise the late queries see the late keys. This pair comes first, the pair of late queries and early keys second;
     they are rows of a batch, [2B, C, ...]. So every device has two pairs at every step: the same work.
     """
 
@@ -163,7 +163,7 @@ class _Pairs(NamedTuple):
         return KeyRanges(*map(take, key_ranges))
 
     def take_residuals(self, residuals: AttentionResiduals, part: KeyPart) -> AttentionResiduals:
-        """Return the residuals of the pairs: the statistics and the output are those of all keys."""
+        """Return the residuals of the pairs. The statistics and the output are over all keys."""
 
         def take_statistics(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(self.take_queries(jnp.swapaxes(x, 1, 2)), 1, 2)
@@ -183,7 +183,7 @@ class _Pairs(NamedTuple):
         return [(_join_chunks(first, second), early), (_join_chunks(first, first), late)]
 
     def sum_of_queries(self, gradient: jax.Array) -> jax.Array:
-        """Return the gradient of all queries, [B, S, ...] in float32, from that of the pairs, [2B, C, ...]."""
+        """Return the gradient of all queries, [B, S, ...] in float32, from the gradient of the pairs, [2B, C, ...]."""
         first, second = _unstack(gradient.astype(jnp.float32))
         early = jnp.where(self.owner_is_before, first, 0.0)
         return _join_chunks(early, second + jnp.where(self.owner_is_before, 0.0, first))

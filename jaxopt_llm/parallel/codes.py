@@ -1,6 +1,6 @@
 """Collectives that move blocks of int8 or int4 codes in place of values of 16 or 32 bits.
 
-The method is that of ZeRO++ (Wang et al. 2023, arXiv:2306.10209): values are rounded on the device that sends them,
+The method is from ZeRO++ (Wang et al. 2023, arXiv:2306.10209): values are rounded on the device that sends them,
 with one scale for each block, and every sum is formed in float32 on the device that receives them.
 
 A block is a run of values along the last dimension, within one device's part.
@@ -11,7 +11,7 @@ the sum within a gradient group, over the storage axes of ZeRO (`sharding.fsdp_g
 microbatch, where there are no gradient groups (`sharding.fsdp_gradients` and `sharding.data_gradients`).
 
 Letters: N values of the last dimension of an array, V values of a block; of sums, N parts, P of them along the mesh
-axes that divide the rows of the batch, and C along those of the sequence.
+axes that divide the rows of the batch, and C along the axes that divide the sequence.
 """
 
 import math
@@ -40,7 +40,7 @@ def moves_as_blocks(spec: Spec) -> bool:
 def find_block_size(shape: tuple[int, ...], *shardings: NamedSharding) -> int | None:
     """Return the largest block size that divides each device's part of the last dimension; None if there is none.
 
-    shardings: those between which the array moves.
+    shardings: the array moves between them.
     """
     size = math.gcd(*(shape[-1] // _count_parts(sharding, len(shape)) for sharding in shardings))
     return next((values for values in BLOCK_SIZES if size % values == 0), None)
@@ -57,7 +57,7 @@ def move_blocks(array: jax.Array, before: NamedSharding, after: NamedSharding, v
 
     XLA inserts the collective: a gather if `after` divides fewer dimensions, an all-to-all if it divides others.
 
-    values: the block size, from `find_block_size` of both shardings.
+    values: the block size that `find_block_size` returns for both shardings.
     """
     with jax.named_scope(QUANTISE_SCOPE):
         codes, scales = encode(jax.lax.with_sharding_constraint(array, before), values, bits)
@@ -93,6 +93,71 @@ def decode(codes: jax.Array, scales: jax.Array, bits: Bits) -> jax.Array:
     if bits == 4:
         blocks = jnp.concatenate([blocks & 15, blocks >> 4], axis=-1).astype(jnp.float32) - MAX_CODES[4]
     return (blocks.astype(jnp.float32) * scales[..., None]).reshape(*codes.shape[:-1], -1)
+
+
+# ---- Sums over one mesh axis.
+
+
+@dataclass(frozen=True)
+class SumStep:
+    """A move of parts [..., one mesh axis, *gradient] or of sums.
+
+    before, after: shardings of the array before and after it moves as codes; None if it moves in its own dtype.
+    dim: the dimension that is summed then; None for a move of sums.
+    total: the sharding of the result.
+    values: number of values in a block.
+    """
+
+    before: NamedSharding | None
+    after: NamedSharding | None
+    dim: int | None
+    total: NamedSharding
+    values: int
+    bits: Bits
+
+    def apply(self, array: jax.Array) -> jax.Array:
+        if self.before and self.after:
+            array = move_blocks(array, self.before, self.after, self.values, self.bits)
+        if self.dim is not None:
+            # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
+            array = jax.lax.reduce(array, jnp.zeros((), array.dtype), jax.lax.add, (self.dim,))
+        return jax.lax.with_sharding_constraint(array, self.total)
+
+
+def plan_sum(
+    spec: Spec, format: tuple[str, str], leading: Dims, dims: tuple[Dims, Dims, Dims], placement: Placement
+) -> list[SumStep]:
+    """Return the steps of a gradient's sum over one mesh axis, in the format of this axis.
+
+    Each device sends codes of its part to the device that sums them: an all-to-all. If the axis does not divide the
+    result, the sums are then gathered, as int8 codes, so that all replicas read the same values. A gradient without
+    whole blocks, or that the axis does not divide, is summed exactly.
+
+    format: the axis, and its format.
+    leading: the mesh axes of the dimensions of parts that are summed later.
+    dims: the mesh axes of the gradient's dimensions before the sum; after it, when each device has its part; and at the
+        end.
+    """
+    (axis, name), (before, scattered, total) = format, dims
+    make = placement.named_sharding
+    values = find_block_size(spec.shape, make(before), make(scattered))
+    ends = total if not leading else scattered
+    divides = any(axis in each for each in scattered)
+    if name == "exact" or not divides or values is None:
+        return [SumStep(None, None, len(leading), make(leading + ends), 0, 8)]
+    bits = BITS[name]
+    sent = make((*leading, (axis,), *before)), make((*leading, (), *scattered))
+    steps = [SumStep(*sent, len(leading), make(leading + scattered), values, bits)]
+    if ends != scattered:  # all replicas read the same sums
+        steps.append(SumStep(make(scattered), make(ends), None, make(ends), values, 8))
+    return steps
+
+
+def run_steps(array: jax.Array, steps: Iterable[SumStep]) -> jax.Array:
+    """Run the steps of a sum one after another."""
+    for step in steps:
+        array = step.apply(array)
+    return array
 
 
 # ---- Sums within a gradient group.
@@ -133,8 +198,7 @@ class CodedSum:
         """Sum over the first dimension, which these mesh axes divide; float32."""
         before = NamedSharding(self.part.mesh, PartitionSpec(axes, *self.part.spec))
         after = NamedSharding(self.total.mesh, PartitionSpec(None, *self.total.spec))
-        moved = move_blocks(parts, before, after, self.values, self.bits)
-        return jax.lax.with_sharding_constraint(jnp.sum(moved, axis=0), self.total)
+        return SumStep(before, after, 0, self.total, self.values, self.bits).apply(parts)
 
 
 def order_as_storage(axes: Iterable[str]) -> tuple[str, ...]:
@@ -168,32 +232,6 @@ def find_coded_sum(spec: Spec, placement: Placement) -> CodedSum | None:
 
 
 @dataclass(frozen=True)
-class _RowStep:
-    """A move of parts [..., one mesh axis, *gradient] or of sums.
-
-    before, after: shardings of the array before and after it moves as codes; None if it moves in its own dtype.
-    dim: the dimension that is summed then; None for a move of sums.
-    total: the sharding of the result.
-    values: number of values in a block.
-    """
-
-    before: NamedSharding | None
-    after: NamedSharding | None
-    dim: int | None
-    total: NamedSharding
-    values: int
-    bits: Bits
-
-    def apply(self, array: jax.Array) -> jax.Array:
-        if self.before and self.after:
-            array = move_blocks(array, self.before, self.after, self.values, self.bits)
-        if self.dim is not None:
-            # Not jnp.sum: it would widen 16-bit values to float32, and so the bytes between devices.
-            array = jax.lax.reduce(array, jnp.zeros((), array.dtype), jax.lax.add, (self.dim,))
-        return jax.lax.with_sharding_constraint(array, self.total)
-
-
-@dataclass(frozen=True)
 class RowSum:
     """The sum of one weight's gradient over the devices that have rows of the batch.
 
@@ -206,7 +244,7 @@ class RowSum:
 
     sizes: tuple[int, ...]
     parts: NamedSharding
-    steps: tuple[_RowStep, ...]
+    steps: tuple[SumStep, ...]
 
     @property
     def count(self) -> int:
@@ -218,7 +256,7 @@ class RowSum:
         return sum(bool(step.before) and step.dim is not None for step in self.steps)
 
     def splits(self, size: int) -> bool:
-        """Return whether a dimension of this size can be that of the rows."""
+        """Return whether a dimension of this size can be split by the rows."""
         return size % self.count == 0
 
     def split(self, array: jax.Array, dim: int = 0) -> jax.Array:
@@ -229,9 +267,7 @@ class RowSum:
     def add(self, parts: jax.Array) -> jax.Array:
         """Sum over the first dimension, which has one entry for each device: [N, ...] -> [...]."""
         parts = jax.lax.with_sharding_constraint(parts.reshape(*self.sizes, *parts.shape[1:]), self.parts)
-        for step in self.steps:
-            parts = step.apply(parts)
-        return parts
+        return run_steps(parts, self.steps)
 
 
 def find_row_sum(spec: Spec, placement: Placement) -> RowSum | None:
@@ -245,38 +281,13 @@ def find_row_sum(spec: Spec, placement: Placement) -> RowSum | None:
     part, within = placement.dims(spec), placement.dims(spec, zero.storage_axes(1, placement))
     total = placement.dims(spec, *zero.master_overlays(placement))
     scattered = {"fsdp": within, "data": placement.dims(spec, zero.storage_axes(1, placement), ("data",))}
-    steps: list[_RowStep] = []
+    steps: list[SumStep] = []
     dims = part
     for dim in reversed(range(len(axes))):
         axis, leading = axes[dim], tuple((each,) for each in axes[:dim])
-        steps += _make_row_steps(spec, (axis, formats[axis]), leading, (dims, scattered[axis], total), placement)
+        steps += plan_sum(spec, (axis, formats[axis]), leading, (dims, scattered[axis], total), placement)
         dims = within
     lead = tuple((axis,) for axis in axes)
     sizes = tuple(placement.size(axis) for axis in axes)
     found = RowSum(sizes, placement.named_sharding(lead + part), tuple(steps))
     return found if found.coded else None
-
-
-def _make_row_steps(
-    spec: Spec, format: tuple[str, str], leading: Dims, dims: tuple[Dims, Dims, Dims], placement: Placement
-) -> list[_RowStep]:
-    """Return the sum over one mesh axis.
-
-    format: the axis, and its format.
-    leading: the mesh axes of the dimensions of parts that are not summed yet.
-    dims: the mesh axes of the gradient's dimensions before the sum; after it, each device having its part; and at the
-        end.
-    """
-    (axis, name), (before, scattered, total) = format, dims
-    make = placement.named_sharding
-    values = find_block_size(spec.shape, make(before), make(scattered))
-    ends = total if not leading else scattered
-    divides = any(axis in each for each in scattered)
-    if name == "exact" or not divides or values is None:
-        return [_RowStep(None, None, len(leading), make(leading + ends), 0, 8)]
-    bits = BITS[name]
-    sent = make((*leading, (axis,), *before)), make((*leading, (), *scattered))
-    steps = [_RowStep(*sent, len(leading), make(leading + scattered), values, bits)]
-    if ends != scattered:  # all replicas read the same sums
-        steps.append(_RowStep(make(scattered), make(ends), None, make(ends), values, 8))
-    return steps

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm.config import Matmul
 from jaxopt_llm.core import tree
-from jaxopt_llm.core.block_format import Bits
 from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.parallel import codes, zero
 from jaxopt_llm.parallel.activations import is_split_over_stages
@@ -171,7 +170,7 @@ def gather_array(weight: PlacedWeight, dtype: Any = None) -> jax.Array:
     """Gather a weight over the storage axes of ZeRO, in `dtype`, by default its compute dtype.
 
     It is cast first: a gather of 16 bits moves half of the bytes of one of 32. Only a gather in the default dtype moves
-    blocks of codes; another dtype is that of codes or scales, which are not rounded again.
+    blocks of codes; another dtype belongs to codes or scales, which are not rounded again.
     """
     shardings = weight.shardings
     if dtype is None and shardings.gather_block:
@@ -187,13 +186,13 @@ def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Arra
     """Cast a weight's gradient to the reduction's dtype, and constrain it to the gradient's sharding.
 
     It is `gather_array` transposed. For the devices' partial sums, XLA inserts a reduce-scatter or all-reduce over the
-    mesh axes that divide the tokens, except those of the gradient groups.
+    mesh axes that divide the tokens, except the axes of the gradient groups.
     """
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
 def reduce_parts(parts: jax.Array, axes: tuple[str, ...], shardings: WeightShardings) -> jax.Array:
-    """Sum the parts of a gradient, [N, ...], of which each device along these mesh axes has one."""
+    """Sum the parts of a gradient, [N, ...]: one for each device along these mesh axes."""
     if shardings.coded_sum:
         return shardings.coded_sum.add(parts, axes).astype(shardings.reduce_dtype)
     return reduce_gradient(sum_parts(parts), shardings)
@@ -216,9 +215,9 @@ def sum_over_data(spec: Spec, parts: jax.Array, placement: Placement) -> jax.Arr
     `sharding.data_gradients` sets the format in which it moves. The sum is float32, and rests as
     `zero.scattered_sharding` says.
     """
-    scattered, within = _scattered_dims(spec, placement), placement.dims(spec, zero.storage_axes(1, placement))
-    if exchange := _find_data_exchange(spec, placement):
-        return _sum_blocks_over_data(parts, within, scattered, exchange, placement)
+    scattered = _scattered_dims(spec, placement)
+    if steps := _plan_data_sum(spec, scattered, placement):
+        return codes.run_steps(parts, steps)
     parts = parts.astype(placement.precision.for_param(spec).reduce_dtype)
     return _sum_over_axes(parts, ("data",), 0, (), scattered, placement).astype(jnp.float32)
 
@@ -226,8 +225,8 @@ def sum_over_data(spec: Spec, parts: jax.Array, placement: Placement) -> jax.Arr
 def gather_over_data(spec: Spec, array: jax.Array, placement: Placement) -> jax.Array:
     """Gather one leaf over `data`, from `zero.scattered_sharding`, in the format of `sum_over_data`; float32."""
     before, after = zero.scattered_sharding(spec, placement), zero.master_sharding(spec, placement)
-    if exchange := _find_data_exchange(spec, placement):
-        return codes.move_blocks(array, before, after, exchange.values, exchange.bits)
+    if steps := _plan_data_sum(spec, _scattered_dims(spec, placement), placement):
+        return codes.move_blocks(array, before, after, steps[0].values, steps[0].bits)
     array = array.astype(placement.precision.for_param(spec).reduce_dtype)
     array = jax.lax.with_sharding_constraint(array, before)
     return jax.lax.with_sharding_constraint(array, after).astype(jnp.float32)
@@ -242,11 +241,11 @@ def _reduce_groups(spec: Spec, gradient: jax.Array, placement: Placement) -> jax
     groups, dims = zero.gradient_group_axes(placement), placement.dims(spec, *zero.master_overlays(placement))
     gradient = gradient.astype(placement.precision.for_param(spec).reduce_dtype)
     gradient = gradient.reshape(*(placement.size(axis) for axis in groups), *spec.shape)
-    if "data" in groups and (exchange := _find_data_exchange(spec, placement)):
+    if "data" in groups and (steps := _plan_data_sum(spec, dims, placement)):
         within = tuple(axis for axis in groups if axis != "data")  # `data` is the first of the groups
         dims_within = tuple(tuple(axis for axis in dim if axis != "data") for dim in dims)
         gradient = _sum_over_axes(gradient, within, 1, (("data",),), dims_within, placement)
-        return _sum_blocks_over_data(gradient, dims_within, dims, exchange, placement)
+        return codes.run_steps(gradient, steps)
     return _sum_over_axes(gradient, groups, 0, (), dims, placement).astype(jnp.float32)
 
 
@@ -274,50 +273,16 @@ def _sum_over_axes(
     return gradient
 
 
-@dataclass(frozen=True)
-class _DataExchange:
-    """The exchange of one gradient, in blocks of codes, between the replicas along `data`.
+def _plan_data_sum(spec: Spec, end: Dims, placement: Placement) -> list[codes.SumStep]:
+    """Return the steps of a gradient's sum over `data` as codes; [] if the sum is exact.
 
-    scattered: the mesh axes of each dimension after the exchange, those of `data` included.
-    values: number of values in a block.
+    end: the mesh axes of the gradient's dimensions after the sum.
     """
-
-    scattered: Dims
-    values: int
-    bits: Bits
-
-
-def _find_data_exchange(spec: Spec, placement: Placement) -> _DataExchange | None:
-    """Return the exchange of a gradient over `data`; None if it is exact."""
-    data_gradients = placement.sharding.data_gradients
-    if data_gradients == "exact" or not codes.moves_as_blocks(spec):
-        return None
-    scattered = _scattered_dims(spec, placement)
-    shardings = placement.named_sharding(scattered), placement.parameter(spec, zero.storage_axes(1, placement))
-    values = codes.find_block_size(spec.shape, *shardings)
-    if values is None or all("data" not in dim for dim in scattered):
-        return None
-    return _DataExchange(scattered, values, codes.BITS[data_gradients])
-
-
-def _sum_blocks_over_data(
-    gradient: jax.Array, dims_within: Dims, dims: Dims, exchange: _DataExchange, placement: Placement
-) -> jax.Array:
-    """Sum a gradient over its first dimension, which `data` divides, in float32.
-
-    Each device sends codes of its part to the device that sums them: an all-to-all. If the masters are not divided over
-    `data`, the sums are then gathered, as int8 codes, so that all replicas read the same values.
-
-    dims_within, dims: the mesh axes of the other dimensions, before and after the sum.
-    """
-    before = placement.named_sharding((("data",), *dims_within))
-    after = placement.named_sharding(((), *exchange.scattered))
-    parts = codes.move_blocks(gradient, before, after, exchange.values, exchange.bits)
-    scattered = placement.named_sharding(exchange.scattered)
-    summed = jax.lax.with_sharding_constraint(jnp.sum(parts, axis=0), scattered)
-    if dims == exchange.scattered:
-        return summed
-    return codes.move_blocks(summed, scattered, placement.named_sharding(dims), exchange.values, bits=8)
+    form, within = placement.sharding.data_gradients, placement.dims(spec, zero.storage_axes(1, placement))
+    if not codes.moves_as_blocks(spec):
+        return []
+    steps = codes.plan_sum(spec, ("data", form), (), (within, _scattered_dims(spec, placement), end), placement)
+    return steps if steps[0].before else []
 
 
 def _find_gather_block(spec: Spec, before: NamedSharding, after: NamedSharding, placement: Placement) -> int | None:
@@ -340,7 +305,7 @@ def find_exact_matrices(specs: tree.Tree, placement: Placement) -> list[str]:
         if placement.reduces_microbatches:
             row_sum = find_row_sum(spec, placement)
             return exchanges + adds_codes > (row_sum.coded if row_sum else 0)
-        exact = exchanges and _find_data_exchange(spec, placement) is None
+        exact = exchanges and not _plan_data_sum(spec, _scattered_dims(spec, placement), placement)
         return exact or (adds_codes and find_coded_sum(spec, placement) is None)
 
     def find(path: str, spec: Spec) -> str | None:

@@ -93,7 +93,7 @@ def parameter_sharding(specs: Any, placement: Placement) -> Any:
 def gathered_sharding(specs: Any, placement: Placement) -> Any:
     """Return the sharding of parameters while they are used and of gradients before they are reduced.
 
-    Only the mesh axes of the parameters' table divide them: `tensor` and `pipeline`, and `expert` those of experts.
+    Only the mesh axes of the parameters' table divide them: `tensor`, `pipeline`, and for experts `expert`.
     """
     return jax.tree.map(placement.parameter, specs)
 
@@ -151,7 +151,7 @@ def checkpoint_sharding(specs: Any, placement: Placement) -> Any:
 def abstract_checkpoint(specs: tree.Tree, placement: Placement) -> tree.Tree:
     """Return the arrays of a checkpoint as ShapeDtypeStructs with shardings, to restore into.
 
-    Their memory is that of `restore_memory`.
+    `restore_memory` says in which memory they are.
     """
 
     def abstract(spec: Spec) -> jax.ShapeDtypeStruct:

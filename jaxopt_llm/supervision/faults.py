@@ -1,4 +1,12 @@
-"""Faults of a run: what follows them, the journal in which they are written, and the hosts that cause too many."""
+"""Faults of a run: the decision that follows a fault, the journal of faults, and the hosts that cause too many.
+
+The journal is the file faults.jsonl. A fault is a line in it: when, where and what it was, the checkpoint that
+remained, and the restart that follows. When the run is back, a second line says how long it was away. If the supervisor
+dies in between, only the first line exists.
+
+Strikes are faults counted per host. A host with too many of them is used only if no other host can take its place. They
+are lines of the journal, so that they outlive the supervisor that leads.
+"""
 
 import json
 import os
@@ -21,7 +29,7 @@ from jaxopt_llm.core.errors import (
 )
 from jaxopt_llm.supervision.host import End, describe_code
 
-# Done, or what a restart does not repair.
+# Exit codes after which the program is not started again: it is done, or a restart would not repair the cause.
 FINAL = frozenset((0, InputError.exit_code, TrainingDiverged.exit_code, CheckpointError.exit_code))
 STOPPED = Preempted.exit_code
 MAX_PAUSE_SECONDS = 60.0
@@ -57,18 +65,20 @@ class RestartBudget:
 
 
 def find_cause(ends: Sequence[End]) -> End | None:
-    """Return the end that caused the others, given in the order in which they were noticed; None: all are done.
+    """Return the end that caused the other ends, or None if all programs are done.
 
-    Exit code 5 says that another process was lost or is missing, so any other end comes before it.
+    Exit code 5 says that another process was lost or is missing, so an end with another code is preferred to it.
+
+    ends: in the order in which they were noticed.
     """
     faults = [end for end in ends if end.code != 0]
     return min(faults, key=lambda end: end.code == ProcessLost.exit_code, default=None)
 
 
 def find_final_code(ends: Sequence[End]) -> int | None:
-    """Return the exit code of the job if a restart would not help; None: restart it.
+    """Return the exit code of the job if a restart would not help, or None to restart it.
 
-    2, 3 and 4 are final only if no host had an end of another kind than these and 5.
+    Exit codes 2, 3 and 4 are final only if every host ended with one of them or with 5.
     """
     cause = find_cause(ends)
     if cause is None:
@@ -93,7 +103,7 @@ class Journal:
         """Append a fault.
 
         Args:
-            ends: those of all hosts.
+            ends: ends of the program on all hosts.
             restart: number of the restart that follows, counted from the last new checkpoint; 0 if the job ends.
         """
         who = {"fault": self.describe(cause), "code": cause.code, "process": cause.index, "host": cause.host}

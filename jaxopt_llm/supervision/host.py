@@ -1,4 +1,7 @@
-"""One host as its supervisor sees it: the signals to the supervisor, the program, and connections to wait for."""
+"""One host, for its supervisor: signals to the supervisor, the program, and one place to wait for all of it.
+
+The program has its own process group, its standard error is passed on, and it dies with its supervisor.
+"""
 
 import contextlib
 import os

@@ -111,7 +111,7 @@ class Limits:
 
 
 class Leader:
-    """Leader of a job. A job of one host has no members."""
+    """Leader of a job. host: its own one, which is one of the members."""
 
     def __init__(self, host: Host, task: Task, limits: Limits, budget: RestartBudget, members: Members) -> None:
         self._host, self._task, self._limits, self._members = host, task, limits, members
@@ -125,7 +125,6 @@ class Leader:
         # The hosts of the last round that was allowed to train, of another leader if there was one. By itself, a job
         # has all hosts.
         self._announced = read_hosts(task.directory) or tuple(range(limits.hosts))
-        self._own_is_stuck = False  # the program on this host cannot be killed
         self._strikes = Strikes(task.directory, self._journal)
 
     def run(self) -> int | None:
@@ -155,9 +154,9 @@ class Leader:
             limit = math.inf if self._limits.elastic_seconds is None else self._limits.elastic_seconds
             # At the start of a job, hosts come one after the other: preparing for each number is wasted.
             self._wait = Wait(limit, prepares=self._task.trains and self._fault_at is not None)
-        while not self._host.stopped and not self._members.superseded(self._task.directory):
-            self._own_is_stuck &= self._host.poll() is None
-            now, present = time.monotonic(), self._present()
+        while not self._host.stopped and not self._members.superseded():
+            self._members.take_ends()  # hosts that were lost since the last round, and are back
+            now, present = time.monotonic(), self._members.indices()
             is_full = len(present) >= self._limits.hosts
             may_begin = now >= self._not_before and (is_full or self._wait.lets_begin())
             if may_begin and (chosen := self._choose(present)):
@@ -165,13 +164,6 @@ class Leader:
                 return True
             self._members.serve(LOOK_SECONDS if now >= self._not_before else min(LOOK_SECONDS, self._not_before - now))
         return False
-
-    def _present(self) -> list[int]:
-        """Return the hosts that can take part in the next round."""
-        return sorted({*self._own_index(), *self._members.indices()})
-
-    def _own_index(self) -> tuple[int, ...]:
-        return () if self._own_is_stuck else (self._host.index,)
 
     def _choose(self, present: Sequence[int]) -> tuple[int, ...]:
         """Return the hosts of the largest round that has a mesh, () if there is none or it is not known yet.
@@ -199,19 +191,14 @@ class Leader:
         else:
             self._announce(chosen)
         self._round = Round(chosen, last_start(self._task.directory), hold_until)
-        self._members.take_ends()  # hosts that were lost since the last round, and are back
         for rank, index in enumerate(chosen):
             place = Place(self._coordinator(chosen[0]), len(chosen), rank, flags, hold_seconds)
-            if index == self._host.index:
-                variables = self._task.variables(place, self._members.program_token)
-                self._host.start(self._task.command(place), variables)
-            else:
-                self._members.send(index, {"start": asdict(place)})
+            self._members.send(index, {"start": asdict(place)})
         if self._limits.elastic_seconds is not None:
             self._meshes.prepare(len(chosen) - 1, self._limits.least)
 
     def _announce(self, chosen: tuple[int, ...]) -> None:
-        """Say on which hosts the job goes on, if they are not those of before."""
+        """Say on which hosts the job goes on, if they have changed."""
         if chosen != self._announced:
             self._host.say(f"continues on {_list_hosts(chosen)}")
             self._journal.write_hosts(chosen, self._meshes.flags(len(chosen)) or ())
@@ -228,9 +215,7 @@ class Leader:
         ends: list[End] = []
         grows, broken_at, current = False, None, self._round
         while waited := set(current.hosts) - {end.index for end in ends}:
-            own = self._host.poll()
-            self._own_is_stuck &= own is None
-            for end in (*self._members.take_ends(), *([own] if own else [])):
+            for end in self._members.take_ends():
                 if end.index in waited:
                     ends.append(end)
                     waited.discard(end.index)
@@ -244,7 +229,8 @@ class Leader:
             elif broken_at is not None:
                 self._end_stragglers(waited, now - broken_at)
                 if now - broken_at > GIVE_UP_SECONDS:
-                    ends += self._give_up(waited)
+                    for index in waited:
+                        self._members.give_up(index)  # its end is among those that are taken next
             if not ends and not grows and not self._host.stopped:
                 if now >= current.hold_until:
                     self._announce(current.hosts)
@@ -252,11 +238,11 @@ class Leader:
                 if current.trains and self._may_grow():
                     grows = True
                     self._signal(current.hosts[:1], signal.SIGTERM)  # all save, and end with 75
-                elif now < current.hold_until and len(self._choose(self._present())) > len(current.hosts):
+                elif now < current.hold_until and len(self._choose(self._members.indices())) > len(current.hosts):
                     grows = current.gives_way = True
                     broken_at = now
                     self._signal(current.hosts, signal.SIGTERM)
-                    if len(self._present()) >= self._limits.hosts:
+                    if len(self._members.indices()) >= self._limits.hosts:
                         self._wait = None
             if waited:
                 self._members.serve(LOOK_SECONDS)
@@ -280,22 +266,10 @@ class Leader:
             self._round.stops_start = True  # a second SIGTERM would end them without an exit code of their own
             self._signal(left, signal.SIGTERM)
 
-    def _give_up(self, left: set[int]) -> list[End]:
-        """Count the hosts whose programs cannot be killed as lost. Return the end of the leader's own one."""
-        for index in left - {self._host.index}:
-            self._members.give_up(index)  # its end is among those that are taken next
-        if self._host.index not in left:
-            return []
-        self._own_is_stuck = True
-        return [End(self._host.index, self._host.name, None, "its program cannot be killed")]
-
     def _signal(self, indices: Sequence[int] | set[int], signum: int) -> None:
         """Send a signal to the program on some hosts."""
         for index in indices:
-            if index == self._host.index:
-                self._host.send(signum)
-            else:
-                self._members.send(index, {"signal": int(signum)})
+            self._members.send(index, {"signal": int(signum)})
 
     def _note_start(self, now: float) -> None:
         """Notice when the steps of a round begin, and write it into the journal if this follows a fault."""
@@ -313,7 +287,7 @@ class Leader:
         if wait is None or len(hosts) == self._limits.hosts:
             return False
         stayed = [i for i in self._members.indices() if i in hosts or self._members.seconds_here(i) > wait]
-        return len(self._choose(sorted({*self._own_index(), *stayed}))) > len(hosts)
+        return len(self._choose(stayed)) > len(hosts)
 
     def _judge(self, ends: Sequence[End]) -> int | None:
         """Write the fault that ended a round into the journal. Return the exit code of the job, None to go on."""

@@ -1,18 +1,18 @@
-"""Connections between the supervisors of a job: the leader's address, and the other hosts as the leader sees them.
+"""The hosts of a job as its leader sees them, and the leader's address, by which the supervisors find each other.
 
-The address is a file in the run directory, by which the supervisors find each other. It has the address of the leader,
-and a token that the leader draws when it begins to lead. A supervisor and the leader prove to each other that they know
+The address is a file in the run directory. It has host and port, and a token that the leader draws when it begins to
+lead. A supervisor and the leader prove to each other that they know
 the token (distributed/wire.py), so only those who can read the file can join or lead.
 """
 
 import contextlib
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jaxopt_llm.distributed import wire
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.wire import Arrival, Entrance, Hello, Peer, printable
 from jaxopt_llm.supervision.host import End, Host
+from jaxopt_llm.supervision.task import Place, Task
 
 FILE = "supervisors"
 SILENCE_SECONDS = 60.0  # after which a host counts as lost
@@ -50,7 +51,7 @@ class Membership:
 
     Attributes:
         program_token: token of the programs of the job.
-        messages: those that the leader has sent already.
+        messages: messages that the leader has sent already.
     """
 
     leader: Peer
@@ -80,7 +81,7 @@ def publish_leader(directory: Path, host: str) -> tuple[socket.socket, LeaderAdd
 
 
 def find_leader(directory: Path) -> LeaderAddress | None:
-    """Return the leader's address in the run directory, at which perhaps nobody listens any more; None: it has none."""
+    """Return the leader's address in the run directory, None if it has none. Perhaps nobody listens there any more."""
     try:
         return LeaderAddress(**json_files.parse((directory / FILE).read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # not written yet, or only in part
@@ -88,11 +89,11 @@ def find_leader(directory: Path) -> LeaderAddress | None:
 
 
 def join_leader(published: LeaderAddress, job: Job) -> Membership | None:
-    """Join the supervisors of a job; None: its leader does not listen there.
+    """Join the supervisors of a job. Return None if its leader does not listen at the address.
 
     Raises:
-        TimeoutError: perhaps it does, but it does not answer now.
-        InputError: it refuses this host.
+        TimeoutError: the leader may listen there, but does not answer now.
+        InputError: the leader refuses this host.
     """
     try:
         connection = wire.connect((published.host, published.port), CONNECT_SECONDS)
@@ -124,17 +125,28 @@ class _Member:
     since: float
 
 
+def obey(message: dict[str, Any], host: Host, task: Task, program_token: str) -> None:
+    """Start the program on this host, or send it a signal, as the leader says."""
+    if "start" in message:
+        place = Place.parse(message["start"])
+        host.start(task.command(place), task.variables(place, program_token))
+    elif "signal" in message:
+        host.send(message["signal"])
+
+
 class Members:
-    """The supervisors of the other hosts, and what they have reported.
+    """The hosts of a job: the leader's own one, and the others, whose supervisors are connected to it.
 
     Args:
-        listener: where they arrive; None for a job of one host.
+        host: the leader's own one.
+        listener: where the others arrive; None for a job of one host.
     """
 
     def __init__(
-        self, host: Host, job: Job, listener: socket.socket | None = None, published: LeaderAddress | None = None
+        self, host: Host, task: Task, listener: socket.socket | None = None, published: LeaderAddress | None = None
     ) -> None:
-        self._host, self._job, self._published = host, job, published
+        self._host, self._task, self._published = host, task, published
+        self._own_is_stuck = False  # the program on the leader's host cannot be killed
         self._members: dict[int, _Member] = {}
         self._refusals: set[str] = set()  # those that were printed: a supervisor that is refused may come again
         self._ends: list[End] = []
@@ -143,20 +155,16 @@ class Members:
         if listener is not None and published is not None:
             self._entrance = Entrance(listener, published.token.encode(), host.selector)
 
-    @property
-    def program_token(self) -> str:
-        """Token of the job's programs; "" for a job of one host."""
-        return "" if self._published is None else self._published.program_token
-
-    def indices(self) -> Sequence[int]:
-        """Return the indices of the hosts that are there, without the leader's."""
-        return list(self._members)
+    def indices(self) -> list[int]:
+        """Return the indices of the hosts that can take part in a round."""
+        own = () if self._own_is_stuck else (self._host.index,)
+        return sorted((*own, *self._members))
 
     def seconds_here(self, index: int) -> float:
-        return time.monotonic() - self._members[index].since
+        return math.inf if index == self._host.index else time.monotonic() - self._members[index].since
 
     def address(self, index: int) -> str:
-        """Return the address of a host, or of the leader."""
+        """Return the address of a host."""
         if index == self._host.index:
             assert self._published is not None
             return self._published.host
@@ -165,12 +173,17 @@ class Members:
 
     def send(self, index: int, message: dict[str, Any]) -> None:
         """Send a message to a host, if it is there."""
-        if index in self._members:
+        if index == self._host.index:
+            obey(message, self._host, self._task, "" if self._published is None else self._published.program_token)
+        elif index in self._members:
             self._members[index].peer.send(message)
 
     def give_up(self, index: int) -> None:
-        """Count a host as lost. Its supervisor can join again when its program has ended."""
-        if index in self._members:
+        """Count a host as lost until its program has ended."""
+        if index == self._host.index:
+            self._own_is_stuck = True
+            self._ends.append(End(index, self._host.name, None, "its program cannot be killed"))
+        elif index in self._members:
             self._lose(index, "has a program that cannot be killed")
 
     def dismiss(self, code: int) -> None:
@@ -184,17 +197,17 @@ class Members:
         while self._members and time.monotonic() < deadline:
             self.serve(0.2)
 
-    def superseded(self, directory: Path) -> bool:
+    def superseded(self) -> bool:
         """Return whether another supervisor has become the leader."""
         try:
-            return self._published is not None and find_leader(directory) not in (None, self._published)
+            return self._published is not None and find_leader(self._task.directory) not in (None, self._published)
         except OSError:  # for example, no more files may be open: the next look shows it
             return False
 
-    def close(self, directory: Path) -> None:
+    def close(self) -> None:
         """Withdraw the address. Supervisors that are still there look for another leader."""
-        if self._published is not None and not self.superseded(directory):
-            (directory / FILE).unlink(missing_ok=True)
+        if self._published is not None and not self.superseded():
+            (self._task.directory / FILE).unlink(missing_ok=True)
         for member in self._members.values():
             self._host.forget(member.peer.connection)
         if self._entrance is not None:
@@ -202,6 +215,9 @@ class Members:
 
     def take_ends(self) -> list[End]:
         """Return the ends of programs, and the losses of hosts, since the last call."""
+        if (own := self._host.poll()) is not None:
+            self._own_is_stuck = False
+            self._ends.append(own)
         ends, self._ends = self._ends, []
         return ends
 
@@ -226,8 +242,8 @@ class Members:
         """Admit the supervisor of another host of the job as a member."""
         peer, hello = arrival
         index, who = hello.index, f"host {hello.index} ({printable(hello.host)})"
-        if index >= self._job.processes:
-            count = f"the job has {self._job.processes} host(s)"
+        if index >= self._task.job.processes:
+            count = f"the job has {self._task.job.processes} host(s)"
             problem = f"{who}: {count}; correct --distributed.process-id there, or --distributed.processes everywhere"
             peer.send({"end": f"the leader refuses {problem}"})
             self._refuse(peer, problem)

@@ -18,9 +18,10 @@ from jaxopt_llm.supervision.members import (
     Membership,
     find_leader,
     join_leader,
+    obey,
     publish_leader,
 )
-from jaxopt_llm.supervision.task import Place, Task
+from jaxopt_llm.supervision.task import Task
 
 _RETRY_SECONDS = 0.5
 _TURN_SECONDS = 5.0  # by which a host waits longer than the one before it, before it leads in place of host 0
@@ -34,7 +35,7 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
     """
     host = Host(task.job.index)
     if task.job.processes == 1:
-        code = Leader(host, task, limits, budget, Members(host, task.job)).run()
+        code = Leader(host, task, limits, budget, Members(host, task)).run()
         assert code is not None  # nobody else leads
         return code
     address = parse_address(task.job.coordinator)[0] if host.index == 0 else ""
@@ -58,9 +59,9 @@ def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:
             result = Member(host, task, membership).run()
             lost_at = time.monotonic()
         elif address and time.monotonic() >= lost_at + _wait_to_lead(host.index, limits):
-            members = Members(host, task.job, *publish_leader(task.directory, address))
+            members = Members(host, task, *publish_leader(task.directory, address))
             result = Leader(host, task, limits, budget, members).run()
-            members.close(task.directory)
+            members.close()
         if result is not None:
             return result
         host.wait(_RETRY_SECONDS)
@@ -119,13 +120,10 @@ class Member:
     def _obey(self, messages: Sequence[dict[str, Any]]) -> None:
         """Handle messages of the leader."""
         for message in messages:
-            if "start" in message and not self._host.stopped:
-                place = Place.parse(message["start"])
-                self._host.start(self._task.command(place), self._task.variables(place, self._membership.program_token))
-            elif "signal" in message:
-                self._host.send(message["signal"])
-            elif "exit" in message:
+            if "exit" in message:
                 self._exit = message["exit"]
+            elif "start" not in message or not self._host.stopped:
+                obey(message, self._host, self._task, self._membership.program_token)
 
     def _lose_leader(self) -> None:
         assert self._leader is not None

@@ -1,4 +1,7 @@
-"""Program of a supervisor, its place in the job in each round, and its settings for fewer hosts."""
+"""Program of a supervisor, its place in the job in each round, and its settings for fewer hosts than the recipe's.
+
+The planner chooses these settings in a process of its own, because it needs JAX.
+"""
 
 import os
 import subprocess
@@ -22,7 +25,7 @@ class Place:
 
     Attributes:
         coordinator: host:port of process 0 of the round.
-        flags: settings of `train` for this number of hosts, such as those of the mesh.
+        flags: settings of `train` for this number of hosts, such as the mesh.
         hold_seconds: time from the start of the program during which its steps may not begin.
     """
 
@@ -67,10 +70,10 @@ class Task:
         return [sys.executable, "-m", "jaxopt_llm", *words, *place.flags]
 
     def variables(self, place: Place, token: str) -> dict[str, str]:
-        """Return the variables of the program, beside those of the supervisor.
+        """Return the environment variables that the program gets in addition to the supervisor's.
 
-        They tell `train` when its steps may begin, and another program its place, if the launcher named another one.
-        These are torchrun's, which `find_job` prefers to those of other launchers.
+        They tell `train` when its steps may begin. They tell another program its place, if it is not the place that the
+        launcher gave: as torchrun's variables, which `find_job` prefers to variables of other launchers.
 
         Args:
             token: token of the job's programs; "" for none. One in the supervisor's own environment comes before it,
@@ -151,7 +154,7 @@ class Meshes:
         """Let the planner choose meshes for some numbers of hosts, while the run goes on. It answers later.
 
         Args:
-            most, least: bounds of the numbers, of which the largest come first.
+            most, least: bounds of the numbers. The largest come first.
         """
         unknown = [count for count in range(most, least - 1, -1) if not self.knows(count)]
         if self._planner is not None or not unknown:

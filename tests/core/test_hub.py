@@ -122,7 +122,7 @@ def test_a_download_of_weights_that_advances_makes_progress(
 
     def download(repository: str, revision: str | None, weights: bool = False) -> Path:
         deadline = time.monotonic() + 60
-        while weights and main.position is not None and not main.position.beats:
+        while weights and main.progress is not None and not main.progress.beats:
             assert time.monotonic() < deadline
             with blob.open("ab") as file:
                 file.write(b"x")
@@ -132,7 +132,7 @@ def test_a_download_of_weights_that_advances_makes_progress(
     with monkeypatch.context() as patch:
         patch.setattr(hub, "_download", download)
         assert hub.find_folder(NAME, "", pulse=main) == snapshot
-    assert main.position is not None and main.position.beats
+    assert main.progress is not None and main.progress.beats
 
 
 def test_a_loaded_model_equals_its_folder(offline: Path, model: Path) -> None:

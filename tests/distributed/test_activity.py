@@ -1,4 +1,4 @@
-"""What the watchdog concludes from the positions and the seconds of the processes."""
+"""What the watchdog concludes from the threads and the seconds of the processes."""
 
 import threading
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from jaxopt_llm.config import Config, DataConfig, WatchdogConfig
 from jaxopt_llm.distributed import activity
-from jaxopt_llm.distributed.activity import Activity, Pace, PerStep, Position, Totals, find_slowest
+from jaxopt_llm.distributed.activity import Activity, Pace, PerStep, PhaseProgress, Totals, find_slowest
 from jaxopt_llm.distributed.watchdog import find_behind, find_limit
 
 FLOORS = WatchdogConfig(factor=10, floor_seconds=600, compile_floor_seconds=3600, save_floor_seconds=1800)
@@ -34,36 +34,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_an_activity_counts_phases_and_waits(clock: Clock) -> None:
     main = Activity()
     with main.wait():  # before the first phase
-        assert main.position is None
+        assert main.progress is None
     main.enter("data", 7)
     clock.now += 3
     main.enter("step")
-    assert main.position == Position(7, "step", 2)
+    assert main.progress == PhaseProgress(7, "step", 2)
     with main.wait():
         clock.now += 2
         with main.wait():  # a channel within a wait
-            assert main.position == Position(7, "step", 3, waiting=True)
-    assert main.position == Position(7, "step", 3)
+            assert main.progress == PhaseProgress(7, "step", 3, waiting=True)
+    assert main.progress == PhaseProgress(7, "step", 3)
     clock.now += 1
     main.leave()
-    assert main.position is None
+    assert main.progress is None
     assert main.totals == Totals(7, {"data": 3, "step": 3}, {"step": 2})
     assert (list(main.ended["data"]), list(main.ended["step"])) == ([3], [3])
     main.forget()
     main.enter("data", 8)
     assert not main.ended["data"]
-    assert main.position == Position(8, "data", 4)  # the marks go on, as in all processes
+    assert main.progress == PhaseProgress(8, "data", 4)  # the marks go on, as in all processes
 
 
 def test_a_wait_for_a_lock_is_no_mark() -> None:
     main = Activity()
     with main.wait_for_lock():  # before the first phase
-        assert main.position is None
+        assert main.progress is None
     main.enter("prepare", 0)
     with main.wait_for_lock():
-        assert main.position == Position(0, "prepare", 1, waiting=True)
+        assert main.progress == PhaseProgress(0, "prepare", 1, waiting=True)
         main.beat()
-    assert main.position == Position(0, "prepare", 1, beats=1)
+    assert main.progress == PhaseProgress(0, "prepare", 1, beats=1)
 
 
 def test_a_call_that_changes_a_value_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,15 +82,15 @@ def test_a_call_that_changes_a_value_makes_progress(monkeypatch: pytest.MonkeyPa
     main.enter("prepare", 0)
     with main.follow(measure):
         wait_for_looks()
-        assert main.position == Position(0, "prepare", 1)
+        assert main.progress == PhaseProgress(0, "prepare", 1)
         for value in (2, 3):
             values[0] = value
             wait_for_looks()
-        assert main.position == Position(0, "prepare", 1, beats=2)
+        assert main.progress == PhaseProgress(0, "prepare", 1, beats=2)
     values[0] = 4
     looked.clear()
     assert not looked.wait(0.05)
-    assert main.position.beats == 2
+    assert main.progress.beats == 2
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_data_may_take_as_long_as_a_stall_does() -> None:
 
 
 def test_the_process_behind_is_the_one_that_the_others_wait_for() -> None:
-    ready = Position(8, "step", 20, waiting=True)
-    in_data = Position(8, "data", 18)
+    ready = PhaseProgress(8, "step", 20, waiting=True)
+    in_data = PhaseProgress(8, "data", 18)
     assert find_behind({0: ready, 1: in_data, 2: ready}) == [1]
     # Here process 2 has not begun the wait in which the others are.
-    assert find_behind({0: ready, 1: ready, 2: Position(8, "step", 20)}) == [2]
+    assert find_behind({0: ready, 1: ready, 2: PhaseProgress(8, "step", 20)}) == [2]
     # Process 0 is ahead, and has not come to a wait yet.
-    assert find_behind({0: Position(9, "data", 22), 1: ready}) == [1]
+    assert find_behind({0: PhaseProgress(9, "data", 22), 1: ready}) == [1]
     assert find_behind({0: ready, 1: ready}) == [0, 1]
     # Process 0 downloads, and process 1 waits for its lock.
-    downloads = Position(0, "prepare", 3)
+    downloads = PhaseProgress(0, "prepare", 3)
     assert find_behind({0: downloads, 1: replace(downloads, waiting=True)}) == [0]
     assert find_behind({}) == []
 

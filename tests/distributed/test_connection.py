@@ -1,6 +1,10 @@
-"""JAX's coordination service: its start, and the end of a job, where it outlives the connection of every process."""
+"""Start and end of JAX's coordination service, which outlives the connection of every process, and late aborts."""
 
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 from commands import start_python
@@ -51,3 +55,32 @@ def test_a_service_that_does_not_start_is_no_wrong_input() -> None:
         expected = pytest.raises(ProcessMissing, match=f"JAX's coordination service did not start on {address}")
         with expected, run_service(Job(address, 2, 0), address, 5):
             pytest.fail("it runs on a port in use")
+
+
+# An abort without the GIL, as by a thread of Gloo.
+ABORTS = """
+import ctypes, os, sys, threading, time
+from jaxopt_llm.distributed import connection
+connection.delay_aborts()
+def end():
+    time.sleep(float(sys.argv[1]))
+    os._exit(5)
+threading.Thread(target=end, daemon=True).start()
+ctypes.CDLL(None).abort()
+"""
+
+
+def run_abort(after: float) -> tuple[int, float]:
+    """Return the exit code, and the seconds, of a program that aborts and that another thread ends later."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", ABORTS, str(after)])
+    return done.returncode, time.monotonic() - began
+
+
+def test_a_thread_that_ends_the_process_wins_against_one_that_aborts() -> None:
+    assert run_abort(after=0.5)[0] == 5
+
+
+def test_an_abort_goes_on_after_six_seconds() -> None:
+    code, seconds = run_abort(after=60)
+    assert code == -signal.SIGABRT and 6 <= seconds < 30

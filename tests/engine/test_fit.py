@@ -318,7 +318,7 @@ def test_reading_held_out_batches_makes_progress(tmp_path: Path) -> None:
 
     def read_held_out() -> Iterator[Any]:
         for step in range(3):
-            seen.append(engine.processes.main.position)
+            seen.append(engine.processes.main.progress)
             yield make_batch(step)
         raise InputError("enough")
 

@@ -318,8 +318,8 @@ def test_opening_the_data_of_a_run_makes_progress(tmp_path: Path) -> None:
     def count_beats(config: Config) -> int:
         processes.main.enter("prepare", 0)
         open_documents(config, processes)
-        assert processes.main.position is not None
-        return processes.main.position.beats
+        assert processes.main.progress is not None
+        return processes.main.progress.beats
 
     alone = count_beats(Config(data=data))
     assert alone >= 2 * 2  # for each file, and for its text

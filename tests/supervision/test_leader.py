@@ -16,6 +16,7 @@ from jaxopt_llm.supervision import leader, members, supervisor
 from jaxopt_llm.supervision.faults import Journal, RestartBudget, read_hosts
 from jaxopt_llm.supervision.host import End
 from jaxopt_llm.supervision.leader import Leader, Limits
+from jaxopt_llm.supervision.members import Members
 from jaxopt_llm.supervision.task import Task
 
 STUCK = -1  # exit code of a program that never ends
@@ -66,20 +67,24 @@ class FakeHost:
         """Say nothing."""
 
 
-class FakeMembers:
-    """Stands for the other hosts. Their programs say at once that their steps begin, and end some looks later."""
+class FakeMembers(Members):
+    """Hosts of a job. The leader's own one is a FakeHost, with index 0.
+
+    The programs of the others say at once that their steps begin, and end some looks later.
+    """
 
     LOOKS = 4
 
-    def __init__(self, programs: Programs, run: Path) -> None:
-        self._programs, self._run = programs, run
+    def __init__(self, host: Any, task: Task, programs: Programs) -> None:
+        super().__init__(host, task)
+        self._programs, self._run = programs, task.directory
         self._here = list(range(1, len(programs.starts)))
         self._deadline = time.monotonic() + 20
         self._due = list[tuple[int, End]]()  # ends, with the number of looks until they are seen
-        self.program_token, self.signals = "", list[tuple[int, int]]()
+        self.signals = list[tuple[int, int]]()
 
     def indices(self) -> list[int]:
-        return self._here
+        return [*super().indices(), *self._here]
 
     def address(self, index: int) -> str:
         return "127.0.0.1"
@@ -90,30 +95,29 @@ class FakeMembers:
     def send(self, index: int, message: dict[str, Any]) -> None:
         if "signal" in message:
             self.signals.append((index, message["signal"]))
-        if "start" in message:
+        if index == 0:
+            super().send(index, message)
+        elif "start" in message:
             code = self._programs.start(index, message["start"]["processes"])
             self._due += [] if code == STUCK else [(self.LOOKS, End(index, f"host{index}", code, ""))]
             with (self._run / "events.jsonl").open("a") as file:
                 file.write(json.dumps({"event": "start", "time": time.monotonic()}) + "\n")
 
     def give_up(self, index: int) -> None:
-        self._here = [each for each in self._here if each != index]
-        self._due.append((0, End(index, f"host{index}", None, "cannot be killed")))
+        if index == 0:
+            super().give_up(index)
+        else:
+            self._here.remove(index)
+            self._due.append((0, End(index, f"host{index}", None, "cannot be killed")))
 
     def take_ends(self) -> list[End]:
         ends = [end for looks, end in self._due if looks <= 0]
         self._due = [(looks - 1, end) for looks, end in self._due if looks > 0]
-        return ends
+        return [*ends, *super().take_ends()]
 
     def serve(self, seconds: float) -> None:
         """Serve nobody, and not for ever."""
         assert time.monotonic() < self._deadline
-
-    def superseded(self, directory: Path) -> bool:
-        return False
-
-    def dismiss(self, code: int) -> None:
-        """Dismiss nobody."""
 
 
 @pytest.mark.parametrize(("stuck", "count"), [((0,), 2), ((1,), 2), ((0, 2), 3)], ids=["own", "other", "both"])
@@ -125,13 +129,13 @@ def test_hosts_whose_programs_cannot_be_killed_are_lost(
         monkeypatch.setattr(leader, name, seconds)
     programs = Programs([[STUCK] if index in stuck else [5, 0] for index in range(count)])
     host: Any = FakeHost(programs, count)
-    others: Any = FakeMembers(programs, tmp_path)
     task = Task(("sh",), tmp_path, Job("127.0.0.1:1234", count, 0))
+    hosts = FakeMembers(host, task, programs)
     limits = Limits(hosts=count, least=1, elastic_seconds=0.2)
-    assert Leader(host, task, limits, RestartBudget(10, 0.01), others).run() == 0
+    assert Leader(host, task, limits, RestartBudget(10, 0.01), hosts).run() == 0
     for index in range(count):
         assert programs.starts[index] == ([count] if index in stuck else [count, count - len(stuck)])
-    assert not [sent for _, sent in others.signals if sent == signal.SIGTERM]
+    assert not [sent for _, sent in hosts.signals if sent == signal.SIGTERM]
 
 
 def test_a_leader_that_does_not_answer_for_long_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,9 +179,9 @@ def test_only_one_process_downloads(memory: MemoryFileSystem, cache: Path, capfd
 
 def append_until_beat(path: Path, main: Activity) -> None:
     """Let a file grow until that counts as progress."""
-    assert main.position is not None
-    before, deadline = main.position.beats, time.monotonic() + 60
-    while main.position is not None and main.position.beats == before:
+    assert main.progress is not None
+    before, deadline = main.progress.beats, time.monotonic() + 60
+    while main.progress is not None and main.progress.beats == before:
         assert time.monotonic() < deadline
         with path.open("ab") as file:
             file.write(b"x")
@@ -221,9 +221,9 @@ def test_a_wait_for_a_download_that_advances_makes_progress(
         waiting = threading.Thread(target=find_files, args=("memory://b/1.txt", DataConfig(), "data.paths", main))
         waiting.start()
         append_until_beat(part / "1.txt", main)
-        assert main.position is not None and main.position.waiting and main.position.marks == 1
+        assert main.progress is not None and main.progress.waiting and main.progress.marks == 1
     waiting.join(30)
-    assert not part.exists() and not main.position.waiting
+    assert not part.exists() and not main.progress.waiting
 
 
 def test_without_locks_the_faster_process_wins(memory: MemoryFileSystem, cache: Path) -> None:

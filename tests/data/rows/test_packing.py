@@ -259,8 +259,8 @@ def test_packing_that_reads_all_documents_makes_progress(monkeypatch: pytest.Mon
     def count_beats(source: TokenStream, limit: int) -> int:
         counted.enter("prepare", 0)
         rows = PackedRows(source, 8, 258, documents_per_row=limit, pulse=counted)
-        assert counted.position is not None and len(rows)
-        return counted.position.beats
+        assert counted.progress is not None and len(rows)
+        return counted.progress.beats
 
     assert count_beats(masked, 0) >= -(-masked.size // 8) + masked.size // 16
     plain = stream([b"ab"] * 12)
