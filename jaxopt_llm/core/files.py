@@ -87,7 +87,7 @@ def replace_durably(path: Path, text: str) -> None:
             file.write(text)
             sync_file(file)
     except OSError as error:
-        error.filename = error.filename or str(path)  # that of a write has none
+        error.filename = error.filename or str(path)  # an error of a write names no file
         raise
     temporary.replace(path)
     sync_directory(path.parent)

@@ -21,6 +21,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     ONE_WINDOW,
     PHI3_ROPE,
     PROJECTION_NORMS,
+    QUERY_LATENTS,
     QUERY_SCALAR,
     RENORMALISES,
     ROPE,
@@ -166,7 +167,7 @@ UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.
 
 DEEPSEEK_NAMES = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
 DEEPSEEK_CODECS: tuple[Codec, ...] = (
-    *(SIZES, MLP_SIZE, LATENTS, SCORED_ROPE, SWIGLU, SHARED_EXPERT_SIZES),
+    *(SIZES, MLP_SIZE, LATENTS, QUERY_LATENTS, SCORED_ROPE, SWIGLU, SHARED_EXPERT_SIZES),
     copy_fields(
         {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
         | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}

@@ -18,6 +18,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     Unsupported,
     find_expert_layers,
     find_shortest_period,
+    list_layer_kinds,
     shorten,
 )
 from jaxopt_llm.config import ModelConfig
@@ -96,7 +97,7 @@ def canonicalise(config: ModelConfig) -> ModelConfig:
     """Return the same model with defaults in the fields that it does not read, so that equal models compare equal."""
     has_experts = [config.moe.has_experts(layer) for layer in range(config.layers)]
     canonical: dict[str, Any] = {
-        "pattern": find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
+        "pattern": find_shortest_period(list_layer_kinds(config)),
         "attention_scale": config.attention_scale or config.head_dim**-0.5,
     }
     if config.rope.scaling == "yarn":  # whichever fields it comes from
@@ -116,23 +117,14 @@ TRAINING_ONLY = {
 
 
 # Fields without effect on the logits of a decoder, and fields that name code, files or people.
-WITHOUT_EFFECT = frozenset(
-    (
-        *(
-            "_name_or_path",
-            "architectures",
-            "auto_map",
-            "chunk_size_feed_forward",
-            "dtype",
-            "id2label",
-            "initializer_range",
-        ),
-        *("is_causal", "is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type"),
-        *("return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "attn_implementation"),
-        *("architecture", "cache_implementation", "default_theta", "num_labels", "tie_encoder_decoder"),
-    )
-)
+WITHOUT_EFFECT = {
+    *("architecture", "architectures", "attn_implementation", "auto_map", "cache_implementation"),
+    *("chunk_size_feed_forward", "default_theta", "dtype", "id2label", "initializer_range", "is_causal"),
+    *("is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type"),
+    *("_name_or_path", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("pretraining_tp", "problem_type", "return_dict", "tie_encoder_decoder", "tokenizer_class"),
+    *("torch_dtype", "transformers_version", "use_cache"),
+}
 MAX_FAMILIES, MAX_FIELDS = 3, 6  # in a message
 
 

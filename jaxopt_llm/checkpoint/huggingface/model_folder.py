@@ -376,7 +376,7 @@ class Layers(Protocol):
     """Parameters of a model, which are fetched one layer at a time."""
 
     def dtype(self, path: str) -> np.dtype:
-        """Return the dtype of a parameter: that of its base, and float32 for a quantised base."""
+        """Return the dtype of a parameter: the dtype of its base, and float32 for a quantised base."""
 
     def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
         """Return a parameter dequantised and with its adapter merged: see `fetch_layer`."""

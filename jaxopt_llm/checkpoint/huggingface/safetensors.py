@@ -159,30 +159,34 @@ def open_folder(folder: Path, chosen: str | None = None) -> dict[str, StoredTens
         InputError: the folder is incomplete or has no safetensors files.
     """
     if chosen is not None:
-        return _open_chosen(folder, chosen)
-    if (folder / SINGLE).is_file():
-        return open_file(folder / SINGLE)
-    if (folder / INDEX).is_file():
-        return _open_shards(folder, _read_index(folder / INDEX))
+        _check_chosen(folder, chosen)
+    name = chosen or next((each for each in (SINGLE, INDEX) if (folder / each).is_file()), None)
+    if name is None:
+        raise _explain_missing(folder)
+    return _open_shards(folder, _read_index(folder / name)) if name.endswith(".json") else open_file(folder / name)
+
+
+def _explain_missing(folder: Path) -> InputError:
+    """Return the error for a folder without the files that transformers takes."""
     names = sorted(path.name for path in folder.iterdir())
     if variants := [name for name in names if re.fullmatch(r"model\.[^.]+\.safetensors", name)]:
-        raise InputError(
+        return InputError(
             f"{folder}: no {SINGLE} and no {INDEX}, only the variant {variants[0]}, which is not taken by itself; "
             f"rename it to {SINGLE} if it is the one that you want"
         )
     if any(name.endswith(".safetensors") for name in names):
-        raise InputError(f"{folder}: no {SINGLE} and no {INDEX}, only parts of them; download the folder again")
+        return InputError(f"{folder}: no {SINGLE} and no {INDEX}, only parts of them; download the folder again")
     if any(name.endswith(PICKLE_SUFFIXES) for name in names):
         code = (
             "import sys; from transformers import AutoModelForCausalLM as M; "
             "M.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2])"
         )
-        raise pickle_error(folder, code, str(folder), f"{folder}-safetensors")
-    raise InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
+        return pickle_error(folder, code, str(folder), f"{folder}-safetensors")
+    return InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
 
 
-def _open_chosen(folder: Path, name: str) -> dict[str, StoredTensor]:
-    """Open the file or the index of a folder that its config.json names."""
+def _check_chosen(folder: Path, name: str) -> None:
+    """Raise InputError unless the file or the index that config.json names is a file of the folder."""
     if not re.fullmatch(r"[\w.-]+\.safetensors(\.index\.json)?", name):
         raise InputError(
             f"{folder / 'config.json'}: transformers_weights={name!r} is not a plain *.safetensors file name; remove it"
@@ -191,9 +195,6 @@ def _open_chosen(folder: Path, name: str) -> dict[str, StoredTensor]:
         raise InputError(
             f"{folder}: no {name}, which transformers_weights of config.json names; download the folder again"
         )
-    if name.endswith(".index.json"):
-        return _open_shards(folder, _read_index(folder / name))
-    return open_file(folder / name)
 
 
 def pickle_error(folder: Path, code: str, *arguments: str) -> InputError:

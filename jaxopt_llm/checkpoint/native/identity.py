@@ -35,7 +35,7 @@ class Identity:
     Attributes:
         run: random id, drawn at the first start.
         configurations: SHA-256 of each configuration that a start of the run had; the last one is the current one.
-        corpus: SHA-256 of the corpus; None if the data is not known by its bytes, as that of `fit`.
+        corpus: SHA-256 of the corpus; None if the bytes of the data are not known, as with `fit`.
     """
 
     run: str
