@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from jaxopt_llm.checkpoint.native.identity import lock_directory
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import Content
 from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data import prepared, source
 from jaxopt_llm.data.find import find_corpus_files
 from jaxopt_llm.data.remote import is_url
