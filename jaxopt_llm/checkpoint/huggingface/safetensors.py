@@ -46,7 +46,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-MAX_GAP_BYTES = 2**14  # bytes between two parts of a view that are read, too: a call for each part would take longer
+MAX_GAP_BYTES = 2**14  # mean bytes between parts of a view that are read, too: a call for each part would take longer
 MAX_PIECE_BYTES = 2**20  # read at once of a view with gaps
 
 
@@ -75,38 +75,34 @@ class StoredFile:
         if found.size:
             begin = _address(view) - _address(self.bytes)
             assert 0 <= begin < self.bytes.size and min(view.strides, default=0) >= 0, "not a view of this file"
-            self._fill(found.reshape(-1).view(np.uint8), begin, there)
+            self._fill(found, begin, there.strides)
         return found.transpose(np.argsort(order))
 
-    def _fill(self, out: np.ndarray, begin: int, view: np.ndarray) -> None:
-        """Read a view that begins at a byte, and whose axes have falling strides, into contiguous bytes."""
-        run, outer = view.itemsize, view.ndim
-        while outer and (view.shape[outer - 1] == 1 or view.strides[outer - 1] == run):
-            outer -= 1
-            run *= view.shape[outer]
-        if not outer:
-            self._read(out, begin)
-            return
-        *first, last = range(outer)
-        count, stride = view.shape[last], view.strides[last]
-        at = 0
-        for place in np.ndindex(*(view.shape[axis] for axis in first)):
-            row = begin + sum(index * view.strides[axis] for index, axis in zip(place, first, strict=True))
-            self._fill_row(out[at : at + count * run].reshape(count, run), row, stride)
-            at += count * run
+    def _fill(self, out: np.ndarray, begin: int, strides: tuple[int, ...]) -> None:
+        """Read values into a contiguous array.
 
-    def _fill_row(self, out: np.ndarray, begin: int, stride: int) -> None:
-        """Read parts of the file that are `stride` bytes apart."""
-        count, run = out.shape
-        at_once = max(1, MAX_PIECE_BYTES // stride) if stride - run <= MAX_GAP_BYTES else 1
-        for first in range(0, count, at_once):
-            parts = out[first : first + at_once]
-            if len(parts) == 1:
-                self._read(parts[0], begin + first * stride)
-                continue
-            piece = np.empty((len(parts) - 1) * stride + run, np.uint8)
-            self._read(piece, begin + first * stride)
-            parts[...] = np.lib.stride_tricks.as_strided(piece, parts.shape, (stride, 1))
+        Args:
+            out: the array, which is not empty.
+            begin: byte of the first value in the file.
+            strides: bytes between neighbouring values in the file, for each axis; the largest comes first.
+        """
+        run, extent = out.itemsize, out.itemsize  # bytes that lie together; bytes up to the end of the last value
+        for size, stride in zip(reversed(out.shape), reversed(strides), strict=True):
+            run *= size if stride == run or size == 1 else 1
+            extent += (size - 1) * stride
+        gaps = extent - out.nbytes
+        if not gaps:
+            self._read(out.reshape(-1).view(np.uint8), begin)
+        elif extent <= MAX_PIECE_BYTES and gaps <= MAX_GAP_BYTES * (out.nbytes // run - 1):
+            piece = np.empty(extent, np.uint8)
+            self._read(piece, begin)
+            out[...] = np.ndarray(out.shape, out.dtype, piece.data, 0, strides)
+        elif len(out) == 1:
+            self._fill(out[0], begin, strides[1:])
+        else:
+            half = len(out) // 2
+            self._fill(out[:half], begin, strides)
+            self._fill(out[half:], begin + half * strides[0], strides)
 
     def _read(self, out: np.ndarray, begin: int) -> None:
         """Fill contiguous bytes from the file."""
