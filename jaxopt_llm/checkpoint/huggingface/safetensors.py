@@ -264,17 +264,29 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int
         raise _damaged(file, f"invalid header entry for tensor {name!r}")
     dtype = (FLOAT_DTYPES | MASK_DTYPES).get(entry["dtype"])
     if dtype is None:
-        raise dtype_error(file, name, entry["dtype"])
+        raise _dtype_error(file, name, entry["dtype"])
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise _damaged(file, f"tensor {name!r} of shape {list(shape)} has {end - begin:,} bytes")
     return dtype, shape, begin, end
 
 
-def dtype_error(file: Path, name: str, dtype: str) -> InputError:
-    """Return the error for a parameter that is not stored as floating-point numbers."""
+def check_is_float(name: str, stored: StoredTensor) -> None:
+    """Raise InputError for a tensor that does not hold floating-point numbers, as a parameter must."""
+    if stored.array.dtype not in FLOAT_DTYPES.values():
+        raise _dtype_error(stored.file, name, str(stored.array.dtype))
+
+
+def _dtype_error(file: Path, name: str, dtype: str) -> InputError:
     supported = ", ".join(FLOAT_DTYPES)
     return InputError(f"{file}: tensor {name!r} is {dtype}, not one of {supported}; use the unquantised model")
+
+
+def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], requires: str, remedy: str) -> None:
+    """Raise InputError if a tensor has another shape. requires: what requires the shape, and the verb."""
+    if stored.array.shape != shape:
+        found = f"{stored.file}: tensor {name!r} has shape {list(stored.array.shape)}"
+        raise InputError(f"{found}, but {requires} {list(shape)}; {remedy}")
 
 
 def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
