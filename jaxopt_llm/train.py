@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
-from jaxopt_llm.checkpoint.native.identity import lock_directory
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import Preempted
+from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.tokens.verification import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes, check_same_programs

@@ -54,7 +54,7 @@ def is_run_directory(path: Path) -> bool:
 
 
 class _Slices(NamedTuple):
-    """Slices of a leaf; of a stack, those of the rows from `first` on."""
+    """Slices of a leaf. If the leaf is a stack, they are of its rows from `first` on."""
 
     first: int
     rows: np.ndarray

@@ -245,7 +245,7 @@ def refuse(message: str, error: type[Exception] = ValueError) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of an error on one line, that of a file system without the number of the error."""
+    """Return the message of an error on one line. The number of an error of a file system is left out."""
     if not isinstance(error, OSError) or error.strerror is None:
         return one_line(error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:

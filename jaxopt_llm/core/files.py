@@ -1,12 +1,15 @@
-"""Atomic and durable file writes, and the folder of caches."""
+"""Files: atomic and durable writes, the lock of a directory, and the folder of caches."""
 
+import contextlib
+import errno
+import fcntl
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, StorageFailed, may_pass
 
 _LFS_POINTER = b"version https://git-lfs"
 _KINDS = {
@@ -87,7 +90,7 @@ def replace_durably(path: Path, text: str) -> None:
             file.write(text)
             sync_file(file)
     except OSError as error:
-        error.filename = error.filename or str(path)  # that of a write has none
+        error.filename = error.filename or str(path)  # an error of a write names no file
         raise
     temporary.replace(path)
     sync_directory(path.parent)
@@ -106,3 +109,49 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[None]:
+    """Create a directory and lock it against other processes.
+
+    The kernel releases the lock when this process dies. At the end a directory that was created here and is still empty
+    is removed, so that a command that refuses its input leaves nothing.
+
+    Args:
+        directory: the directory to lock.
+        setting: the field or flag that names the directory, for error messages.
+
+    Raises:
+        InputError: the directory cannot be written, or another process holds the lock.
+        StorageFailed: the directory could be written earlier, and now its disk is full, read-only or fails.
+    """
+    is_new, path = not directory.exists(), directory / "lock"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        if path.exists() and may_pass(error):
+            raise StorageFailed(
+                f"{setting} {directory} cannot be written: {error}; mend its disk, then run again to continue"
+            ) from error
+        raise InputError(
+            f"{setting} {directory} cannot be written: {error}; fix its permissions or choose another directory"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{setting} {directory} is in use by another process; wait until it ends or choose another directory"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):  # shared storage without locks
+                raise
+        try:
+            yield
+        finally:
+            # It may have been deleted, which must not hide the error that ends the command.
+            if is_new and directory.is_dir() and [*directory.iterdir()] == [path]:
+                path.unlink()
+                directory.rmdir()

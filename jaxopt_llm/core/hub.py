@@ -45,13 +45,13 @@ def model_name(name: str | Path) -> str:
 def find_folder(name: str | Path, setting: str, weights: bool = True, pulse: Pulse = UNWATCHED) -> Path:
     """Return the folder on this machine that a name stands for. A model of the hub is downloaded into its cache.
 
-    A process reads one revision of a model, also if the hub receives another one meanwhile.
+    A process reads one revision of a model, even if the hub receives another one meanwhile.
 
     Args:
         name: a path, also of a file; or an id of the hub.
         setting: text before the name in error messages, such as "model.pretrained=".
         weights: whether the weights are needed, in addition to the configuration and the tokenizer.
-        pulse: notes the progress of the download, also if another process of this machine does it.
+        pulse: notes the progress of the download, even if another process of this machine does it.
 
     Raises:
         InputError: the model cannot be downloaded, and the cache of the hub does not hold it; or the name looks like a

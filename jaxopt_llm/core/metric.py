@@ -1,4 +1,4 @@
-"""Metrics that a loss returns beside its value, and how the metrics of several parts become those of the whole.
+"""Metrics that a loss returns beside its value, and how the metrics of several parts become metrics of the whole.
 
 The parts are the microbatches of a step, the batches of an evaluation or the steps of a record. All of this works on
 NumPy arrays as on JAX arrays.
@@ -24,7 +24,7 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def join(self) -> "Metric":
-        """Return the metric of the whole from that of its parts, [N, ...]."""
+        """Return the metric of the whole. This object holds the values of its N parts, [N, ...]."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +79,7 @@ def replace_zero(count: Any) -> Any:
 
 
 def join_metrics(metrics: Mapping[str, Any], counts: Any) -> dict[str, Any]:
-    """Return the metrics of the whole from those of its parts, [N, ...].
+    """Return the metrics of the whole from the metrics of its N parts, [N, ...].
 
     Args:
         counts: [N], how much the plain metrics of each part count.

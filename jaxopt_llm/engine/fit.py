@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.native.identity import Identity, lock_directory
+from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.config import Config, ScheduleConfig, fields
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.core.files import lock_directory, replace_durably
 from jaxopt_llm.data.rows.loader import read_ahead
 from jaxopt_llm.distributed.process_group import Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog

@@ -10,9 +10,9 @@ import pytest
 from commands import assert_one_line, command, tiny, train
 
 import jaxopt_llm.train
-from jaxopt_llm.checkpoint.native.identity import lock_directory
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.files import lock_directory
 
 RECIPE = "from jaxopt_llm.config import Config\n"
 INTERLEAVED = ("--pipeline.schedule", "interleaved", "--pipeline.virtual-stages")

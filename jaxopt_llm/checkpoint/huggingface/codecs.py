@@ -141,6 +141,15 @@ def copy_fields(names: dict[str, str]) -> Codec:
     )
 
 
+def copy_switches(names: dict[str, str]) -> Codec:
+    """Return a codec like `copy_fields` for parts of a model that 0 switches off in our fields, and null in theirs."""
+    off = {ours: FIELD_TYPES[ours](0) for ours in names}
+    return Codec(
+        lambda settings: {ours: read_value(settings, names[ours], type(off[ours]), off[ours]) for ours in names},
+        lambda config: {theirs: get_field(config, ours) or None for ours, theirs in names.items()},
+    )
+
+
 def set_fields(fields: dict[str, Any]) -> Codec:
     """Return a codec for our fields that are the same in the whole family and have no field in config.json."""
     return Codec(lambda settings: fields, lambda config: {})
@@ -239,11 +248,7 @@ GPT_SIZES = copy_fields(
     | {"max_positions": "n_positions", "norm_epsilon": "layer_norm_epsilon", "tied_head": "tie_word_embeddings"}
 )
 GPT_HEADS = Codec(_read_gpt, lambda config: {"n_inner": config.mlp_width})
-_SOFTCAP_NAMES = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-SOFTCAPS = Codec(  # a softcap that is off is 0 in our config and null in config.json
-    lambda settings: {ours: read_value(settings, theirs, float, 0.0) for ours, theirs in _SOFTCAP_NAMES.items()},
-    lambda config: {theirs: get_field(config, ours) or None for ours, theirs in _SOFTCAP_NAMES.items()},
-)
+SOFTCAPS = copy_switches({"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"})
 
 
 # --- mixtures of experts
@@ -316,7 +321,6 @@ def _read_latents(settings: Settings) -> dict[str, Any]:
         "kv_heads": heads,
         "head_dim": plain_dim + rotary_dim,
         "mla.kv_rank": read_value(settings, "kv_lora_rank", int, minimum=1),
-        "mla.query_rank": read_value(settings, "q_lora_rank", int, 0),
         "mla.rotary_head_dim": rotary_dim,
         "mla.value_head_dim": read_value(settings, "v_head_dim", int),
     }
@@ -326,7 +330,6 @@ def _write_latents(config: ModelConfig) -> Settings:
     return {
         "num_key_value_heads": config.kv_heads,
         "kv_lora_rank": config.mla.kv_rank,
-        "q_lora_rank": config.mla.query_rank or None,
         "qk_nope_head_dim": config.key_dim,
         "qk_rope_head_dim": config.rotary_dim,
         "v_head_dim": config.value_dim,
@@ -369,6 +372,7 @@ def _write_expert_groups(config: ModelConfig) -> Settings:
 
 
 LATENTS = Codec(_read_latents, _write_latents)
+QUERY_LATENTS = copy_switches({"mla.query_rank": "q_lora_rank"})
 SHARED_EXPERT_SIZES = Codec(_read_shared_experts, _write_shared_experts)
 EXPERT_GROUPS = Codec(_read_expert_groups, _write_expert_groups)
 
@@ -620,12 +624,12 @@ def _read_nope(settings: Settings) -> dict[str, Any]:
     return {"pattern": find_shortest_period("global" if each else "global_nope" for each in has_positions)}
 
 
-def _layer_kinds(config: ModelConfig) -> list[Kind]:
+def list_layer_kinds(config: ModelConfig) -> list[Kind]:
     return [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
 
 
 def _write_layer_types(config: ModelConfig) -> Settings:
-    kinds = _layer_kinds(config)
+    kinds = list_layer_kinds(config)
     names = {kind: name for name, kind in LAYER_TYPES.items()}
     return {
         "layer_types": [names.get(kind, "full_attention") for kind in kinds],
@@ -634,14 +638,14 @@ def _write_layer_types(config: ModelConfig) -> Settings:
 
 
 def _write_windows_from_layer(config: ModelConfig) -> Settings:
-    kinds = _layer_kinds(config)
+    kinds = list_layer_kinds(config)
     windows = "sliding" in kinds
     first = kinds.index("sliding") if windows else config.layers
     return _write_layer_types(config) | {"use_sliding_window": windows, "max_window_layers": first}
 
 
 def _write_nope(config: ModelConfig) -> Settings:
-    has_positions = [int(kind != "global_nope") for kind in _layer_kinds(config)]
+    has_positions = [int(kind != "global_nope") for kind in list_layer_kinds(config)]
     return _write_layer_types(config) | {
         "no_rope_layers": has_positions,
         "no_rope_layer_interval": 4,

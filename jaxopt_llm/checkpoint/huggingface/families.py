@@ -5,44 +5,8 @@ A family fits a ModelConfig if the config.json that it writes reads back as the 
 
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface.codecs import (
-    ALTERNATING_WINDOWS,
-    DIVISIBLE,
-    EXPERT_GROUPS,
-    EXPERT_LAYERS,
-    GPT_HEADS,
-    GPT_SIZES,
-    HEADS,
-    LATENTS,
-    MLP_SIZE,
-    MOE_WINDOW,
-    NO_BIASES,
-    NOPE,
-    ONE_WINDOW,
-    PHI3_ROPE,
-    PROJECTION_NORMS,
-    QUERY_SCALAR,
-    RENORMALISES,
-    ROPE,
-    SCORED_ROPE,
-    SHARED_EXPERT_SIZES,
-    SIZES,
-    SOFTCAPS,
-    SWIGLU,
-    TOP_K,
-    WINDOWS_FROM_LAYER,
-    Codec,
-    Settings,
-    Unsupported,
-    check_value,
-    copy_expert_count,
-    copy_fields,
-    require_absent,
-    require_values,
-    set_fields,
-    shorten,
-    unsupported,
-)
+from jaxopt_llm.checkpoint.huggingface import codecs
+from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import BY_HEAD, Family, describe_nearest
 from jaxopt_llm.config import ModelConfig
 
@@ -158,21 +122,27 @@ GPT = {
 
 # --- families
 
-BASIC_CODECS = (SIZES, HEADS, ROPE)
-ROTARY_CODECS = (*BASIC_CODECS, MLP_SIZE)
-GATED_CODECS = (*ROTARY_CODECS, SWIGLU)
+BASIC_CODECS = (codecs.SIZES, codecs.HEADS, codecs.ROPE)
+ROTARY_CODECS = (*BASIC_CODECS, codecs.MLP_SIZE)
+GATED_CODECS = (*ROTARY_CODECS, codecs.SWIGLU)
 UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 
 
 DEEPSEEK_NAMES = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
 DEEPSEEK_CODECS: tuple[Codec, ...] = (
-    *(SIZES, MLP_SIZE, LATENTS, SCORED_ROPE, SWIGLU, SHARED_EXPERT_SIZES),
-    copy_fields(
+    codecs.SIZES,
+    codecs.MLP_SIZE,
+    codecs.LATENTS,
+    codecs.QUERY_LATENTS,
+    codecs.SCORED_ROPE,
+    codecs.SWIGLU,
+    codecs.SHARED_EXPERT_SIZES,
+    codecs.copy_fields(
         {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
         | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
         | {"moe.balance_loss": "aux_loss_alpha"}
     ),
-    require_values(attention_bias=False, moe_layer_freq=1),
+    codecs.require_values(attention_bias=False, moe_layer_freq=1),
 )
 DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
     **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
@@ -180,26 +150,31 @@ DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
 }
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA, (*GATED_CODECS, DIVISIBLE, NO_BIASES), UNTIED_DEFAULTS),
+    Family("llama", "LlamaForCausalLM", LLAMA, (*GATED_CODECS, codecs.DIVISIBLE, codecs.NO_BIASES), UNTIED_DEFAULTS),
     Family(
         "mistral",
         "MistralForCausalLM",
         LLAMA,
-        (*GATED_CODECS, ONE_WINDOW),
+        (*GATED_CODECS, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
         LLAMA | QKV_BIASES,
-        (*GATED_CODECS, WINDOWS_FROM_LAYER, set_fields({"biases": "qkv"})),
+        (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         LLAMA | QK_NORMS,
-        (*GATED_CODECS, WINDOWS_FROM_LAYER, require_values(attention_bias=False), set_fields({"qk_norm": "head"})),
+        (
+            *GATED_CODECS,
+            codecs.WINDOWS_FROM_LAYER,
+            codecs.require_values(attention_bias=False),
+            codecs.set_fields({"qk_norm": "head"}),
+        ),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     ),
     Family(
@@ -208,13 +183,15 @@ FAMILIES = (
         OUTSIDE | ATTENTION | MLP | GEMMA_NORMS,
         (
             *ROTARY_CODECS,
-            DIVISIBLE,
-            ALTERNATING_WINDOWS,
-            QUERY_SCALAR,
-            SOFTCAPS,
-            require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
-            require_values(use_bidirectional_attention=False),
-            set_fields({"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu", "scale_embedding": True}),
+            codecs.DIVISIBLE,
+            codecs.ALTERNATING_WINDOWS,
+            codecs.QUERY_SCALAR,
+            codecs.SOFTCAPS,
+            codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
+            codecs.require_values(use_bidirectional_attention=False),
+            codecs.set_fields(
+                {"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu", "scale_embedding": True}
+            ),
         ),
         {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -224,7 +201,7 @@ FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         OUTSIDE | FUSED | NORMS,
-        (SIZES, HEADS, PHI3_ROPE, MLP_SIZE, SWIGLU, ONE_WINDOW),
+        (codecs.SIZES, codecs.HEADS, codecs.PHI3_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
     ),
     Family(
@@ -233,8 +210,8 @@ FAMILIES = (
         OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
         (
             *GATED_CODECS,
-            require_values(attention_bias=False),
-            set_fields({"norm_placement": "post", "qk_norm": "projection"}),
+            codecs.require_values(attention_bias=False),
+            codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS,
     ),
@@ -242,7 +219,7 @@ FAMILIES = (
         "smollm3",
         "SmolLM3ForCausalLM",
         LLAMA,
-        (*GATED_CODECS, NO_BIASES, NOPE),
+        (*GATED_CODECS, codecs.NO_BIASES, codecs.NOPE),
         {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
     ),
     Family(
@@ -251,13 +228,13 @@ FAMILIES = (
         OUTSIDE | ATTENTION | NORMS | MIXTRAL_EXPERTS,
         (
             *BASIC_CODECS,
-            SWIGLU,
-            ONE_WINDOW,
-            copy_expert_count("num_local_experts", "num_experts", 8),
-            TOP_K,
-            copy_fields({"moe.expert_width": "intermediate_size"}),
-            require_values(router_jitter_noise=0.0),
-            require_absent("layer_types"),
+            codecs.SWIGLU,
+            codecs.ONE_WINDOW,
+            codecs.copy_expert_count("num_local_experts", "num_experts", 8),
+            codecs.TOP_K,
+            codecs.copy_fields({"moe.expert_width": "intermediate_size"}),
+            codecs.require_values(router_jitter_noise=0.0),
+            codecs.require_absent("layer_types"),
         ),
         {"tie_word_embeddings": False, "rope_theta": 1_000_000.0, "num_key_value_heads": 8}
         | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
@@ -269,15 +246,15 @@ FAMILIES = (
         LLAMA | QK_NORMS | EXPERTS,
         (
             *GATED_CODECS,
-            MOE_WINDOW,
-            copy_expert_count("num_experts", "num_local_experts", 128),
-            TOP_K,
-            RENORMALISES,
-            EXPERT_LAYERS,
-            copy_fields({"moe.expert_width": "moe_intermediate_size"}),
-            require_values(attention_bias=False),
-            require_absent("layer_types"),
-            set_fields({"qk_norm": "head"}),
+            codecs.MOE_WINDOW,
+            codecs.copy_expert_count("num_experts", "num_local_experts", 128),
+            codecs.TOP_K,
+            codecs.RENORMALISES,
+            codecs.EXPERT_LAYERS,
+            codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"}),
+            codecs.require_values(attention_bias=False),
+            codecs.require_absent("layer_types"),
+            codecs.set_fields({"qk_norm": "head"}),
         ),
         UNTIED_DEFAULTS
         | {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 768}
@@ -290,15 +267,15 @@ FAMILIES = (
         OUTSIDE | ATTENTION | NORMS | QK_NORMS | EXPERTS,
         (
             *BASIC_CODECS,
-            SWIGLU,
-            PROJECTION_NORMS,
-            copy_expert_count("num_experts", "num_local_experts", 64),
-            TOP_K,
-            RENORMALISES,
-            copy_fields({"moe.expert_width": "intermediate_size"}),
-            require_values(attention_bias=False),
-            require_absent("clip_qkv", "sliding_window", "layer_types"),
-            set_fields({"qk_norm": "projection"}),
+            codecs.SWIGLU,
+            codecs.PROJECTION_NORMS,
+            codecs.copy_expert_count("num_experts", "num_local_experts", 64),
+            codecs.TOP_K,
+            codecs.RENORMALISES,
+            codecs.copy_fields({"moe.expert_width": "intermediate_size"}),
+            codecs.require_values(attention_bias=False),
+            codecs.require_absent("clip_qkv", "sliding_window", "layer_types"),
+            codecs.set_fields({"qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
         in_memory_names=STACKED_EXPERTS,
@@ -309,10 +286,10 @@ FAMILIES = (
         DEEPSEEK_NAMES,
         (
             *DEEPSEEK_CODECS,
-            DIVISIBLE,
-            EXPERT_GROUPS,
-            require_values(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
-            set_fields({"moe.router_renormalises": False}),
+            codecs.DIVISIBLE,
+            codecs.EXPERT_GROUPS,
+            codecs.require_values(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
+            codecs.set_fields({"moe.router_renormalises": False}),
         ),
         DEEPSEEK_DEFAULTS
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
@@ -325,10 +302,10 @@ FAMILIES = (
         DEEPSEEK_NAMES | ROUTER_BIAS,
         (
             *DEEPSEEK_CODECS,
-            RENORMALISES,
-            copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
-            require_values(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
-            set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
+            codecs.RENORMALISES,
+            codecs.copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
+            codecs.require_values(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
+            codecs.set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
             Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
         ),
         DEEPSEEK_DEFAULTS
@@ -343,15 +320,15 @@ FAMILIES = (
         "GPT2LMHeadModel",
         GPT,
         (
-            GPT_SIZES,
-            GPT_HEADS,
-            require_values(
+            codecs.GPT_SIZES,
+            codecs.GPT_HEADS,
+            codecs.require_values(
                 activation_function=("gelu_new", "gelu_pytorch_tanh"),
                 scale_attn_weights=True,
                 scale_attn_by_inverse_layer_idx=False,
                 add_cross_attention=False,
             ),
-            set_fields({"positions": "learned", "norm": "layer", "biases": "all", "mlp": "gelu"}),
+            codecs.set_fields({"positions": "learned", "norm": "layer", "biases": "all", "mlp": "gelu"}),
         ),
         {"tie_word_embeddings": True},
         input_first=True,
@@ -370,18 +347,18 @@ def find_by_settings(settings: Settings) -> Family:
     family = next((each for each in FAMILIES if each.model_type == model_type), None)
     if family is None:
         problem = f"no family of this name is read; {describe_nearest(settings, FAMILIES)}"
-        raise unsupported(f"model_type={model_type!r}", problem)
+        raise codecs.unsupported(f"model_type={model_type!r}", problem)
     if architectures not in (None, [family.architecture]):
         problem = f"only {family.architecture} is read; the model would need another head, or layers of another kind"
-        raise unsupported(f"architectures={architectures}", problem)
-    check_value(settings, "is_causal", True)
+        raise codecs.unsupported(f"architectures={architectures}", problem)
+    codecs.check_value(settings, "is_causal", True)
     if each := settings.get("per_layer_config"):
-        raise unsupported(
-            f"per_layer_config={shorten(each)}", "the model would need settings that differ between its layers"
+        raise codecs.unsupported(
+            f"per_layer_config={codecs.shorten(each)}", "the model would need settings that differ between its layers"
         )
     if model_type == "mistral" and (types := settings.get("layer_types")) is not None:
         problem = "transformers loads a mistral with it as a ministral; the model would need kinds of layers"
-        raise unsupported(f"layer_types={shorten(types)}", problem)
+        raise codecs.unsupported(f"layer_types={codecs.shorten(types)}", problem)
     if settings.get("quantization_config"):
         raise _quantised(settings["quantization_config"])
     return family
@@ -389,7 +366,7 @@ def find_by_settings(settings: Settings) -> Family:
 
 def _quantised(quantisation: Any) -> Unsupported:
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-    return unsupported(
+    return codecs.unsupported(
         f"quantization_config.quant_method={method!r}",
         "weights as codes are not read",
         "use the model with its original weights, and --lora.base nf4 or int8 to hold them as codes in training",

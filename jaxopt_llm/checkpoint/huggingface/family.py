@@ -9,17 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxopt_llm.checkpoint.huggingface.codecs import (
-    CORRECT,
-    FIELD_TYPES,
-    PRETRAINED_FIELDS,
-    Codec,
-    Settings,
-    Unsupported,
-    find_expert_layers,
-    find_shortest_period,
-    shorten,
-)
+from jaxopt_llm.checkpoint.huggingface import codecs
+from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported, shorten
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.config.fields import get_field, replace_fields
 from jaxopt_llm.config.unread import find_unread_by_model
@@ -69,7 +60,7 @@ class Family:
             fields |= codec.read(settings)
         config = replace_fields(ModelConfig(), fields)
         if found := config.problems():
-            raise Unsupported(f"{'; '.join(found)}; {CORRECT}")
+            raise Unsupported(f"{'; '.join(found)}; {codecs.CORRECT}")
         return config
 
     def write(self, config: ModelConfig) -> Settings:
@@ -87,7 +78,7 @@ class Family:
             return [str(error)]
         return [
             f"model.{name}={get_field(expected, name)}"
-            for name in FIELD_TYPES
+            for name in codecs.FIELD_TYPES
             if get_field(expected, name) != get_field(restored, name)
         ]
 
@@ -96,12 +87,12 @@ def canonicalise(config: ModelConfig) -> ModelConfig:
     """Return the same model with defaults in the fields that it does not read, so that equal models compare equal."""
     has_experts = [config.moe.has_experts(layer) for layer in range(config.layers)]
     canonical: dict[str, Any] = {
-        "pattern": find_shortest_period([config.pattern[i % len(config.pattern)] for i in range(config.layers)]),
+        "pattern": codecs.find_shortest_period(codecs.list_layer_kinds(config)),
         "attention_scale": config.attention_scale or config.head_dim**-0.5,
     }
     if config.rope.scaling == "yarn":  # whichever fields it comes from
         canonical |= {"rope.attention_factor": config.rope.magnitude, "rope.mscale": ModelConfig().rope.mscale}
-    if expert_layers := find_expert_layers(has_experts):
+    if expert_layers := codecs.find_expert_layers(has_experts):
         canonical["moe.dense_layers"], canonical["moe.expert_every"] = expert_layers
     unread = {name: get_field(ModelConfig(), name) for name in find_unread_by_model(config)}
     return replace_fields(config, canonical | unread | TRAINING_ONLY)
@@ -110,29 +101,20 @@ def canonicalise(config: ModelConfig) -> ModelConfig:
 # Defaults of the fields that no config.json has: they affect training only. It has the weight of the balance loss.
 TRAINING_ONLY = {
     name: get_field(ModelConfig(), name)
-    for name in FIELD_TYPES
-    if name not in PRETRAINED_FIELDS and name != "moe.balance_loss"
+    for name in codecs.FIELD_TYPES
+    if name not in codecs.PRETRAINED_FIELDS and name != "moe.balance_loss"
 }
 
 
 # Fields without effect on the logits of a decoder, and fields that name code, files or people.
-WITHOUT_EFFECT = frozenset(
-    (
-        *(
-            "_name_or_path",
-            "architectures",
-            "auto_map",
-            "chunk_size_feed_forward",
-            "dtype",
-            "id2label",
-            "initializer_range",
-        ),
-        *("is_causal", "is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type"),
-        *("return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "attn_implementation"),
-        *("architecture", "cache_implementation", "default_theta", "num_labels", "tie_encoder_decoder"),
-    )
-)
+WITHOUT_EFFECT = {
+    *("architecture", "architectures", "attn_implementation", "auto_map", "cache_implementation"),
+    *("chunk_size_feed_forward", "default_theta", "dtype", "id2label", "initializer_range", "is_causal"),
+    *("is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type"),
+    *("_name_or_path", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("pretraining_tp", "problem_type", "return_dict", "tie_encoder_decoder", "tokenizer_class"),
+    *("torch_dtype", "transformers_version", "use_cache"),
+}
 MAX_FAMILIES, MAX_FIELDS = 3, 6  # in a message
 
 

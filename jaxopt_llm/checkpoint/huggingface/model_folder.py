@@ -254,10 +254,8 @@ def open_model_folder(path: Path) -> ModelFolder:
     for name, layout in layouts.items():
         if name not in stored:
             raise InputError(f"{path}: tensor {name!r} is missing; download the folder again{_explain_two_sets(path)}")
-        tensor = stored[name]
-        if tensor.array.dtype not in safetensors.FLOAT_DTYPES.values():
-            raise safetensors.dtype_error(tensor.file, name, str(tensor.array.dtype))
-        _check_shape(name, tensor, layout.shape)
+        safetensors.check_is_float(name, stored[name])
+        _check_shape(name, stored[name], layout.shape)
     if config.tied_head:
         _remove_tied_head(family, stored)
     for name, tensor in stored.items():
@@ -316,11 +314,7 @@ def _use_published_names(
 
 
 def _check_shape(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if tensor.array.shape != shape:
-        raise InputError(
-            f"{tensor.file}: tensor {name!r} has shape {list(tensor.array.shape)}, but {CONFIG_FILE} requires "
-            f"{list(shape)}; use the config.json of these weights"
-        )
+    safetensors.check_shape(name, tensor, shape, f"{CONFIG_FILE} requires", "use the config.json of these weights")
 
 
 def _remove_tied_head(family: Family, stored: dict[str, StoredTensor]) -> None:
@@ -376,7 +370,7 @@ class Layers(Protocol):
     """Parameters of a model, which are fetched one layer at a time."""
 
     def dtype(self, path: str) -> np.dtype:
-        """Return the dtype of a parameter: that of its base, and float32 for a quantised base."""
+        """Return the dtype of a parameter: the dtype of its base, and float32 for a quantised base."""
 
     def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
         """Return a parameter dequantised and with its adapter merged: see `fetch_layer`."""

@@ -46,7 +46,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-MAX_GAP_BYTES = 2**14  # bytes between two parts of a view that are read, too: a call for each part would take longer
+MAX_GAP_BYTES = 2**14  # mean bytes between parts of a view that are read, too: a call for each part would take longer
 MAX_PIECE_BYTES = 2**20  # read at once of a view with gaps
 
 
@@ -75,38 +75,34 @@ class StoredFile:
         if found.size:
             begin = _address(view) - _address(self.bytes)
             assert 0 <= begin < self.bytes.size and min(view.strides, default=0) >= 0, "not a view of this file"
-            self._fill(found.reshape(-1).view(np.uint8), begin, there)
+            self._fill(found, begin, there.strides)
         return found.transpose(np.argsort(order))
 
-    def _fill(self, out: np.ndarray, begin: int, view: np.ndarray) -> None:
-        """Read a view that begins at a byte, and whose axes have falling strides, into contiguous bytes."""
-        run, outer = view.itemsize, view.ndim
-        while outer and (view.shape[outer - 1] == 1 or view.strides[outer - 1] == run):
-            outer -= 1
-            run *= view.shape[outer]
-        if not outer:
-            self._read(out, begin)
-            return
-        *first, last = range(outer)
-        count, stride = view.shape[last], view.strides[last]
-        at = 0
-        for place in np.ndindex(*(view.shape[axis] for axis in first)):
-            row = begin + sum(index * view.strides[axis] for index, axis in zip(place, first, strict=True))
-            self._fill_row(out[at : at + count * run].reshape(count, run), row, stride)
-            at += count * run
+    def _fill(self, out: np.ndarray, begin: int, strides: tuple[int, ...]) -> None:
+        """Read values into a contiguous array.
 
-    def _fill_row(self, out: np.ndarray, begin: int, stride: int) -> None:
-        """Read parts of the file that are `stride` bytes apart."""
-        count, run = out.shape
-        at_once = max(1, MAX_PIECE_BYTES // stride) if stride - run <= MAX_GAP_BYTES else 1
-        for first in range(0, count, at_once):
-            parts = out[first : first + at_once]
-            if len(parts) == 1:
-                self._read(parts[0], begin + first * stride)
-                continue
-            piece = np.empty((len(parts) - 1) * stride + run, np.uint8)
-            self._read(piece, begin + first * stride)
-            parts[...] = np.lib.stride_tricks.as_strided(piece, parts.shape, (stride, 1))
+        Args:
+            out: the array, which is not empty.
+            begin: byte of the first value in the file.
+            strides: bytes between neighbouring values in the file, for each axis; the largest comes first.
+        """
+        run, extent = out.itemsize, out.itemsize  # bytes that lie together; bytes up to the end of the last value
+        for size, stride in zip(reversed(out.shape), reversed(strides), strict=True):
+            run *= size if stride == run or size == 1 else 1
+            extent += (size - 1) * stride
+        gaps = extent - out.nbytes
+        if not gaps:
+            self._read(out.reshape(-1).view(np.uint8), begin)
+        elif extent <= MAX_PIECE_BYTES and gaps <= MAX_GAP_BYTES * (out.nbytes // run - 1):
+            piece = np.empty(extent, np.uint8)
+            self._read(piece, begin)
+            out[...] = np.ndarray(out.shape, out.dtype, piece.data, 0, strides)
+        elif len(out) == 1:
+            self._fill(out[0], begin, strides[1:])
+        else:
+            half = len(out) // 2
+            self._fill(out[:half], begin, strides)
+            self._fill(out[half:], begin + half * strides[0], strides)
 
     def _read(self, out: np.ndarray, begin: int) -> None:
         """Fill contiguous bytes from the file."""
@@ -159,30 +155,34 @@ def open_folder(folder: Path, chosen: str | None = None) -> dict[str, StoredTens
         InputError: the folder is incomplete or has no safetensors files.
     """
     if chosen is not None:
-        return _open_chosen(folder, chosen)
-    if (folder / SINGLE).is_file():
-        return open_file(folder / SINGLE)
-    if (folder / INDEX).is_file():
-        return _open_shards(folder, _read_index(folder / INDEX))
+        _check_chosen(folder, chosen)
+    name = chosen or next((each for each in (SINGLE, INDEX) if (folder / each).is_file()), None)
+    if name is None:
+        raise _explain_missing(folder)
+    return _open_shards(folder, _read_index(folder / name)) if name.endswith(".json") else open_file(folder / name)
+
+
+def _explain_missing(folder: Path) -> InputError:
+    """Return the error for a folder without the files that transformers takes."""
     names = sorted(path.name for path in folder.iterdir())
     if variants := [name for name in names if re.fullmatch(r"model\.[^.]+\.safetensors", name)]:
-        raise InputError(
+        return InputError(
             f"{folder}: no {SINGLE} and no {INDEX}, only the variant {variants[0]}, which is not taken by itself; "
             f"rename it to {SINGLE} if it is the one that you want"
         )
     if any(name.endswith(".safetensors") for name in names):
-        raise InputError(f"{folder}: no {SINGLE} and no {INDEX}, only parts of them; download the folder again")
+        return InputError(f"{folder}: no {SINGLE} and no {INDEX}, only parts of them; download the folder again")
     if any(name.endswith(PICKLE_SUFFIXES) for name in names):
         code = (
             "import sys; from transformers import AutoModelForCausalLM as M; "
             "M.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2])"
         )
-        raise pickle_error(folder, code, str(folder), f"{folder}-safetensors")
-    raise InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
+        return pickle_error(folder, code, str(folder), f"{folder}-safetensors")
+    return InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
 
 
-def _open_chosen(folder: Path, name: str) -> dict[str, StoredTensor]:
-    """Open the file or the index of a folder that its config.json names."""
+def _check_chosen(folder: Path, name: str) -> None:
+    """Raise InputError unless the file or the index that config.json names is a file of the folder."""
     if not re.fullmatch(r"[\w.-]+\.safetensors(\.index\.json)?", name):
         raise InputError(
             f"{folder / 'config.json'}: transformers_weights={name!r} is not a plain *.safetensors file name; remove it"
@@ -191,9 +191,6 @@ def _open_chosen(folder: Path, name: str) -> dict[str, StoredTensor]:
         raise InputError(
             f"{folder}: no {name}, which transformers_weights of config.json names; download the folder again"
         )
-    if name.endswith(".index.json"):
-        return _open_shards(folder, _read_index(folder / name))
-    return open_file(folder / name)
 
 
 def pickle_error(folder: Path, code: str, *arguments: str) -> InputError:
@@ -267,17 +264,29 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int
         raise _damaged(file, f"invalid header entry for tensor {name!r}")
     dtype = (FLOAT_DTYPES | MASK_DTYPES).get(entry["dtype"])
     if dtype is None:
-        raise dtype_error(file, name, entry["dtype"])
+        raise _dtype_error(file, name, entry["dtype"])
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise _damaged(file, f"tensor {name!r} of shape {list(shape)} has {end - begin:,} bytes")
     return dtype, shape, begin, end
 
 
-def dtype_error(file: Path, name: str, dtype: str) -> InputError:
-    """Return the error for a parameter that is not stored as floating-point numbers."""
+def check_is_float(name: str, stored: StoredTensor) -> None:
+    """Raise InputError for a tensor that does not hold floating-point numbers, as a parameter must."""
+    if stored.array.dtype not in FLOAT_DTYPES.values():
+        raise _dtype_error(stored.file, name, str(stored.array.dtype))
+
+
+def _dtype_error(file: Path, name: str, dtype: str) -> InputError:
     supported = ", ".join(FLOAT_DTYPES)
     return InputError(f"{file}: tensor {name!r} is {dtype}, not one of {supported}; use the unquantised model")
+
+
+def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], requires: str, remedy: str) -> None:
+    """Raise InputError if a tensor has another shape. requires: what requires the shape, and the verb."""
+    if stored.array.shape != shape:
+        found = f"{stored.file}: tensor {name!r} has shape {list(stored.array.shape)}"
+        raise InputError(f"{found}, but {requires} {list(shape)}; {remedy}")
 
 
 def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:

@@ -134,7 +134,7 @@ class Checkpoints:
             report: receives one line for each checkpoint that is damaged or was not saved.
             processes: the processes that save and restore together, each its own devices' shards.
             on_save: receives the step of each save that has ended, and why it failed, or "". Any thread may call it.
-            identity: that of the run, which every checkpoint records; None for a reader of any run.
+            identity: identity of the run, which every checkpoint records; None for a reader of any run.
         """
         self.directory, self.identity = directory.absolute(), identity
         self.last_save_failed = False

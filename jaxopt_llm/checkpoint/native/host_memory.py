@@ -2,8 +2,8 @@
 
 Each process writes its own parts of the state into files in memory (`/dev/shm`), which survive the process. If another
 process holds the same parts, such as along `data`, that is all. Otherwise each process also keeps the parts of the next
-process, which a permutation over the devices sends. A restart takes the newest step of which every process has its own
-parts, or another one has them; they are sent back in the same way.
+process, which a permutation over the devices sends. A restart takes the newest step whose parts are all there: each
+process has its own, or another process has them and sends them back in the same way.
 
 USER/RUN/process-I/STEP/own.bin, next.bin   parts of process I, and of the next one
 USER/RUN/process-I/STEP/index.json          their hashes, the layout and the record; written last
@@ -114,7 +114,7 @@ class HostMemory:
         )
 
     def find(self, after: int) -> int | None:
-        """Return the newest step after `after` of which every part is there."""
+        """Return the newest step after `after` whose parts are all there."""
         valid = {step: self._verify(step) for step in self._steps()}
         answers = [json_files.parse(each) for each in self._channel.exchange(json.dumps(valid))]
         everywhere = sorted({int(step) for answer in answers for step in answer}, reverse=True)

@@ -1,19 +1,14 @@
-"""Whose directory it is: the identity of a run, and the lock of the process that writes there.
-
-An identity is a random id, and the hashes of the configurations and of the corpus.
+"""Identity of a run: its random id, and the hashes of its configurations and of its corpus.
 
 `run.json` in the run directory holds the identity, and the record of every checkpoint names it. A run that continues
 refuses a checkpoint that names another one, such as one that was copied from another run directory. Readers that only
 want weights read any checkpoint.
 """
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +16,7 @@ from typing import Any
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import CheckpointError, InputError, StorageFailed, may_pass
+from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.distributed.process_group import Processes
 
@@ -35,7 +30,7 @@ class Identity:
     Attributes:
         run: random id, drawn at the first start.
         configurations: SHA-256 of each configuration that a start of the run had; the last one is the current one.
-        corpus: SHA-256 of the corpus; None if the data is not known by its bytes, as that of `fit`.
+        corpus: SHA-256 of the corpus; None if the bytes of the data are not known, as with `fit`.
     """
 
     run: str
@@ -136,49 +131,3 @@ def claim_directory(directory: Path, identity: Identity) -> None:
             )
     directory.mkdir(parents=True, exist_ok=True)
     write_identity(directory, identity)
-
-
-@contextlib.contextmanager
-def lock_directory(directory: Path, setting: str = "run.directory") -> Iterator[None]:
-    """Create a directory and lock it against other processes.
-
-    The kernel releases the lock when this process dies. At the end a directory that was created here and is still empty
-    is removed, so that a command that refuses its input leaves nothing.
-
-    Args:
-        directory: the directory to lock.
-        setting: the field or flag that names the directory, for error messages.
-
-    Raises:
-        InputError: the directory cannot be written, or another process holds the lock.
-        StorageFailed: the directory could be written earlier, and now its disk is full, read-only or fails.
-    """
-    is_new, path = not directory.exists(), directory / "lock"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as error:
-        if path.exists() and may_pass(error):
-            raise StorageFailed(
-                f"{setting} {directory} cannot be written: {error}; mend its disk, then run again to continue"
-            ) from error
-        raise InputError(
-            f"{setting} {directory} cannot be written: {error}; fix its permissions or choose another directory"
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{setting} {directory} is in use by another process; wait until it ends or choose another directory"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):  # shared storage without locks
-                raise
-        try:
-            yield
-        finally:
-            # It may have been deleted, which must not hide the error that ends the command.
-            if is_new and directory.is_dir() and [*directory.iterdir()] == [path]:
-                path.unlink()
-                directory.rmdir()

@@ -3,6 +3,7 @@
 PEFT selects modules, such as model.layers.0.self_attn.q_proj, by the ends of their names or by regular expressions.
 """
 
+import functools
 import json
 import math
 import re
@@ -100,32 +101,24 @@ def _layer_pattern(pattern: str) -> str:
     return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
 
 
-def find_endings(selected: Collection[str], names: Collection[str], separator: str = ".") -> list[str]:
-    """Return the shortest name ends, in whole words, that together match exactly the selected ones among all names."""
+def find_endings(
+    selected: Collection[str], names: Collection[str], separator: str = ".", whole_words: bool = True
+) -> list[str]:
+    """Return the shortest name ends, in whole words, that together match exactly the selected ones among all names.
+
+    whole_words: whether an end matches only whole words of a name. Otherwise `norm` also matches input_layernorm.
+    """
+    before = separator if whole_words else ""
+    others = [before + name for name in names if name not in selected]
     endings: dict[str, None] = {}
     for name in selected:
         words = name.split(separator)
         candidates = (separator.join(words[-count:]) for count in range(1, len(words) + 1))
-        endings[next(each for each in candidates if _names_with_ending(names, each, separator) <= set(selected))] = None
+        endings[next(each for each in candidates if not any(other.endswith(before + each) for other in others))] = None
     return list(endings)
 
 
-def _names_with_ending(names: Collection[str], ending: str, separator: str) -> set[str]:
-    return {name for name in names if f"{separator}{name}".endswith(separator + ending)}
-
-
 # --- reading
-
-
-def _is_list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is list and all(type(each) is kind for each in value)
-
-
-def _is_pattern(value: Any, expand: Callable[[str], str] = str) -> bool:
-    try:
-        return isinstance(value, str) and bool(re.compile(expand(value)))
-    except (re.error, RecursionError):
-        return False
 
 
 def _is_rank(value: Any) -> bool:
@@ -136,32 +129,47 @@ def _is_alpha(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def _is_pattern_dict(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: (
-        type(value) is dict and all(_is_pattern(key, _end_pattern) and is_valid(each) for key, each in value.items())
-    )
+def _is_list_of(kind: type, value: Any) -> bool:
+    return type(value) is list and all(type(each) is kind for each in value)
 
 
-# Description of the valid values of each field, and a function that checks a value.
-FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "r": ("a whole number of at least 1", _is_rank),
-    "lora_alpha": ("a number above 0", _is_alpha),
-    "rank_pattern": ("a map from patterns to whole numbers of at least 1", _is_pattern_dict(_is_rank)),
-    "alpha_pattern": ("a map from patterns to numbers above 0", _is_pattern_dict(_is_alpha)),
-    "target_modules": ("a list of names or a pattern", lambda value: _is_pattern(value) or _is_list_of(str)(value)),
-    "exclude_modules": ("a list of names or a pattern", lambda value: _is_pattern(value) or _is_list_of(str)(value)),
-    "layers_to_transform": (
-        "a whole number or a list of them",
-        lambda value: type(value) is int or _is_list_of(int)(value),
+def _is_pattern(value: Any, expand: Callable[[str], str] = str) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(expand(value)))
+    except (re.error, RecursionError):
+        return False
+
+
+def _maps_patterns_to(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    return type(value) is dict and all(_is_pattern(key, _end_pattern) and is_valid(value[key]) for key in value)
+
+
+Check = tuple[str, Callable[[Any], bool]]  # description of the valid values of a field, and whether a value is one
+RANK: Check = ("a whole number of at least 1", _is_rank)
+ALPHA: Check = ("a number above 0", _is_alpha)
+MODULES: Check = ("a list of names or a pattern", lambda value: _is_pattern(value) or _is_list_of(str, value))
+LAYERS: Check = ("a whole number or a list of them", lambda value: type(value) is int or _is_list_of(int, value))
+LAYERS_PATTERN: Check = (
+    "a pattern or a list of them",
+    lambda value: all(_is_pattern(each, _layer_pattern) for each in (value if type(value) is list else [value])),
+)
+SWITCH: Check = ("true or false", lambda value: type(value) is bool)
+FIELD_CHECKS: dict[str, Check] = {
+    "r": RANK,
+    "lora_alpha": ALPHA,
+    "target_modules": MODULES,
+    "exclude_modules": MODULES,
+    "layers_to_transform": LAYERS,
+    "layers_pattern": LAYERS_PATTERN,
+    "rank_pattern": (
+        "a map from patterns to whole numbers of at least 1",
+        functools.partial(_maps_patterns_to, _is_rank),
     ),
-    "layers_pattern": (
-        "a pattern or a list of them",
-        lambda value: all(_is_pattern(each, _layer_pattern) for each in (value if type(value) is list else [value])),
-    ),
-    "modules_to_save": ("a list of names", _is_list_of(str)),
-    **dict.fromkeys(
-        ("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", lambda value: type(value) is bool)
-    ),
+    "alpha_pattern": ("a map from patterns to numbers above 0", functools.partial(_maps_patterns_to, _is_alpha)),
+    "use_rslora": SWITCH,
+    "use_dora": SWITCH,
+    "ensure_weight_tying": SWITCH,
+    "modules_to_save": ("a list of names", functools.partial(_is_list_of, str)),
 }
 
 

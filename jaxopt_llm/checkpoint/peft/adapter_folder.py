@@ -37,6 +37,8 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 
+# --- modules
+
 PREFIX = "base_model.model."
 HEAD = "lm_head"  # in every family
 EMBEDDING = "non_layer/embedding/table"
@@ -48,6 +50,7 @@ EMBEDDING_FACTORS = ("lora_embedding_B", "lora_embedding_A")  # [width, rank], [
 MAGNITUDE = "lora_magnitude_vector"  # [out]
 BASE = "base_layer.weight"  # the base model's table, which PEFT may save together with an adapter of it
 KINDS = (*LINEAR_FACTORS, *EMBEDDING_FACTORS, MAGNITUDE, BASE)
+CHECK_MODEL = "check that the adapter belongs to the model"
 
 
 class PeftModule(NamedTuple):
@@ -109,6 +112,8 @@ def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
     return modules
 
 
+# --- whole weights
+
 HEAD_WEIGHT = f"{HEAD}.weight"
 # Copies of a whole weight, and what it replaced, which some versions also save.
 _COPY = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.(?:weight|bias))")
@@ -119,7 +124,7 @@ class WholeWeights:
     """Whole weights of a PEFT folder.
 
     Attributes:
-        stored: the tensors by their names in the model. Of a table that is also the head there is one.
+        stored: the tensors by their names in the model. A table that is also the head is one tensor.
         paths: paths of our parameters in them.
     """
 
@@ -233,11 +238,7 @@ def _remove_equal_head(table: str, found: dict[str, StoredTensor]) -> bool:
 def _check_shapes(path: Path, found: Mapping[str, StoredTensor], layouts: Mapping[str, TensorLayout]) -> None:
     """Raise InputError if a tensor has another shape than the model's, or if some layers of a stack have no tensor."""
     for name, stored in found.items():
-        if stored.array.shape != layouts[name].shape:
-            raise InputError(
-                f"{path}: tensor '{PREFIX}{name}' has shape {list(stored.array.shape)}, but the model requires "
-                f"{list(layouts[name].shape)}; check that the adapter belongs to the model"
-            )
+        safetensors.check_shape(f"{PREFIX}{name}", stored, layouts[name].shape, "the model requires", CHECK_MODEL)
     paths = {piece.path for name in found for piece in layouts[name].pieces}
     partial = [name for name in layouts if name not in found and any(p.path in paths for p in layouts[name].pieces)]
     if partial:
@@ -247,6 +248,8 @@ def _check_shapes(path: Path, found: Mapping[str, StoredTensor], layouts: Mappin
             "(merge_and_unload), and use the merged model"
         )
 
+
+# --- adapters
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -465,8 +468,7 @@ def _open_tensors(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path}: it has no adapter weights, {WEIGHTS}; download the folder again")
     tensors = safetensors.open_file(file)
     for name, stored in tensors.items():
-        if stored.array.dtype not in safetensors.FLOAT_DTYPES.values():
-            raise safetensors.dtype_error(file, name, str(stored.array.dtype))
+        safetensors.check_is_float(name, stored)
     return dict(tensors)
 
 
@@ -500,11 +502,8 @@ def _make_factors(
     for kind, shape in shapes.items():
         if kind not in stored:
             raise InputError(f"{file}: tensor '{name}.{kind}' is missing; download the folder again")
-        if stored[kind].array.shape != shape:
-            raise InputError(
-                f"{file}: tensor '{name}.{kind}' has shape {list(stored[kind].array.shape)}, but {adapter_config.FILE} "
-                f"and the model require {list(shape)}; check that the adapter belongs to the model"
-            )
+        require = f"{adapter_config.FILE} and the model require"
+        safetensors.check_shape(f"{name}.{kind}", stored[kind], shape, require, CHECK_MODEL)
     for kind in stored.keys() - shapes.keys():
         raise InputError(
             f"{file}: tensor '{name}.{kind}' does not belong to an adapter as {adapter_config.FILE} describes it; use "

@@ -97,12 +97,13 @@ def write_adapter_folder(
     layouts = list_tensor_layouts(family, config)
     if config.tied_head:
         layouts[f"{peft.HEAD}.weight"] = layouts[f"{peft.find_table(family)}.weight"]
+    enclosing = {module for name in layouts for module in peft.list_enclosing(name)}
     saved = _list_trained_modules(path, whole.trained, layouts, adapted, config) if whole else []
     peft_config = dataclasses.replace(
         _describe_targets(counts, modules, rank, lora.alpha, lora.rslora),
         use_dora=dora,
         ensure_weight_tying=config.tied_head and bool({*adapted, *saved} & {peft.HEAD}),
-        modules_to_save=_find_module_endings([*saved], layouts) or None,
+        modules_to_save=find_endings(saved, enclosing, whole_words=False) or None,
     )
     get_tensor = _tensor_getter(path, adapted, modules, specs)
     if whole:
@@ -182,20 +183,6 @@ def _list_trained_modules(
                 )
             found[module] = None
     return list(found)
-
-
-def _find_module_endings(selected: list[str], layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """Return the shortest ends of names, in whole words, that PEFT takes for exactly the selected modules.
-
-    PEFT compares letters: `norm` also selects input_layernorm.
-    """
-    modules = {module for name in layouts for module in peft.list_enclosing(name)}
-    endings: dict[str, None] = {}
-    for name in selected:
-        words = name.split(".")
-        candidates = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-        endings[next(each for each in candidates if {m for m in modules if m.endswith(each)} <= {*selected})] = None
-    return list(endings)
 
 
 def _name_whole_tensors(

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +79,6 @@ class Run:
     notes: list[str]
 
 
-@dataclass
-class _Columns:
-    """Numbers of the records while they are read: 16 bytes each, because a run may have a million records."""
-
-    records: "array[int]" = field(default_factory=lambda: array("q"))
-    values: "array[float]" = field(default_factory=lambda: array("d"))
-
-    def add(self, record: int, value: float) -> None:
-        self.records.append(record)
-        self.values.append(value)
-
-    def to_curve(self) -> Curve:
-        return Curve(np.array(self.records, np.int64), np.array(self.values, np.float64))
-
-
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """Read run directories.
 
@@ -121,17 +106,15 @@ def make_names(paths: Sequence[Path]) -> list[str]:
 def read_run(directory: Path, name: str, config: dict[str, Any]) -> Run:
     """Read the records, events, memory and samples of a run."""
     notes: list[str] = []
-    columns, steps = _read_columns(directory / "metrics.jsonl", notes)
-    curves = {each: column.to_curve() for each, column in columns.items()}
-    tokens = np.full(len(steps), np.nan)
+    curves, steps = _read_curves(directory / "metrics.jsonl", notes)
+    tokens = np.full(steps.size, np.nan)
     if known := curves.pop("tokens", None):
         tokens[known.records] = known.values
     events = [entry for entry in _read_lines(directory / "events.jsonl", notes) if _is_event(entry)]
     faults = _read_faults(directory / "faults.jsonl", notes)
     samples = [entry for entry in _read_lines(directory / "samples.jsonl", notes) if _is_sample(entry)]
     memory = _read_memory(directory / "memory.json", notes)
-    steps_array = np.array(steps, np.float64)
-    return Run(name, directory, config, steps_array, tokens, curves, events, faults, memory, samples, notes)
+    return Run(name, directory, config, steps, tokens, curves, events, faults, memory, samples, notes)
 
 
 def to_number(value: Any) -> float:
@@ -142,9 +125,10 @@ def to_number(value: Any) -> float:
         return math.nan
 
 
-def _read_columns(path: Path, notes: list[str]) -> tuple[dict[str, _Columns], "array[float]"]:
+def _read_curves(path: Path, notes: list[str]) -> tuple[dict[str, Curve], NDArray[np.float64]]:
     """Return the finite numbers of each field, and the step of each record."""
-    columns: defaultdict[str, _Columns] = defaultdict(_Columns)
+    # Arrays, 16 bytes for each number, because a run may have a million records.
+    columns: defaultdict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
     steps, unusable = array("d"), 0
     for record in _read_lines(path, notes):
         step = to_number(record.get("step"))
@@ -156,11 +140,14 @@ def _read_columns(path: Path, notes: list[str]) -> tuple[dict[str, _Columns], "a
             numbers["data_wait"] = numbers.get("data_seconds", math.nan) / numbers["step_seconds"]
         for name, number in numbers.items():
             if math.isfinite(number):
-                columns[name].add(len(steps), number)
+                records, values = columns[name]
+                records.append(len(steps))
+                values.append(number)
         steps.append(step)
     if unusable:
         notes.append(f"{path.name}: {unusable:,} lines without a step are left out")
-    return columns, steps
+    curves = {name: Curve(np.array(records), np.array(values)) for name, (records, values) in columns.items()}
+    return curves, np.array(steps, np.float64)
 
 
 def _is_shown(name: str) -> bool:
@@ -194,7 +181,7 @@ def _parse(text: bytes) -> Any:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, which may be that of another version."""
+    """Return config.json, which another version may have written."""
     problem = "not a run directory"
     try:
         config = _parse((directory / "config.json").read_bytes())
