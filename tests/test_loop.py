@@ -28,7 +28,7 @@ from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning import free_memory
 from jaxopt_llm.planning.settings_choice import format_choices, list_settings
 from jaxopt_llm.run import attention_choice, compile, decoder_workload, divergence, setup
-from jaxopt_llm.step import guard, utilisation
+from jaxopt_llm.step import guard, program
 from jaxopt_llm.step.evaluation import LossSum
 
 
@@ -168,7 +168,7 @@ def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilisation, "chip_of", lambda kind: CHIPS["h200"])
+    monkeypatch.setattr(program, "chip_of", lambda kind: CHIPS["h200"])
     config = tiny(tmp_path / "run")
     with Preemption() as preemption:
         command.train(config, preemption)

@@ -37,10 +37,9 @@ from jaxopt_llm.model.param import ParamSpec, zeros
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step import program, step
-from jaxopt_llm.step.decoder_step import make_decoder_advance
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs
-from jaxopt_llm.step.step import StepSettings
+from jaxopt_llm.step.step import StepSettings, make_decoder_advance
 from jaxopt_llm.step.update import SectionOptimizers
 
 CONFIG = ModelConfig(

@@ -12,13 +12,13 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.step import shapes
+from jaxopt_llm.step.validation import tensor_problems
 
 
 def check_tensor(tensor: int, config: Config) -> None:
     """Raise InputError if the weights of the model cannot be split over this number of devices."""
     count = len(visible_devices())
-    valid = [n for n in range(1, count + 1) if not count % n and not shapes.tensor_problems(config.model, 1, False, n)]
+    valid = [n for n in range(1, count + 1) if not count % n and not tensor_problems(config.model, 1, False, n)]
     if tensor not in valid:
         raise InputError(
             f"--tensor {tensor}: must divide the number of devices ({count}) and the model's heads and MLP width; "

@@ -22,9 +22,9 @@ from jaxopt_llm.run.setup import Setup, write_run_files
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.evaluation import LossSum, evaluate
 from jaxopt_llm.step.local_steps import count_groups, initialize_groups
+from jaxopt_llm.step.program import utilisation_per_token
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.step import Metrics
-from jaxopt_llm.step.utilisation import utilisation_per_token
 
 ExplainOom = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
 

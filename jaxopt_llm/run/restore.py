@@ -15,8 +15,7 @@ from jaxopt_llm.step.local_steps import (
     repeat_specs,
     resize_groups,
 )
-from jaxopt_llm.step.saved_state import checkpoint_specs, resume_state
-from jaxopt_llm.step.state import GROUP_FIELDS, StateSpecs, TrainState
+from jaxopt_llm.step.state import GROUP_FIELDS, StateSpecs, TrainState, checkpoint_specs, resume_state
 
 
 def load_state(

@@ -29,7 +29,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import StateCorrupted
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.run import decoder_workload, replicas
-from jaxopt_llm.step import decoder_step
+from jaxopt_llm.step import step
 from jaxopt_llm.step.state import TrainState, initialize_state
 
 TRIALS = 20
@@ -136,9 +136,9 @@ def make_damaging_program(damage: Any, zero_stage: int, **axes: int) -> Any:
 
         return original(differentiate_wrongly, *rest)
 
-    original = decoder_step.update_after_backward
+    original = step.update_after_backward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_step, "update_after_backward", update)
+        patch.setattr(step, "update_after_backward", update)
         return make_program.__wrapped__(zero_stage, **axes)[0]
 
 

@@ -36,8 +36,8 @@ from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.planning.step_plan import make_plan
+from jaxopt_llm.step import program as training_program
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step import utilisation
 from jaxopt_llm.step.evaluation import make_held_out_loss
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.validation import validate
@@ -293,7 +293,7 @@ def test_quantised_flops(exempt: int) -> None:
 
 
 def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilisation, "chip_of", lambda kind: chip_of("NVIDIA H200"))
+    monkeypatch.setattr(training_program, "chip_of", lambda kind: chip_of("NVIDIA H200"))
     peak = CHIPS["h200"].peak_flops
     shares = {}
     for matmul, of_codes in (("compute_dtype", "float32"), ("fp8", "float8"), ("int8", "int8")):
@@ -301,7 +301,7 @@ def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch:
         config = Config(model=MODEL, training=TRAINING, precision=placement.precision)
         narrow = flops.count_quantised_per_token(MODEL, program.specs.masters, {}, placement.precision)
         needed = flops.count_per_token(MODEL, program.specs.masters, {}, TRAINING.sequence_length).causal
-        shares[matmul] = utilisation.utilisation_per_token(config, program, placement)["mfu"]
+        shares[matmul] = training_program.utilisation_per_token(config, program, placement)["mfu"]
         assert shares[matmul] == pytest.approx((needed - narrow) / peak["float32"] + narrow / peak[of_codes])
     assert shares["fp8"] < shares["int8"] < shares["compute_dtype"]
 
