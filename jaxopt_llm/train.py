@@ -50,15 +50,14 @@ from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.run_programs import compile_fitting
-from jaxopt_llm.run.decoder_workload import DecoderWorkload
+from jaxopt_llm.run.directory import read_started
 from jaxopt_llm.run.initial_weights import open_initial_weights
 from jaxopt_llm.run.loop import train_workload
-from jaxopt_llm.run.next_commands import list_next_commands
+from jaxopt_llm.run.messages import list_next_commands, print_report
 from jaxopt_llm.run.records import open_records
 from jaxopt_llm.run.replicas import copies_state
 from jaxopt_llm.run.setup import check_inputs, prepare_run
-from jaxopt_llm.run.started import read_started
-from jaxopt_llm.run.startup_report import print_report
+from jaxopt_llm.run.workload import DecoderWorkload
 from jaxopt_llm.step.validation import validate
 
 PRINT_CONFIG = "--print-config"  # print the checked configuration and stop

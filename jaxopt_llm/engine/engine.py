@@ -37,7 +37,7 @@ from jaxopt_llm.engine.queries import jit_gradients, jit_prediction, place_rows,
 from jaxopt_llm.engine.steps import Steps
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.run.restore import load_state
+from jaxopt_llm.run.workload import load_state
 from jaxopt_llm.step import hyperparameters
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.hyperparameters import Hyperparameters, make_schedule, place_hyperparameters, read_hyperparameters

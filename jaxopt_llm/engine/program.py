@@ -38,7 +38,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.row_sums import find_row_sum
-from jaxopt_llm.run.startup_report import describe_exact_matrices
+from jaxopt_llm.run.messages import describe_exact_matrices
 from jaxopt_llm.step import lora, moments, optimizer
 from jaxopt_llm.step.program import ModelParts, StepProgram, make_share, make_step_program, take_share
 from jaxopt_llm.step.state import StateSpecs

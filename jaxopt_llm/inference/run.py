@@ -38,8 +38,9 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
-from jaxopt_llm.run import pretrained_weights
-from jaxopt_llm.run.initial_weights import find_frozen_base, open_frozen_base, read_tokenizer_digest
+from jaxopt_llm.run import initial_weights
+from jaxopt_llm.run.directory import read_tokenizer_digest
+from jaxopt_llm.run.initial_weights import find_frozen_base, open_frozen_base
 from jaxopt_llm.step import lora
 
 MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
@@ -268,7 +269,7 @@ def read_folder(
     base = LoraConfig(base=quantisation.base if quantisation else "float")
     model, specs = lora.freeze_model(decoder, base, precision)
     placement = make_placement(count_bytes(specs), precision, tensor)
-    return model, pretrained_weights.read_frozen(folder, specs, placement), placement
+    return model, initial_weights.read_frozen(folder, specs, placement), placement
 
 
 def restore_run(
@@ -310,7 +311,7 @@ def restore_run(
     if frozen_as == "absent":
         frozen = jax.tree.map(lambda spec: None, frozen)
     elif jax.tree.leaves(frozen) and (base := open_frozen_base(directory, config)) and frozen_as == "original":
-        frozen = pretrained_weights.with_stored_dtypes(base, frozen)
+        frozen = initial_weights.with_stored_dtypes(base, frozen)
     needed = count_bytes(trained, dtype) + count_bytes(frozen)
     placement = make_placement(needed, precision, tensor)
 
@@ -322,7 +323,7 @@ def restore_run(
         trained_values = checkpoints.restore(step, {name: dtypes}, **{name: saved})[name]
         rest = frozen
         if base is not None:
-            rest = pretrained_weights.read_frozen(base, frozen, placement)
+            rest = initial_weights.read_frozen(base, frozen, placement)
         elif jax.tree.leaves(frozen):
             rest = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
         return tree.merge(trained_values, rest), step

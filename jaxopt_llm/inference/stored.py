@@ -18,7 +18,7 @@ from jaxopt_llm.inference.steps import choose_trained_tree
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.run import pretrained_weights
+from jaxopt_llm.run import initial_weights
 from jaxopt_llm.run.initial_weights import open_frozen_base
 from jaxopt_llm.step import lora
 
@@ -60,7 +60,7 @@ def _list_specs(config: Config, base: ModelFolder | None) -> dict[str, tree.Leaf
     """Return the specs of a run's parameters. base: the folder whose dtypes the frozen ones have; None: their own."""
     _, trained, frozen = _adapt(config)
     if base is not None:
-        frozen = pretrained_weights.with_stored_dtypes(base, frozen)
+        frozen = initial_weights.with_stored_dtypes(base, frozen)
     return collect_leaves(tree.merge(trained, frozen))
 
 

@@ -13,9 +13,9 @@ from marks import slow
 from jaxopt_llm.config import LoraConfig, OffloadConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.run.compile import make_held_out_loss
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step import update
-from jaxopt_llm.step.evaluation import make_held_out_loss
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
 

@@ -24,8 +24,8 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.run.compile import evaluate, make_held_out_loss
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step.evaluation import evaluate, make_held_out_loss
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
 

@@ -36,9 +36,9 @@ from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.planning.step_plan import make_plan
+from jaxopt_llm.run.compile import make_held_out_loss
 from jaxopt_llm.step import program as training_program
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step.evaluation import make_held_out_loss
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.validation import validate
 
