@@ -101,7 +101,7 @@ def make_step(
 ) -> Any:
     """Return the jitted step of a decoder from its parts."""
     advance = make_decoder_advance(model, executor, placement, lambda _: optimizers, specs, settings)
-    function = step.make_step_function(advance, lambda _: schedule, placement)
+    function = step.ModelStep(advance, lambda _: schedule, placement).step
     jitted = step.jit_step(function, specs, placement, placement.activation(None, "batch", "sequence"))
     return step.BoundStep(jitted, None, placement)
 

@@ -56,11 +56,11 @@ from jaxopt_llm.step.step import (
     BindOptimizers,
     BoundStep,
     Metrics,
+    ModelStep,
     Step,
     StepSettings,
     jit_step,
     make_decoder_advance,
-    make_step_function,
 )
 from jaxopt_llm.step.update import LossOptimizer, Optimizers, Share, Shares, WholeOptimizer
 
@@ -132,7 +132,7 @@ def make_step_program(
 
     def make_specs(trained: Params, frozen: Params, optimizers: Optimizers) -> StateSpecs:
         specs = training_state.make_state_specs(
-            *(trained, frozen, optimizers, placement.precision, keep_frozen), averages=training.ema_decay > 0
+            trained, frozen, optimizers, placement.precision, keep_frozen, averages=training.ema_decay > 0
         )
         return replace(specs, variables=parts.variables)
 
@@ -148,7 +148,7 @@ def make_step_program(
         adapters=config.lora.rank > 0,
     )
     bind_schedule = functools.partial(_bind_schedule, config)
-    step, outer_step = make_step_function(advance, bind_schedule, inside_group(placement)), None
+    step, outer_step = ModelStep(advance, bind_schedule, inside_group(placement)).step, None
     if parts.loss:
         step = ShareStep(step, parts.loss, parts.trained).step
         shares = {parts.loss: Share(parts.trained, bind(hyperparameters)), **parts.others}

@@ -126,23 +126,6 @@ def is_of_step(name: str) -> bool:
     return name in OF_STEP or name.startswith("learning_rate/")
 
 
-def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:
-    """Return the step, not jitted.
-
-    Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
-
-    - `loss`, `grad_norm`: may be infinite or NaN.
-    - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state; with
-      several of these, `learning_rate/` and the label of each (hyperparameters.py).
-    - `skipped`: number of skipped steps so far, this one included.
-    - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
-    - `overflow`: bool; the loss scale made the gradients of this step overflow.
-    - `loss_scale`: loss scale of the next step, if the precision has one.
-    - the metrics of the model.
-    """
-    return _Step(advance, bind_schedule, placement).step
-
-
 def jit_step(
     step: Step,
     specs: StateSpecs,
@@ -192,7 +175,15 @@ class BoundStep:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class ModelStep:
+    """The step of any model, not jitted: its method `step`.
+
+    Attributes:
+        advance: computes the loss, the backward and the update.
+        bind_schedule: see BindSchedule.
+        placement: that of one group with local steps.
+    """
+
     advance: Advance
     bind_schedule: BindSchedule
     placement: Placement
@@ -200,6 +191,19 @@ class _Step:
     def step(
         self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
     ) -> tuple[TrainState, Metrics]:
+        """Return the state after a step, and its metrics.
+
+        Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
+
+        - `loss`, `grad_norm`: may be infinite or NaN.
+        - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state;
+          with several of these, `learning_rate/` and the label of each (hyperparameters.py).
+        - `skipped`: number of skipped steps so far, this one included.
+        - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
+        - `overflow`: bool; the loss scale made the gradients of this step overflow.
+        - `loss_scale`: loss scale of the next step, if the precision has one.
+        - the metrics of the model.
+        """
         # Compiled programs are named after this method: jit_step.
         precision, schedule = self.placement.precision, self.bind_schedule(hyperparameters)
         outcome = self.advance(state, batch, hyperparameters)
@@ -239,23 +243,29 @@ def update_after_backward(
     clip_norm = settings.clip_norm
 
     def advance(state: TrainState, batch: Any, hyperparameters: Hyperparameters | None) -> Outcome:
-        found = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
-        squares = sum_of_squares(found.gradients, specs.masters, settings.gradients_by_period)
-        norm = jnp.sqrt(squares) / found.divisor
+        backward = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
+        squares = sum_of_squares(backward.gradients, specs.masters, settings.gradients_by_period)
+        norm = jnp.sqrt(squares) / backward.divisor
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
-        limits = settings.skip_outliers, settings.spike_factor
-        good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
+        good, guard = judge_step(
+            state.guard, backward.loss, norm, overflow, settings.skip_outliers, settings.spike_factor
+        )
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
-        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard), found.loss)
-        if found.written is not None:
-            state = _assign(state, found.written, good)
+        scalars = Scalars(clip / backward.divisor, good, settings.new_weight(state.guard), backward.loss)
+        if backward.written is not None:
+            state = _assign(state, backward.written, good)
         updated = update.apply_gradients(
-            *(bind(hyperparameters), specs.masters, state.updatable, found.gradients, scalars, placement),
+            bind(hyperparameters),
+            specs.masters,
+            state.updatable,
+            backward.gradients,
+            scalars,
+            placement,
             elementwise=settings.elementwise,
         )
         # A step that is skipped changes no variables either.
-        variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), found.variables, state.variables)
-        return Outcome(found.loss, norm, overflow, guard, updated, found.metrics, variables, state.frozen)
+        variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), backward.variables, state.variables)
+        return Outcome(backward.loss, norm, overflow, guard, updated, backward.metrics, variables, state.frozen)
 
     return advance
 
@@ -283,7 +293,7 @@ def make_decoder_advance(
     specs: StateSpecs,
     settings: StepSettings,
 ) -> Advance:
-    """Return the loss, the backward and the update of a model of tokens, for `make_step_function`.
+    """Return the loss, the backward and the update of a model of tokens, for a `ModelStep`.
 
     Batch fields: [M, B, S], M microbatches. Further metrics are those of `_make_metrics`.
     """
