@@ -25,7 +25,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.remat import saved_intermediates
+from jaxopt_llm.execution.segments import saved_intermediates
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW

@@ -19,8 +19,7 @@ import optax
 
 from jaxopt_llm.config.run import Options
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import sum_of_squares
+from jaxopt_llm.execution.executor import Executor, sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch

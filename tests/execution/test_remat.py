@@ -14,7 +14,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Intermediate, ModelConfig, RematConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import pipeline, scan
-from jaxopt_llm.execution.remat import SAVED_BY_POLICY
+from jaxopt_llm.execution.segments import SAVED_BY_POLICY
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder

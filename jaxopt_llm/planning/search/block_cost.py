@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxopt_llm.config import Config, Intermediate, ModelConfig, RematConfig
-from jaxopt_llm.execution.remat import SAVED_BY_POLICY, saved_intermediates
+from jaxopt_llm.execution.segments import SAVED_BY_POLICY, saved_intermediates
 from jaxopt_llm.planning.search.moe_cost import MoECost
 
 # Intermediates that remat can name, and those that only a mixture of experts has: the router's logits, and the rows

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.config import Config
-from jaxopt_llm.execution.remat import QKV
+from jaxopt_llm.execution.segments import QKV
 from jaxopt_llm.planning.search.block_cost import BlockCost, Result
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.passes import Passes

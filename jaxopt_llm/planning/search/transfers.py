@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.config.unread import divides_gradients
 from jaxopt_llm.core.block_format import BLOCK_SIZES
-from jaxopt_llm.execution.remat import QKV
+from jaxopt_llm.execution.segments import QKV
 from jaxopt_llm.model.layers import INPUT_PROJECTIONS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.mesh import make_abstract_mesh

@@ -26,8 +26,8 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.execution import gradients, segments
-from jaxopt_llm.execution.layer_groups import PrecisionSpan, scan_spans
+from jaxopt_llm.execution import executor, segments
+from jaxopt_llm.execution.segments import PrecisionSpan, scan_spans
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import quantised, weights
@@ -205,7 +205,7 @@ def test_gradient_groups_share_a_scale() -> None:
             value, found = jax.value_and_grad(loss)({"non_layer": make_perturbations(spec, inside)})
             return value, jnp.float32(0), found
 
-        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
+        run = jax.jit(lambda batch: executor.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
         return np.asarray(run(batch)["non_layer"])
 
     assert toy.distance(gradient(toy.placement(0, data=2, fsdp=2)), gradient(toy.placement())) < 1e-6
