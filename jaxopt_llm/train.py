@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -> Config:
-    """Return the configuration with what the visible devices mean by `auto`, and print what became of them."""
+    """Return the configuration with each `auto` that the visible devices decide replaced, and print the choices."""
     found = visible_devices()
     usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
     filled, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)

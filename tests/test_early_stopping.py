@@ -35,7 +35,7 @@ def run(config: Config) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setattr(DecoderWorkload, "evaluate", lambda self, state: {"eval_loss": LOSSES[int(state.step)]})
+    monkeypatch.setattr(DecoderWorkload, "measure", lambda self, state: {"eval_loss": LOSSES[int(state.step)]})
     return tiny(tmp_path / "run")
 
 

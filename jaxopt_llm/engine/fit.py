@@ -98,7 +98,7 @@ class EngineWorkload:
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def measure(self, state: TrainState) -> dict[str, float]:
         found: dict[str, float] = {}
         for loss, batches in self.held_out.items():
             means = self.engine.evaluate_state(state, batches, loss=loss or None)

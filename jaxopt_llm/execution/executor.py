@@ -38,7 +38,7 @@ class Executor:
 
     The loss is the cross-entropy, summed over the tokens where `loss_mask` is True; `tokens` is their number. The
     gradients are those of the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable).
-    With gradient groups they have the sharding of the masters, otherwise that of `zero.gradient_sharding`.
+    With gradient groups they have the sharding of the masters, otherwise `zero.gradient_sharding`.
     """
 
     loss_and_gradients: Callable[
@@ -144,7 +144,7 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
 
     one_group: takes the microbatches of one group, fields [M, B / G, S].
     specs: of the parameters whose gradients `one_group` returns. With groups, the sums of the gradients have the
-        sharding of the masters; without groups, that of `gradient_sharding`.
+        sharding of the masters; without groups, `gradient_sharding`.
     """
     groups = gradient_group_axes(placement)
     if not groups:
@@ -157,7 +157,7 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
 
 
 def _reduce_by_period(specs: Params, gradients: Params, placement: Placement) -> Params:
-    """Sum gradients [G, ...] over their groups: those of one segment, or of the parameters outside the segments."""
+    """Sum gradients [G, ...] of one segment, or of the parameters outside the segments, over their groups."""
     periods = param.layer_indices(specs)
     # All at once where every device keeps everything: a loop would hold both its operand and its result.
     if periods is None or not divides_masters(placement):

@@ -1,7 +1,7 @@
 """Evaluation of a user's loss with weights that rest on many devices.
 
-A loss is written for one device, and JAX traces it to a jaxpr. `evaluate` runs this jaxpr with a `Lazy` weight wherever
-the user's code reads a parameter: nothing moves until an equation needs the values. So
+A loss is written for one device, and JAX traces it to a jaxpr. `run_placed` runs this jaxpr with a `Lazy` weight
+wherever the user's code reads a parameter: nothing moves until an equation needs the values. So
 
 - a weight enters a loop over layers (`lax.scan`, `nnx.scan`, `nn.scan`) as it rests, and each iteration gathers its own
   layer;
@@ -129,7 +129,7 @@ def gather_in(weight: Weight, dtype: Any) -> Weight:
     return jax.tree.map(gather_in, weight, is_leaf=lambda leaf: isinstance(leaf, PlacedWeight))
 
 
-def evaluate(closed: ClosedJaxpr, arguments: Sequence[Value], saved: Sequence[str] | None = None) -> list[jax.Array]:
+def run_placed(closed: ClosedJaxpr, arguments: Sequence[Value], saved: Sequence[str] | None = None) -> list[jax.Array]:
     """Evaluate a jaxpr whose arguments are arrays and `Lazy` weights. Return its results as arrays.
 
     Args:

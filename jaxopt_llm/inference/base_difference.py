@@ -115,7 +115,7 @@ def compare(trained: NDArray[Any], original: NDArray[Any], dtype: str) -> Differ
 def compute_logits(config: Config, sources: Sequence[StoredLayers], ids: NDArray[np.int32]) -> list[NDArray[Any]]:
     """Return the logits, float32 [1, S, V], of ids [S] for each of several parameters of one model.
 
-    Parameters outside the layers are those of the first source, because no base of them is rounded.
+    Parameters outside the layers come from the first source, because their base is not rounded.
     """
     precision = PrecisionConfig(compute_dtype="float32")
     model = Decoder(config.model, grouped_matmul=models.choose_local_grouped_matmul(precision))

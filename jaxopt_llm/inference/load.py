@@ -71,7 +71,7 @@ class Pretrained:
         """Write a new folder that transformers can load.
 
         Adapters are merged into the weights, quantised weights are dequantised, and the tokenizer's files are copied.
-        For a run, they are those of the training, with a model card. Raises InputError if the path exists.
+        A run's folder has the files of the training, with a model card. Raises InputError if the path exists.
         """
         write_model_folder(Path(path), self.params, self.config, self.make_origin())
 

@@ -125,7 +125,7 @@ def is_model_folder(directory: Path) -> bool:
 
 
 def open_config(directory: Path, base: Path | None = None) -> Config:
-    """Load the configuration of a run directory, or that of a Hugging Face folder, completed with defaults.
+    """Load the configuration of a run directory, or of a Hugging Face folder, completed with defaults.
 
     Raises InputError if the directory is neither. base: see `move_base`.
     """
@@ -185,7 +185,7 @@ def load_model(
 
     Args:
         directory: the run directory or folder.
-        data: settings that name the tokenizer and its chat template; None for those of the run.
+        data: settings that name the tokenizer and its chat template; None for the settings of the run.
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
@@ -351,7 +351,7 @@ def restore_run(
 
 
 def find_origin(directory: Path, config: Config, step: int, title: str, notes: Iterable[str] = ()) -> Origin:
-    """Return what a folder of a run's model keeps: the tokenizer and the template of the training, and a model card.
+    """Return the files that a folder of a run's model keeps: tokenizer and template of the training, and a model card.
 
     Args:
         directory: the run directory.
@@ -435,7 +435,7 @@ def use_checkpoint(directory: Path, step: Step, use: Callable[[Checkpoints, int]
 
     Raises:
         InputError: the run has no checkpoint of this step, or `best` compares nothing.
-        CheckpointError: the run has no usable checkpoint, or that of the step is damaged.
+        CheckpointError: the run has no usable checkpoint, or the checkpoint of the step is damaged.
     """
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:

@@ -18,7 +18,7 @@ from jaxopt_llm.data.verification import find_prepared
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
-# Files that are written before config.json. The stacks are those of a start that hung.
+# Files that are written before config.json. A start that hung leaves the stacks.
 _WRITTEN_FIRST = re.compile(
     r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl|stacks\.\d+\..*\.txt"
 )
@@ -52,7 +52,7 @@ def has_checkpoint(directory: Path) -> bool:
 
 
 def find_changes(started: Started, config: Config, device: Any) -> str:
-    """Return what changed since the start of a run, of all that decides what `auto` means; "" if nothing did.
+    """Return the change since the start of a run that gives `auto` another meaning; "" if there is none.
 
     Args:
         config: the configuration with which the run continues.
@@ -106,7 +106,7 @@ def check_directory_is_free(directory: Path) -> None:
 
 
 def check_tokenizer_of_run(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise InputError if the tokenizer differs from that of the run that `model.pretrained` names.
+    """Raise InputError if the tokenizer differs from the tokenizer of the run that `model.pretrained` names.
 
     With `model.resize_vocabulary` it may have additional tokens.
     """

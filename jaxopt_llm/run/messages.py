@@ -146,7 +146,7 @@ def describe_exact_matrices(specs: tree.Tree, placement: Placement) -> Iterator[
 
 
 def _list_unused_settings(setup: Setup) -> Iterator[str]:
-    """Yield a line for each setting that has no effect on a part of what it applies to."""
+    """Yield a line for each setting that has no effect on some of the parameters or steps."""
     config, program = setup.config, setup.program
     sharded = program.model.specs if config.sharding.zero_stage == 3 else program.specs.masters
     for path in find_undivided(sharded, setup.placement):

@@ -1,4 +1,4 @@
-"""Workload: what a loop trains, a model and its data, as the loop sees them; and that of a decoder."""
+"""Workload: a model and its data as the loop sees them, and the workload of a decoder."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ class Workload(Protocol):
     """A model and its data.
 
     Attributes:
-        unit: what a batch consists of, for the records: "tokens" or "rows".
+        unit: the unit in which records count batches: "tokens" or "rows".
         units_per_step: their number in a batch, over all devices.
         utilisation: see Meter.
     """
@@ -77,7 +77,7 @@ class Workload(Protocol):
     def average_groups(self, state: TrainState) -> TrainState:
         """Run an outer step (local_steps.py). The state is donated. Called only with local steps."""
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def measure(self, state: TrainState) -> dict[str, float]:
         """Return the held-out loss as `eval_loss`, and other numbers to record; nothing without held-out data."""
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
@@ -101,7 +101,7 @@ class Workload(Protocol):
         """Take over the state at the end of the loop.
 
         Args:
-            identity: that of the run.
+            identity: the identity of the run.
         """
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
@@ -125,11 +125,11 @@ class DecoderWorkload:
         verification: Verification,
         explain_oom: ExplainOom,
     ) -> None:
-        """Take over what a run prepared.
+        """Take over the setup of a run.
 
         Args:
             initial: the weights that the run starts from.
-            verification: that of its prepared data.
+            verification: the verification of its prepared data.
             explain_oom: see Workload.
         """
         self._verification, self.explain_oom = verification, explain_oom
@@ -198,10 +198,10 @@ class DecoderWorkload:
             new: TrainState = self._programs.outer_step(state)
         return new
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Return the mean loss over all validation sets, `eval_loss`, and that of each of `evaluation.paths`.
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """Return the mean loss over all validation sets, `eval_loss`, and the loss of each of `evaluation.paths`.
 
-        With `training.ema_decay`, they are those of the average.
+        With `training.ema_decay`, the average is measured in place of the parameters.
         """
         total, losses = LossSum(), {}
         state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
@@ -239,7 +239,7 @@ def load_state(
 ) -> TrainState:
     """Return the state of a checkpoint.
 
-    The groups of local steps (local_steps.py) may be others than those of the checkpoint. If the checkpoint has another
+    The run and the checkpoint may have different groups of local steps (local_steps.py). If the checkpoint has another
     number of groups, they are resized. If it has none, all groups begin with its state. If only the checkpoint has
     groups, they are merged.
 
@@ -261,7 +261,7 @@ def load_state(
     if resizes:
         saved["groups"] = abstract_groups(specs.groups, saved_groups, placement)
     elif merges:
-        unread = {"masters", "moments"}  # those of the outer step
+        unread = {"masters", "moments"}  # of the outer step
         saved = {name: each for name, each in saved.items() if name not in GROUP_FIELDS}
         saved["groups"] = abstract_groups(repeat_specs(saved_specs, saved_groups), saved_groups, placement)
     if others := sorted(arrays.keys() - saved.keys() - unread):

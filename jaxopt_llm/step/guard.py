@@ -43,8 +43,8 @@ def judge_step(
     """Return whether to apply the update (bool), and the guard's state after the step.
 
     The update is applied if loss and gradient norm are finite and, after the first HISTORY updates, the norm is at most
-    `outliers` times the median of the last HISTORY norms, and the loss at most `spikes` times that of the losses.
-    Skipped steps do not enter that history.
+    `outliers` times the median of the last HISTORY norms, and the loss is at most `spikes` times the median of the last
+    HISTORY losses. Skipped steps do not enter that history.
 
     Args:
         overflow: bool; the norm is not finite because of the loss scale, which is not a sign of divergence.

@@ -159,7 +159,7 @@ def read_hyperparameters(config: Config) -> Hyperparameters:
 
 
 def place_hyperparameters(values: Hyperparameters | None, sharding: NamedSharding) -> Hyperparameters | None:
-    """Return the hyperparameters on all devices, also on those of other processes, which have the same values."""
+    """Return the hyperparameters on all devices. All processes have the same values."""
 
     def place(value: np.float32) -> jax.Array:
         return jax.make_array_from_callback((), sharding, lambda _: value)

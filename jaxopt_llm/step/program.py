@@ -78,8 +78,8 @@ class ModelParts:
         batch: its batch as ShapeDtypeStructs with shardings.
         recomputes_layers: whether the backward computes each layer again.
         loss: name of the loss, if there are several.
-        others: what the other losses train, by name; `trained` are then the parameters of this loss, and `frozen` all
-            others. See the docstring of this module.
+        others: the shares of the other losses, by name. `trained` are then the parameters of this loss, and `frozen`
+            all other parameters. See the docstring of this module.
     """
 
     trained: Params
@@ -120,7 +120,7 @@ def make_step_program(
 ) -> StepProgram:
     """Make the program of a model's training step. It allocates nothing.
 
-    With local steps, `parts.make_advance` is that of one group (local_steps.inside_group).
+    With local steps, `parts.make_advance` makes the step of one group (local_steps.inside_group).
 
     Args:
         whole: an optimizer of the user, in place of `config.optimizer`, `config.schedule` and the clip.
@@ -194,7 +194,7 @@ def _bind_schedule(config: Config, values: Hyperparameters | None) -> optax.Sche
 def _bind_optimizers(
     config: Config, trained: Params, whole: WholeOptimizer | None, values: Hyperparameters | None
 ) -> LossOptimizer:
-    """Return the optimizer of the user, or those of the configuration with these numbers."""
+    """Return the optimizer of the user, or the optimizers of the configuration with these numbers."""
     if whole is not None:
         return whole
     assert values is not None
@@ -264,7 +264,7 @@ class ShareStep:
     def step(
         self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
     ) -> tuple[TrainState, Metrics]:
-        # Compiled programs are named after this method, as those of one loss.
+        # Compiled programs are named after this method: `step`, as with one loss.
         share, metrics = self.inner(take_share(state, self.name, self.trained), batch, hyperparameters)
         new = put_share(state, self.name, share)
         updates: jax.Array = sum(guard["updates"] for guard in new.guard.values())

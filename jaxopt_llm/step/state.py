@@ -402,8 +402,8 @@ def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tr
     It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
 
     Args:
-        trees: those of `checkpoint_specs`, and the frozen parameters if the checkpoint does not hold them, which may
-            already have their final sharding and layout.
+        trees: the trees of `checkpoint_specs`. If the checkpoint does not hold the frozen parameters, they are given
+            too, and may already have their final sharding and layout.
     """
 
     def stack_by_stage(spec: ParamSpec, array: jax.Array) -> jax.Array:

@@ -1,8 +1,10 @@
 """One training step: loss, gradients, gradient clipping and the optimizer update.
 
-`update_after_backward` takes the gradients of any model. `differentiate_decoder` computes those of the decoder, whose
-step also has dropout and the metrics of routers. The update is always computed. If the loss or the gradient norm is not
-finite, or the norm is an outlier, it is discarded (see guard.py, and the `jnp.where` in update.py).
+`update_after_backward` takes the gradients of any model. `differentiate_decoder` computes the gradients of the decoder,
+whose step also has dropout and the metrics of routers.
+
+The update is always computed. If the loss or the gradient norm is not finite, or the norm is an outlier, the update is
+discarded (see guard.py, and the `jnp.where` in update.py).
 
 With `optimizer.in_backward`, the step calls `in_backward.loss_and_update` instead of the executor: it updates each
 period during the backward and cannot discard the update.
@@ -180,7 +182,7 @@ class ModelStep:
     Attributes:
         advance: computes the loss, the backward and the update.
         bind_schedule: see BindSchedule.
-        placement: that of one group with local steps.
+        placement: with local steps, the placement of one group.
     """
 
     advance: Advance
@@ -192,7 +194,7 @@ class ModelStep:
     ) -> tuple[TrainState, Metrics]:
         """Return the state after a step, and its metrics.
 
-        Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
+        Metrics are float32 scalars, except for the counts and `overflow`. Metrics of the model may be `Metric`s:
 
         - `loss`, `grad_norm`: may be infinite or NaN.
         - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state;
@@ -294,7 +296,7 @@ def make_decoder_advance(
 ) -> Advance:
     """Return the loss, the backward and the update of a model of tokens, for a `ModelStep`.
 
-    Batch fields: [M, B, S], M microbatches. Further metrics are those of `_make_metrics`.
+    Batch fields: [M, B, S], M microbatches. `_make_metrics` makes further metrics.
     """
     if settings.in_backward:
         advance = update_in_backward(model, bind, specs, placement, settings)

@@ -73,8 +73,7 @@ class Scalars(NamedTuple):
 class WholeOptimizer:
     """An optax transformation that gets all parameters at once, as the tree that its user knows.
 
-    Its masks and labels see that tree, and what it computes over all parameters, such as a global norm, is over all of
-    them.
+    Its masks and labels see that tree, and a number such as a global norm is computed over all parameters.
 
     to_tree, from_tree: between the sections and that tree.
     """
@@ -143,7 +142,7 @@ def has_shares(optimizers: Optimizers) -> TypeGuard[Shares]:
 
 
 def for_each_loss(optimizers: Optimizers, make: Callable[[], T]) -> T | dict[str, T]:
-    """Return what `make` returns, with several losses once for each of them, by name."""
+    """Return `make()`. With several losses, call it once for each of them, and return the results by name."""
     return {name: make() for name in optimizers} if has_shares(optimizers) else make()
 
 

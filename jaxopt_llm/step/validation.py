@@ -199,7 +199,7 @@ def _divisibility_problems(name: str, size: int, divisor: int, over: str, step: 
 
     Args:
         over: description of the divisor.
-        step: number of which the size must be a multiple in any case.
+        step: the size must also be a multiple of this number.
     """
     if size % divisor == 0:
         return []
