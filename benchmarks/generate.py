@@ -41,7 +41,7 @@ def write_model(path: Path, model: str) -> int:
     import jax
 
     from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
-    from jaxopt_llm.inference.devices import make_placement
+    from jaxopt_llm.inference.models import make_placement
     from jaxopt_llm.model import param
     from jaxopt_llm.model.decoder import Decoder
 
@@ -61,7 +61,7 @@ def make_ours(folder: Path, rows: int, length: int) -> tuple[Callable[[Any, int]
     from jaxopt_llm.checkpoint.huggingface.model_folder import open_model_folder
     from jaxopt_llm.execution.by_layer import split_layers
     from jaxopt_llm.execution.decode import Sampling, TokenGenerator
-    from jaxopt_llm.inference.run import read_folder
+    from jaxopt_llm.inference.models import read_folder
 
     opened = open_model_folder(folder)
     model, params, placement = read_folder(opened, PrecisionConfig(compute_dtype="float32"), tensor=1)

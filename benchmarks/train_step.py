@@ -65,8 +65,7 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.planning.prediction import describe_cluster
     from jaxopt_llm.planning.settings_choice import choose_settings, list_candidates
     from jaxopt_llm.step import state as training_state
-    from jaxopt_llm.step.program import Program, make_program
-    from jaxopt_llm.step.utilisation import utilisation_per_token
+    from jaxopt_llm.step.program import Program, make_program, utilisation_per_token
     from jaxopt_llm.step.validation import validate
 
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, "benchmarks/train_step.py"))

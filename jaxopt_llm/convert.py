@@ -76,10 +76,10 @@ from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
-from jaxopt_llm.inference import base_difference, card, devices, run, stored
+from jaxopt_llm.inference import base_difference, card, models
 from jaxopt_llm.inference.exported import describe_merge, describe_training, list_prompt_notes, list_tokenizer_notes
 from jaxopt_llm.inference.flags import Step
-from jaxopt_llm.inference.steps import use_checkpoint
+from jaxopt_llm.inference.models import use_checkpoint
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear.leaves import LoraWeight
@@ -92,7 +92,7 @@ from jaxopt_llm.step import lora
 def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
     """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder."""
     folder = huggingface.open_model_folder(hub.find_folder(path, "--from "))
-    config = run.make_folder_config(folder, hub.absolute_name(path), directory, tokenizer)
+    config = models.make_folder_config(folder, hub.absolute_name(path), directory, tokenizer)
     model = config.model
     vocabulary = load_tokenizer(config.data)
     if vocabulary.vocabulary_size > model.vocabulary_size:
@@ -102,7 +102,7 @@ def import_folder(path: Path, directory: Path, tokenizer: str) -> None:
         )
     parts, specs, _ = lora.adapt_model(Decoder(model), config.lora, config.precision)
     with NewFolder(directory) as working:
-        placement = devices.make_placement(devices.count_bytes(specs), config.precision)
+        placement = models.make_placement(models.count_bytes(specs), config.precision)
         params = tree.map_with_path(
             lambda name, spec: folder.read(name, spec, parameter_sharding(spec, placement)), specs
         )
@@ -147,7 +147,7 @@ def merge_run(
 def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_file_bytes: int) -> None:
     """Merge the adapters of a PEFT folder into the model of a Hugging Face folder, and write it as another one."""
     source, adapters = hub.find_folder(base, "--base "), hub.find_folder(adapter, "--adapter ")
-    model, layers = stored.open_folder_layers(source, adapter)
+    model, layers = models.open_folder_layers(source, adapter)
     text = card.describe_merge(str(base), source, str(adapter), path.resolve().name)
     origin = describe_merge(source, adapters, model.vocabulary_size, lambda folder: card.write(folder, text))
     write_layers(path, layers, model, origin, dtype, max_file_bytes)
@@ -156,16 +156,16 @@ def merge_folders(base: Path, adapter: Path, path: Path, dtype: str | None, max_
 
 def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
     """Load the configuration of a run. remedy: what to do if the directory is a Hugging Face model folder."""
-    if run.is_model_folder(directory):
+    if models.is_model_folder(directory):
         raise InputError(f"--checkpoint {directory}: this is a Hugging Face model folder, not a training run; {remedy}")
-    return run.move_base(directory, run.load_config(directory), base)
+    return models.move_base(directory, models.load_config(directory), base)
 
 
 def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
     source = pretrained.find_source_folder(config)
     family = huggingface.choose_family(config.model, source)
     base = config.model.pretrained
-    _, params, _, restored = run.restore_run(directory, config, "float32", "absent", step=step)
+    _, params, _, restored = models.restore_run(directory, config, "float32", "absent", step=step)
     notes, said = list_prompt_notes(config.data), []
     if config.lora.base != "float":
         try:
@@ -180,7 +180,7 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     whole = None
     if config.training.trainable or config.model.resize_vocabulary:
         trained = {name for name, leaf in collect_leaves(params).items() if not isinstance(leaf, LoraWeight)}
-        layers = stored.open_run_layers(directory, config, restored)
+        layers = models.open_run_layers(directory, config, restored)
         whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0)
     write_adapter_folder(path, params, family, config.model, config.lora, origin, dtype, whole)
     print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or 'float32'}")
@@ -205,8 +205,8 @@ def _export_model(
         )
 
     def write(checkpoints: Checkpoints, found: int) -> int:
-        layers = stored.open_run_layers(directory, config, found)
-        origin = run.find_origin(directory, config, found, path.resolve().name, notes)
+        layers = models.open_run_layers(directory, config, found)
+        origin = models.find_origin(directory, config, found, path.resolve().name, notes)
         write_layers(path, layers, config.model, origin, dtype, max_file_bytes)
         return found
 

@@ -47,8 +47,8 @@ from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus, open_
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference import run
-from jaxopt_llm.inference.run import LoadedModel
+from jaxopt_llm.inference import models
+from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import visible_devices
@@ -93,7 +93,7 @@ def main() -> int:
     quantisation = flags.read_quantisation(options)
     named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
-    trained = run.open_config(options.checkpoint, options.base)
+    trained = models.open_config(options.checkpoint, options.base)
     is_folder = not is_run_directory(options.checkpoint)
     if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
         problem = "a model folder has no held-out documents"
@@ -101,7 +101,7 @@ def main() -> int:
     config = _override(trained, overrides, reads_other_data)
     length = config.training.sequence_length
     if is_folder and "--training.sequence-length" not in named:
-        limit = f"at most {run.MAX_ROW_TOKENS:,}"
+        limit = f"at most {models.MAX_ROW_TOKENS:,}"
         print(
             f"rows of {length:,} tokens, the model's context, {limit}: see --training.sequence-length", file=sys.stderr
         )
@@ -111,7 +111,7 @@ def main() -> int:
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(
+        source = models.load_model(
             options.checkpoint,
             config.data,
             attention=attention.name,

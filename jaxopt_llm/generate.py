@@ -70,8 +70,8 @@ from jaxopt_llm.config.data import find_argument_problems
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
-from jaxopt_llm.inference import chat, run
-from jaxopt_llm.inference.run import LoadedModel
+from jaxopt_llm.inference import chat, models
+from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.planning import oom
 
 
@@ -130,7 +130,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = run.load_model(
+        source = models.load_model(
             arguments.checkpoint,
             _read_data_settings(arguments),
             tensor=arguments.tensor,
@@ -157,7 +157,7 @@ def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
     given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
     if arguments.template_arguments:
         given["template_arguments"] = tuple(arguments.template_arguments)
-    return replace(run.open_config(arguments.checkpoint, arguments.base).data, **given) if given else None
+    return replace(models.open_config(arguments.checkpoint, arguments.base).data, **given) if given else None
 
 
 def _read_prompts(file: Path) -> list[str]:

@@ -49,15 +49,14 @@ from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.run_programs import compile_fitting
-from jaxopt_llm.run.decoder_workload import DecoderWorkload
+from jaxopt_llm.run.directory import read_started
 from jaxopt_llm.run.initial_weights import open_initial_weights
 from jaxopt_llm.run.loop import train_workload
-from jaxopt_llm.run.next_commands import list_next_commands
+from jaxopt_llm.run.messages import list_next_commands, print_report
 from jaxopt_llm.run.records import open_records
 from jaxopt_llm.run.replicas import copies_state
 from jaxopt_llm.run.setup import check_inputs, prepare_run
-from jaxopt_llm.run.started import read_started
-from jaxopt_llm.run.startup_report import print_report
+from jaxopt_llm.run.workload import DecoderWorkload
 from jaxopt_llm.step.validation import validate
 
 PRINT_CONFIG = "--print-config"  # print the checked configuration and stop
@@ -148,7 +147,7 @@ def main() -> int:
 
 
 def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -> Config:
-    """Return the configuration with what the visible devices mean by `auto`, and print what became of them."""
+    """Return the configuration with each `auto` that the visible devices decide replaced, and print the choices."""
     found = visible_devices()
     usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
     filled, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)

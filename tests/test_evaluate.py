@@ -134,7 +134,7 @@ def test_bad_input(run: Path, arguments: tuple[object, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("fails", "said"),
     [
-        ("inference.run.load_model", "loading the checkpoint: .*: use a GPU"),
+        ("inference.models.load_model", "loading the checkpoint: .*: use a GPU"),
         ("evaluate.evaluate", "evaluating: .*batch-size"),
     ],
 )

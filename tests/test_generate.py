@@ -19,7 +19,7 @@ from jaxopt_llm.data.tokens.continuation import Continuation
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate, main
-from jaxopt_llm.inference.run import LoadedModel
+from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.decoder import Decoder
 
 
@@ -138,14 +138,14 @@ def test_bad_input(arguments: str, message: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("fails", "message"), [("inference.run.load_model", "loading the checkpoint"), ("generate", "generating")]
+    ("fails", "message"), [("inference.models.load_model", "loading the checkpoint"), ("generate", "generating")]
 )
 def test_running_out_of_memory_names_a_remedy(fails: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes.")
 
     monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", "runs/x", "--prompt", "x"])
-    monkeypatch.setattr("jaxopt_llm.inference.run.load_model", lambda *_, **__: None)
+    monkeypatch.setattr("jaxopt_llm.inference.models.load_model", lambda *_, **__: None)
     monkeypatch.setattr(f"jaxopt_llm.{'generate.' * (fails == 'generate')}{fails}", exhausted)
     with pytest.raises(OutOfMemory, match=f"out of memory {message}: XLA could not allocate .*: (use|give) "):
         main()

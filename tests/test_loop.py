@@ -27,9 +27,9 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning import free_memory
 from jaxopt_llm.planning.settings_choice import format_choices, list_settings
-from jaxopt_llm.run import attention_choice, compile, decoder_workload, divergence, setup
-from jaxopt_llm.step import guard, utilisation
-from jaxopt_llm.step.evaluation import LossSum
+from jaxopt_llm.run import attention_choice, compile, divergence, setup, workload
+from jaxopt_llm.run.compile import LossSum
+from jaxopt_llm.step import guard, program
 
 
 def tiny(directory: Path, **sections: Any) -> Config:
@@ -168,7 +168,7 @@ def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps
 
 
 def test_records_have_the_utilisation_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilisation, "chip_of", lambda kind: CHIPS["h200"])
+    monkeypatch.setattr(program, "chip_of", lambda kind: CHIPS["h200"])
     config = tiny(tmp_path / "run")
     with Preemption() as preemption:
         command.train(config, preemption)
@@ -209,8 +209,8 @@ def test_what_is_recorded_and_compiled_is_as_configured(tmp_path: Path, monkeypa
         repeated.append(lowered.as_text().split()[1])
         return {}
 
-    read_ahead = decoder_workload.read_ahead
-    monkeypatch.setattr(decoder_workload, "read_ahead", waiting)
+    read_ahead = workload.read_ahead
+    monkeypatch.setattr(workload, "read_ahead", waiting)
     monkeypatch.setattr(compile, "repeatable_options", repeatable_options)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(guard, "HISTORY", 4)
@@ -244,15 +244,15 @@ def test_what_was_learnt_before_a_batch_that_does_not_come_is_kept(
             yield from itertools.islice(batches, 3)
             raise InputError("damaged")
 
-    read_ahead = decoder_workload.read_ahead
-    monkeypatch.setattr(decoder_workload, "read_ahead", ending)
+    read_ahead = workload.read_ahead
+    monkeypatch.setattr(workload, "read_ahead", ending)
     with Preemption() as preemption, pytest.raises(InputError):
         command.train(tiny(tmp_path / "run"), preemption)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_workload, "evaluate", lambda *_: LossSum(math.nan, 1))
+    monkeypatch.setattr(workload, "measure_loss", lambda *_: LossSum(math.nan, 1))
     with Preemption() as preemption, pytest.raises(TrainingDiverged, match="step 4: held-out loss nan"):
         command.train(tiny(tmp_path / "run"), preemption)
 
@@ -288,7 +288,7 @@ def test_the_history_of_a_run_is_kept_over_a_resume(tmp_path: Path, monkeypatch:
     with Preemption() as preemption:
         with pytest.raises(TrainingDiverged):
             command.train(config, preemption)
-        monkeypatch.setattr(decoder_workload, "evaluate", lambda *_: 1 / 0)
+        monkeypatch.setattr(workload, "measure_loss", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             command.train(longer, preemption)
     lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -33,7 +33,6 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import checkpoint_sharding
-from jaxopt_llm.step import saved_state
 from jaxopt_llm.step import state as training_state
 
 UNTIED: dict[str, Any] = {"tied_head": False, "norm_placement": "post", "qk_norm": "head", "biases": "qkv"}
@@ -250,8 +249,8 @@ def compute(
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
     of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), REMAT[remat], ADAPT[adapt])
     program = toy.make_program(*of, placement)
-    saved = checkpoint_sharding(saved_state.checkpoint_specs(program.specs), placement)
-    state = saved_state.resume_state(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
+    saved = checkpoint_sharding(training_state.checkpoint_specs(program.specs), placement)
+    state = training_state.resume_state(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
 
     first, second = (toy.microbatches(toy.packed(ROWS, LENGTH, seed), accumulation) for seed in range(2))
     state, metrics = program.step(state, jax.device_put(first, program.batch_sharding))

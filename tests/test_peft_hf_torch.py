@@ -32,7 +32,7 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.run import pretrained_weights
+from jaxopt_llm.run import initial_weights
 from jaxopt_llm.run.initial_weights import open_initial_weights
 from jaxopt_llm.step import lora
 from jaxopt_llm.step.state import StateSpecs
@@ -251,9 +251,9 @@ def start_run(settings: dict[str, Any]) -> tuple[Config, Params]:
     specs = StateSpecs(trained, {}, frozen, {}, {})
     initial = open_initial_weights(config, cast(Any, None), 0, print, cast(Any, None))
     assert initial.weights is not None
-    params = pretrained_weights.read_parameters(initial.weights, specs, placement)
+    params = initial_weights.read_parameters(initial.weights, specs, placement)
     if initial.adapter is not None:
-        params = pretrained_weights.add_adapter(params, initial.adapter, specs, placement)
+        params = initial_weights.add_adapter(params, initial.adapter, specs, placement)
     return config, tree.map_with_path(lambda path, spec: dict(tree.leaves_with_path(params)).get(path), trained)
 
 

@@ -37,11 +37,10 @@ from jaxopt_llm.engine.queries import jit_gradients, jit_prediction, place_rows,
 from jaxopt_llm.engine.steps import Steps
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.run.restore import load_state
-from jaxopt_llm.step import injected_rates, saved_state
+from jaxopt_llm.run.workload import load_state
+from jaxopt_llm.step import hyperparameters
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step.hyperparameters import Hyperparameters, place_hyperparameters, read_hyperparameters
-from jaxopt_llm.step.schedule import make_schedule
+from jaxopt_llm.step.hyperparameters import Hyperparameters, make_schedule, place_hyperparameters, read_hyperparameters
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.step import Metrics
 from jaxopt_llm.step.update import WHOLE
@@ -321,7 +320,7 @@ class Engine:
                 )
             if own:
                 of_loss = moments[name] if name else moments
-                new = {**of_loss, WHOLE: injected_rates.set_rates(of_loss[WHOLE], own)}
+                new = {**of_loss, WHOLE: hyperparameters.set_rates(of_loss[WHOLE], own)}
                 moments = {**moments, name: new} if name else new
         self._state = replace(self.state, moments=moments)
 
@@ -335,7 +334,7 @@ class Engine:
                 schedule = make_schedule(settings.kind, self.hyperparameters[name].schedule, settings.warmup_kind)
                 rates = {"": schedule(guard["updates"])}
             else:
-                rates = injected_rates.read_rates(moments[WHOLE])
+                rates = hyperparameters.read_rates(moments[WHOLE])
             found |= {"/".join(filter(None, (name, part))): (name, part, rate) for part, rate in rates.items()}
         if not found:
             raise InputError(
@@ -436,7 +435,7 @@ class Engine:
 
     def to_checkpoint(self, state: TrainState) -> dict[str, Any]:
         """Return the trees of a state's checkpoint."""
-        return {name: getattr(state, name) for name in saved_state.checkpoint_specs(self.program.specs)}
+        return {name: getattr(state, name) for name in training_state.checkpoint_specs(self.program.specs)}
 
     @property
     def has_schedule(self) -> bool:

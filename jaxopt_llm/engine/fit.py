@@ -26,11 +26,10 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, OomExplainer
+from jaxopt_llm.run.directory import has_checkpoint, read_decay_steps
 from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.records import Records, open_records
 from jaxopt_llm.run.replicas import copies_state
-from jaxopt_llm.run.setup import read_decay_steps
-from jaxopt_llm.run.started import has_checkpoint
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.step import Metrics, is_of_step
 
@@ -97,7 +96,7 @@ class EngineWorkload:
     def average_groups(self, state: TrainState) -> TrainState:
         raise AssertionError("an engine has no local steps")
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def measure(self, state: TrainState) -> dict[str, float]:
         found: dict[str, float] = {}
         for loss, batches in self.held_out.items():
             means = self.engine.evaluate_state(state, batches, loss=loss or None)

@@ -17,7 +17,7 @@ from jaxopt_llm.engine.program import EngineProgram
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.run.pretrained_weights import read_leaf
+from jaxopt_llm.run.initial_weights import read_leaf
 from jaxopt_llm.step.state import state_shardings
 
 # By path: what has a shape, and returns a part as an array when it is indexed; None keeps the initial values.
@@ -81,7 +81,7 @@ def read_weights(weights: Weights, program: EngineProgram) -> Params:
 
 @dataclass(frozen=True)
 class _Source:
-    """The array of one parameter, as run/pretrained_weights.py reads it."""
+    """The array of one parameter, as run/initial_weights.py reads it."""
 
     name: str
     array: Any

@@ -16,7 +16,7 @@ from jaxopt_llm.core.metric import replace_zero
 from jaxopt_llm.engine.frontends import LossParts
 from jaxopt_llm.engine.microbatches import Microbatches
 from jaxopt_llm.engine.user_model import UserModel
-from jaxopt_llm.execution.gradients import add_gradients, constrain_gradients
+from jaxopt_llm.execution.executor import add_gradients, constrain_gradients
 from jaxopt_llm.execution.partitioning import correct_partitioning
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.gathering import make_perturbations

@@ -38,12 +38,11 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.codes import find_row_sum
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.run.startup_report import describe_exact_matrices
+from jaxopt_llm.run.messages import describe_exact_matrices
 from jaxopt_llm.step import lora, moments, optimizer
-from jaxopt_llm.step.shares import take_share
+from jaxopt_llm.step.program import ModelParts, StepProgram, make_share, make_step_program, take_share
 from jaxopt_llm.step.state import StateSpecs
 from jaxopt_llm.step.step import Advance, BindOptimizers, StepSettings, update_after_backward
-from jaxopt_llm.step.step_program import ModelParts, StepProgram, make_share, make_step_program
 from jaxopt_llm.step.update import WholeOptimizer
 
 # Policies that rematerialise layers -> the checkpoint names of the results that they keep.

@@ -18,7 +18,7 @@ from jaxopt_llm.execution.partitioning import correct_partitioning
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.step.shares import take_share
+from jaxopt_llm.step.program import take_share
 from jaxopt_llm.step.state import TrainState, state_shardings
 from jaxopt_llm.step.update import has_shares
 

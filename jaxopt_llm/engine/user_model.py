@@ -18,8 +18,7 @@ from jaxopt_llm.engine.captured_arrays import check_captured
 from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities, find_unread_parameters
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.engine.repeated_blocks import name_blocks
-from jaxopt_llm.execution.lazy_weights import Lazy
-from jaxopt_llm.execution.placed_evaluation import evaluate
+from jaxopt_llm.execution.placed_evaluation import Lazy, run_placed
 from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
 from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.model import param
@@ -153,7 +152,7 @@ class UserModel:
         closed, structure = trace_function(self.frontend, function, self.attention, parameters, flat, batch)
         keep = [index >= len(parameters) for index in range(len(closed.jaxpr.outvars))]
         arguments = [*lazy, *flat, *jax.tree.leaves(batch)]
-        results = evaluate(drop_results(closed, keep), arguments, self.saved)
+        results = run_placed(drop_results(closed, keep), arguments, self.saved)
         _, output, changed = jax.tree.unflatten(structure, [*[None] * len(parameters), *results])
         after = nest_variables(self.frontend, changed)
         resting = zero.variable_sharding(nest_variables(self.frontend, list_variable_specs(self.frontend)), placement)

@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.layer_groups import select_period
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel import offload
 
@@ -102,3 +101,8 @@ def gather_periods(params: Params) -> Params:
         return tuple(jax.tree.unflatten(structure, period) for period in periods)
 
     return {name: part if name == "non_layer" else by_period(part) for name, part in params.items()}
+
+
+def select_period(stacked: tree.Tree, row: jax.Array) -> tree.Tree:
+    """Return the leaves of one period of stacked leaves [R, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False), stacked)

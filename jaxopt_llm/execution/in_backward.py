@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.gradients import split_into_groups, sum_of_squares, vmap_over_groups
-from jaxopt_llm.execution.layer_groups import select_period
+from jaxopt_llm.execution.by_layer import select_period
+from jaxopt_llm.execution.executor import split_into_groups, sum_of_squares, vmap_over_groups
 from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, attach_non_layer, model_segments, no_perturbations
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary

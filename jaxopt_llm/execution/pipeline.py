@@ -29,8 +29,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import PipelineConfig, RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import Sums, add_gradients, constrain_gradients, sum_over_groups, zero_sums
+from jaxopt_llm.execution.executor import Executor, Sums, add_gradients, constrain_gradients, sum_over_groups, zero_sums
 from jaxopt_llm.execution.pipeline_stage import (
     PipelineStage,
     Tick,

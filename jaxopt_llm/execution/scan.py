@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.gradients import (
+from jaxopt_llm.execution.executor import (
+    Executor,
     Sums,
     add_sums,
     constrain_gradients,

@@ -3,6 +3,9 @@
 Without training, the layers rest apart (by_layer.py) and run one after the other, without a loop. XLA copies what a
 loop selects from a stack before it uses it: two more times the bytes of all weights and caches, for every token.
 
+For some segments one plain scan is not enough: the backward recomputes groups of periods together (`remat.every`), or
+spans of periods have products of different precisions (`precision.compute_dtype_layers`).
+
 Words of this folder:
 
 segment: consecutive layers whose parameters are stacked: a period, repeated R times (see model.Segment).
@@ -26,9 +29,7 @@ import numpy as np
 
 from jaxopt_llm.config import Kind, Matmul, RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution import layer_groups
-from jaxopt_llm.execution.by_layer import read_rows
-from jaxopt_llm.execution.layer_groups import PrecisionSpan, select_period
+from jaxopt_llm.execution.by_layer import read_rows, select_period
 from jaxopt_llm.execution.remat import checkpoint, checkpoint_policy
 from jaxopt_llm.model import param
 from jaxopt_llm.model.auxiliary import Auxiliary
@@ -40,6 +41,93 @@ from jaxopt_llm.model.model import Model, Params, Segment
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.placement import Placement
+
+Scanned = Any  # leaves [R, ...], one entry for each period
+ScanBody = Callable[[Any, Scanned], tuple[Any, None]]  # the body of a `lax.scan` over periods
+
+
+def scan_groups(scan_body: ScanBody, group_size: int, carry: Any, scanned: Scanned) -> Any:
+    """Scan over groups of periods; the backward recomputes the periods of a group together.
+
+    scanned: has the rows of the weights, not the weights. As an operand of the loop over a group, weights would be
+        copied.
+    """
+    groups = jax.tree.map(lambda x: x.reshape(-1, group_size, *x.shape[1:]), scanned)
+    return jax.lax.scan(checkpoint(functools.partial(jax.lax.scan, scan_body)), carry, groups)[0]
+
+
+@dataclass(frozen=True)
+class PrecisionSpan:
+    """Periods of a segment from `start` to `stop` (exclusive) whose products have the same precisions.
+
+    quantised: for each block of the period, whether its products are computed as `precision.matmul` says; otherwise in
+        the compute dtype.
+    """
+
+    start: int
+    stop: int
+    quantised: tuple[bool, ...]
+
+
+def find_precision_spans(layer_index: np.ndarray, exempt: int, layers: int) -> list[PrecisionSpan]:
+    """Return the spans of a segment in their order.
+
+    layer_index: the index in the model of each block, [R, period]. exempt: this number of layers at either end of the
+        model's `layers` computes all products in the compute dtype.
+    """
+    quantised = (layer_index >= exempt) & (layer_index < layers - exempt)
+    starts = [0, *(1 + np.flatnonzero(np.any(quantised[1:] != quantised[:-1], axis=1)))]
+    return [
+        PrecisionSpan(int(start), int(stop), tuple(map(bool, quantised[start])))
+        for start, stop in zip(starts, [*starts[1:], len(quantised)], strict=True)
+    ]
+
+
+def scan_spans(
+    make_scan_body: Callable[[tuple[bool, ...]], ScanBody],
+    spans: Sequence[PrecisionSpan],
+    carry: Any,
+    perturbations: Params,
+    others: tuple[Any, ...],
+) -> Any:
+    """Scan over the periods of each span, one loop after the other.
+
+    make_scan_body: quantised -> the scan body of a span, which takes (row, perturbations, *others) of a period. The
+        loops carry the perturbations from one to the next.
+    """
+    scanned = (jnp.arange(spans[-1].stop), *others)
+    for span in spans:
+        scan_body = make_scan_body(span.quantised)
+
+        def pick_and_run(carry: Any, period: Any, scan_body: ScanBody = scan_body) -> tuple[Any, None]:
+            carry, perturbations = carry
+            row, *others = period
+            perturbations, picked = _pick_period(perturbations, row)
+            carry, _ = scan_body(carry, (row, picked, *others))
+            return (carry, perturbations), None
+
+        part = jax.tree.map(lambda x, span=span: x[span.start : span.stop], scanned)
+        (carry, perturbations), _ = jax.lax.scan(pick_and_run, (carry, perturbations), part)
+    return carry
+
+
+@jax.custom_vjp
+def _pick_period(stacked: Params, row: jax.Array) -> tuple[Params, Params]:
+    """Return the stacked leaves, for the next periods, and the leaves of one period. Pick each period once.
+
+    The leaves are perturbations, and their cotangents are the gradients: the backward writes the gradient of a period
+    to its row of one array. For slices of an array, autodiff would make whole arrays and add them up.
+    """
+    return stacked, select_period(stacked, row)
+
+
+def _pick_period_backward(row: jax.Array, cotangents: tuple[Params, Params]) -> tuple[Params, None]:
+    write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=row, axis=0)
+    return jax.tree.map(write, *cotangents), None
+
+
+_pick_period.defvjp(lambda stacked, row: (_pick_period(stacked, row), row), _pick_period_backward)
+
 
 Carry = tuple[jax.Array, Auxiliary]  # x and the auxiliary sums
 
@@ -159,11 +247,9 @@ def _run_segment(
     scan_body, scanned = runner(stacked, spans[0].quantised).scan_body, (by_period, perturbations, *others)
     if remat.every > 1:
         group_size = remat.group_size(len(segment.kinds), segment.periods)
-        return layer_groups.scan_groups(scan_body, group_size, carry, scanned)
+        return scan_groups(scan_body, group_size, carry, scanned)
     if len(spans) > 1:
-        return layer_groups.scan_spans(
-            lambda quantised: runner(weights, quantised).scan_body, spans, carry, perturbations, others
-        )
+        return scan_spans(lambda quantised: runner(weights, quantised).scan_body, spans, carry, perturbations, others)
     if segment.adds_in_place:
         # The body selects its period's perturbations. XLA then reads and writes a period's row of the sums in the
         # kernel that adds the gradient; a row that the loop itself reads and writes, it copies out first.
@@ -191,7 +277,7 @@ def _precision_spans(model: Model, segment: LocalSegment, context: Context) -> l
         return [PrecisionSpan(0, segment.periods, (True,) * len(segment.kinds))]
     layers = sum(each.repeats * len(each.kinds) for each in model.layout)
     layer_index = np.asarray(segment.per_layer["index"])  # not a tracer: validation exempts no layer in a pipeline
-    return layer_groups.find_precision_spans(layer_index, exempt, layers)
+    return find_precision_spans(layer_index, exempt, layers)
 
 
 @dataclass(frozen=True, eq=False)

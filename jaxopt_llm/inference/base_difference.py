@@ -26,7 +26,7 @@ from jaxopt_llm.execution.segments import (
     no_perturbations,
     run_segments,
 )
-from jaxopt_llm.inference import devices, stored
+from jaxopt_llm.inference import models
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
@@ -88,7 +88,7 @@ def measure(directory: Path, config: Config, step: int) -> Difference:
     Raises:
         InputError: the original weights are missing or have changed, or the run never had them.
     """
-    trained, original = stored.open_both_bases(directory, config, step)
+    trained, original = models.open_both_bases(directory, config, step)
     tokenizer = load_tokenizer(config.data)
     ids = np.array([*tokenizer.prefix, *tokenizer.encode([TEXT.encode()])[0]], np.int32)
     limit = config.model.max_positions if config.model.positions == "learned" else MAX_TOKENS
@@ -115,12 +115,12 @@ def compare(trained: NDArray[Any], original: NDArray[Any], dtype: str) -> Differ
 def compute_logits(config: Config, sources: Sequence[StoredLayers], ids: NDArray[np.int32]) -> list[NDArray[Any]]:
     """Return the logits, float32 [1, S, V], of ids [S] for each of several parameters of one model.
 
-    Parameters outside the layers are those of the first source, because no base of them is rounded.
+    Parameters outside the layers come from the first source, because their base is not rounded.
     """
     precision = PrecisionConfig(compute_dtype="float32")
-    model = Decoder(config.model, grouped_matmul=devices.choose_local_grouped_matmul(precision))
+    model = Decoder(config.model, grouped_matmul=models.choose_local_grouped_matmul(precision))
     segments = model_segments(model)
-    placement = devices.make_placement(0, precision)
+    placement = models.make_placement(0, precision)
     computer = _Computer(model, placement, jnp.asarray(ids[None]))
     outside = {"non_layer": model.specs["non_layer"]}
     non_layer = tree.map_with_path(lambda path, spec: sources[0].fetch(path, None, spec.contracting), outside)

@@ -17,7 +17,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.data.tokens.template import Renderer, find_template
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
-from jaxopt_llm.inference.run import LoadedModel
+from jaxopt_llm.inference.models import LoadedModel
 
 
 def converse(

@@ -25,7 +25,7 @@ from jaxopt_llm.data.tokens.tokenizer_files import copy_files, drop_code, write_
 from jaxopt_llm.data.tokens.tokenizer_folder import GENERATION_FILE, VOCABULARY
 
 # Fields of a base's generation_config.json that are kept: numbers that choose and end a text, and nothing that names
-# code. Its EOS tokens are those of the training, in addition to its own.
+# code. The EOS tokens of the training are added.
 GENERATION_FIELDS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
     *("num_beams", "length_penalty", "early_stopping", "penalty_alpha", "use_cache", "guidance_scale"),
@@ -35,7 +35,7 @@ GENERATION_FIELDS = (
 
 
 def describe_training(data: DataConfig, base: Path | None, write_card: Callable[[Path], None]) -> Origin:
-    """Return what a folder of a trained model keeps of the training.
+    """Return the files and token ids that a folder of a trained model keeps from the training.
 
     Args:
         data: settings that name the tokenizer and the chat template of the training.
@@ -80,7 +80,7 @@ def list_prompt_notes(data: DataConfig) -> list[str]:
 
 
 def copy_origin(folder: Path) -> Origin:
-    """Return what a copy of a Hugging Face folder's model keeps of the folder: its files as they are."""
+    """Return the files that a copy of a Hugging Face folder's model keeps: the folder's own, as they are."""
 
     def write_files(target: Path) -> None:
         copy_files(folder, target, [GENERATION_FILE])
@@ -92,7 +92,7 @@ def copy_origin(folder: Path) -> Origin:
 def describe_merge(
     base: Path, adapter: Path, vocabulary_size: int, write_card: Callable[[Path], None] = write_nothing
 ) -> Origin:
-    """Return what the model of a folder with the adapters of a PEFT folder keeps.
+    """Return the files and token ids that a folder keeps after the adapters of a PEFT folder are merged into it.
 
     The tokenizer and the template are the adapters' own if their folder has them, because they were trained with these.
 
@@ -144,7 +144,7 @@ def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
 
 
 def _make_generation_config(data: DataConfig, base: Path | None, ids: Settings) -> dict[str, Any]:
-    """Return the generation_config.json: what the base's says, and the token ids of the training."""
+    """Return the generation_config.json: the settings of the base, and the token ids of the training."""
     folders = [folder for folder in (find_tokenizer_folder(data), base) if folder]
     found = [read_json_object(folder / GENERATION_FILE) for folder in folders]
     settings: dict[str, Any] = next((each for each in found if each), {})

@@ -38,7 +38,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_quantisation(arguments: argparse.Namespace) -> Quantisation | None:
-    """Return the format that the flags name; None for that of the folder.
+    """Return the format that the flags name; None for the format of the folder.
 
     Raises:
         InputError: the threshold is negative, or has no effect.

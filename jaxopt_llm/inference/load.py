@@ -17,10 +17,10 @@ from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference import devices, run, stored
-from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
+from jaxopt_llm.inference import models
 from jaxopt_llm.inference.exported import copy_origin, describe_merge
 from jaxopt_llm.inference.flags import Step
+from jaxopt_llm.inference.models import add_adapters, open_adapters, open_run_adapters
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
@@ -71,7 +71,7 @@ class Pretrained:
         """Write a new folder that transformers can load.
 
         Adapters are merged into the weights, quantised weights are dequantised, and the tokenizer's files are copied.
-        For a run, they are those of the training, with a model card. Raises InputError if the path exists.
+        A run's folder has the files of the training, with a model card. Raises InputError if the path exists.
         """
         write_model_folder(Path(path), self.params, self.config, self.make_origin())
 
@@ -117,10 +117,10 @@ def load_pretrained(
 def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
     folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
     adapters, folder = (None, folder) if adapter is None else open_adapters(adapter, folder)
-    specs = stored.stored_specs(folder)
-    products = devices.choose_local_grouped_matmul(precision)
+    specs = models.stored_specs(folder)
+    products = models.choose_local_grouped_matmul(precision)
     model: Model = Decoder(folder.config, grouped_matmul=products).with_specs(specs)
-    placement = devices.make_placement(devices.count_bytes(specs), precision)
+    placement = models.make_placement(models.count_bytes(specs), precision)
     params = tree.map_with_path(
         lambda name, spec: folder.read(name, spec, resting_parameter_sharding(spec, placement)), specs
     )
@@ -135,13 +135,13 @@ def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
 
 
 def _load_run(path: Path, adapter: Path | None, step: Step, base: Path | None) -> Pretrained:
-    config = run.move_base(path, cli.load_run_config(path, ""), base)
+    config = models.move_base(path, cli.load_run_config(path, ""), base)
     adapters = None if adapter is None else open_run_adapters(adapter, path, config)
     precision = replace(config.precision.for_evaluation(), compute_dtype="float32")
-    model, params, placement, restored = run.restore_run(
+    model, params, placement, restored = models.restore_run(
         path, config, "float32", "original", precision=precision, step=step
     )
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, "float32")
-    make_origin = functools.partial(run.find_origin, path, config, restored, path.resolve().name)
+    make_origin = functools.partial(models.find_origin, path, config, restored, path.resolve().name)
     return Pretrained(config.model, params, path, make_origin, model, placement)

@@ -8,8 +8,7 @@ import jax
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.planning.units import choose_unit
-from jaxopt_llm.step.saved_state import checkpoint_specs
-from jaxopt_llm.step.state import StateSpecs
+from jaxopt_llm.step.state import StateSpecs, checkpoint_specs
 
 LONG_SECONDS = 2 * 3600  # work that a crash may lose, at most, before a shorter interval is advised
 ADVISED_SECONDS = 1800

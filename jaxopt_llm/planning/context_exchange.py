@@ -15,7 +15,7 @@ from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.prediction import predict_seconds
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, describe_attention, resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.step import shapes
+from jaxopt_llm.step.validation import size_problems
 
 FIELD = "sharding.context_exchange"
 
@@ -54,5 +54,5 @@ def _list_legal(config: Config) -> Sequence[Config]:
     return [
         setting
         for setting in each
-        if not shapes.problems(setting.model, setting.training, setting.mesh, setting.sharding)
+        if not size_problems(setting.model, setting.training, setting.mesh, setting.sharding)
     ]

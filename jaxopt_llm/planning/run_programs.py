@@ -20,9 +20,9 @@ from jaxopt_llm.planning.settings_choice import (
     list_settings,
 )
 from jaxopt_llm.run.compile import Executables, compile_program, lower_programs
+from jaxopt_llm.run.directory import Started, find_changes
 from jaxopt_llm.run.replicas import count_copied_bytes
 from jaxopt_llm.run.setup import Setup
-from jaxopt_llm.run.started import Started, find_changes
 
 # Settings that decide which candidates fit, in addition to the devices and the mesh, and that a resume may change.
 DECIDING = (

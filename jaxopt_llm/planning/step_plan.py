@@ -37,9 +37,8 @@ from jaxopt_llm.planning.settings_choice import (
     list_choices,
 )
 from jaxopt_llm.planning.speed import Speed, compute_speed
-from jaxopt_llm.run.initial_weights import stores_frozen_weights
-from jaxopt_llm.step.program import Program, make_program
-from jaxopt_llm.step.utilisation import compute_utilisation
+from jaxopt_llm.run.directory import stores_frozen_weights
+from jaxopt_llm.step.program import Program, compute_utilisation, make_program
 
 GPUS_PER_HOST = 8
 

@@ -56,7 +56,7 @@ def made_update(metrics: Metrics) -> bool:
 
 
 def describe_remedy(config: Config) -> str:
-    """Return what is left of a run that has diverged, and what may prevent it."""
+    """Return the end of a message about a run that has diverged: where its checkpoints are, and a remedy."""
     return (
         f"{config.run.directory} keeps the earlier checkpoints; try a lower --optimizer.learning-rate or a larger "
         "--schedule.warmup-steps"
@@ -153,7 +153,7 @@ class Return:
 
     Attributes:
         spike: the step with the spike.
-        step: that of the checkpoint.
+        step: the step of the checkpoint.
         left_out: the batches to leave out from now on.
     """
 

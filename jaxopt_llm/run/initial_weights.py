@@ -1,11 +1,17 @@
-"""Initial weights that a run's own checkpoints do not hold: a pretrained model, an adapter, or a frozen base."""
+"""Initial weights that a run's own checkpoints do not hold: a pretrained model, an adapter, or a frozen base.
 
+They are read into the parameters of a state, with adapters from a PEFT folder or from their initialiser.
+"""
+
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
@@ -14,10 +20,19 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import AVERAGE, RunWeights, describe_average, find_trained_tree, is_run_directory
 from jaxopt_llm.config import Config, cli
-from jaxopt_llm.core import hub, json_files
+from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import parameter_sharding
+from jaxopt_llm.run.directory import read_base_digest
 from jaxopt_llm.step.program import Program
+from jaxopt_llm.step.state import StateSpecs, state_shardings
 
 
 @dataclass(frozen=True)
@@ -91,30 +106,6 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
     return RunWeights(path, path / "checkpoints" / str(step), run_config.model, config.model, base)
 
 
-def stores_frozen_weights(config: Config) -> bool:
-    """Return whether checkpoints also hold frozen parameters. Those of a Hugging Face folder are not copied."""
-    return not config.model.pretrained or is_run_directory(Path(config.model.pretrained))
-
-
-def read_base_digest(directory: Path) -> str | None:
-    """Return the digest of the Hugging Face folder that a run started from, or None if there is no folder."""
-    digest: str | None = _read_identity(directory, "base_sha256", "base model")
-    return digest
-
-
-def read_tokenizer_digest(directory: Path) -> str:
-    """Return `Tokenizer.sha256` of the tokenizer that a run was trained with."""
-    digest: str = _read_identity(directory, "tokenizer_sha256", "tokenizer")
-    return digest
-
-
-def _read_identity(directory: Path, key: str, what: str) -> Any:
-    try:
-        return json_files.parse(json_files.read_bytes(directory / "corpus.json"))[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{directory}: corpus.json does not name the {what} ({error!r}); restore it") from error
-
-
 def find_frozen_base(directory: Path, config: Config) -> Path | None:
     """Return the folder with the frozen weights that a run's checkpoints do not hold; None: they hold all weights.
 
@@ -152,3 +143,115 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
             "revision of a hub id, org/name@commit"
         )
     return folder.for_model(config.model)
+
+
+class Weights(Protocol):
+    """Parameters without adapters, addressed by our parameter paths: of a Hugging Face folder, or of a run."""
+
+    def dtype(self, path: str) -> np.dtype:
+        """Return the stored dtype of a parameter."""
+
+    def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+        """Read a parameter, or some layers of its stack, with the shape, layers and dtype of the spec."""
+
+
+def read_parameters(weights: Weights, specs: StateSpecs, placement: Placement) -> Params:
+    """Read the parameters of a state. The factors of adapters, which the weights do not contain, are None."""
+
+    def read(path: tuple[object, ...], spec: tree.Leaf, sharding: tree.Leaf) -> tree.Leaf:
+        return read_leaf(weights, tree.path_string(path), spec, sharding, placement)
+
+    shardings = state_shardings(specs, placement)
+    return jax.tree_util.tree_map_with_path(
+        read,
+        tree.merge(specs.masters, specs.frozen),
+        tree.merge(shardings.masters, shardings.frozen),
+        is_leaf=leaves.is_wrapped,
+    )
+
+
+def read_leaf(weights: Weights, path: str, spec: tree.Leaf, sharding: tree.Leaf, placement: Placement) -> tree.Leaf:
+    """Read one parameter, quantised if its spec is. The factors of its adapter are None."""
+    if isinstance(spec, LoraWeight):
+        spec, sharding = (replace(each, lora_a=None, lora_b=None) for each in (spec, sharding))
+        if spec.magnitude is None and isinstance(spec.base, ParamSpec):
+            return replace(spec, base=weights.read(path, spec.base, sharding.base))
+    if isinstance(spec, ParamSpec):
+        return weights.read(path, spec, sharding)
+    return _read_and_convert(weights, path, spec, sharding, placement)
+
+
+def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Params:
+    """Read the frozen parameters of a state, which its checkpoints may leave out.
+
+    Args:
+        frozen: specs of the frozen parameters.
+    """
+    no_masters = jax.tree.map(lambda spec: None, frozen)
+    return read_parameters(weights, StateSpecs(no_masters, {}, frozen, {}, {}), placement)
+
+
+def with_stored_dtypes(weights: Weights, frozen: Params) -> Params:
+    """Return the specs of frozen parameters with the dtypes in which the weights are stored.
+
+    The dtypes of quantised weights do not change.
+    """
+
+    def replace_dtype(path: tuple[object, ...], spec: tree.Leaf) -> tree.Leaf:
+        if isinstance(spec, LoraWeight):
+            return replace(spec, base=replace_dtype(path, spec.base))
+        return replace(spec, dtype=weights.dtype(tree.path_string(path))) if isinstance(spec, ParamSpec) else spec
+
+    return jax.tree_util.tree_map_with_path(replace_dtype, frozen, is_leaf=leaves.is_wrapped)
+
+
+def add_adapter(given: Params | None, adapter: AdapterFolder, specs: StateSpecs, placement: Placement) -> Params:
+    """Return the given parameters with the adapters of a PEFT folder."""
+    adapters = leaves.adapter_paths(specs.masters)
+
+    def read_leaf(path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array | None:
+        return adapter.read(path, spec, sharding) if path in adapters else None
+
+    masters = tree.map_with_path(read_leaf, specs.masters, state_shardings(specs, placement).masters)
+    return masters if given is None else tree.merge(masters, given)
+
+
+def _read_and_convert(
+    weights: Weights, path: str, spec: QuantisedWeight | LoraWeight, sharding: tree.Leaf, placement: Placement
+) -> tree.Leaf:
+    """Read and convert a stack one slot at a time; in a pipeline all stages convert their layer at the same time.
+
+    In addition to the result, a device then holds one layer of the stack in its stored dtype, or a parameter that is
+    not stacked.
+    """
+    base = spec.base if isinstance(spec, LoraWeight) else spec
+    unwrapped = leaves.unwrap_specs(spec)
+    # Quantisation starts from the stored dtype, which is often the narrower one.
+    dtype = weights.dtype(path) if isinstance(base, QuantisedWeight) else base.dtype
+    if not unwrapped.leading:
+        whole = replace(unwrapped, dtype=dtype)
+        array = weights.read(path, whole, parameter_sharding(whole, placement))
+        return jax.jit(functools.partial(leaves.make_leaf, spec), out_shardings=sharding)(array)
+    axis = unwrapped.leading - 1
+
+    def with_slot(stack: tree.Leaf, row: jax.Array, slot: jax.Array) -> tree.Leaf:
+        new = offload.store_like(leaves.make_leaf(spec, row), stack)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, slot, axis), stack, new)
+
+    write_slot = jax.jit(with_slot, donate_argnums=0, out_shardings=sharding)
+    stack = jax.tree.map(_zeros, spec, sharding)
+    layers = np.asarray(unwrapped.layers)
+    for slot in range(layers.shape[axis]):
+        slot_spec = replace(unwrapped.unstack().stack(layers[..., slot : slot + 1]), dtype=dtype)
+        row = weights.read(path, slot_spec, parameter_sharding(slot_spec, placement))
+        stack = jax.block_until_ready(write_slot(stack, row, slot))
+    return stack
+
+
+def _zeros(spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
+    """Return zeros made in host memory, where they cost nothing: an offloaded stack need not fit on the device."""
+
+    def make_shard(index: Any) -> np.ndarray:
+        return np.zeros([len(range(size)[part]) for size, part in zip(spec.shape, index, strict=True)], spec.dtype)
+
+    return jax.make_array_from_callback(spec.shape, sharding, make_shard)

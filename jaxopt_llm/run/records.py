@@ -72,8 +72,8 @@ class Records:
     """Writers of a run.
 
     Attributes:
-        start: step from which the run continues: that of the newest intact checkpoint, or a later one whose state is in
-            the memory of the hosts; 0 if there is none.
+        start: step from which the run continues: the newest with an intact checkpoint, or a later one whose state is
+            in the memory of the hosts; 0 if there is none.
         record: the values that were saved with that state; empty at step 0.
         end: why the run has ended, and what to set to train longer; empty if it goes on.
         memory: the state in the memory of the hosts; None without `checkpoint.replicate_every`.
@@ -101,7 +101,7 @@ def open_records(
     """Open the writers of the run in `run.directory`. At the end, wait until the last checkpoint is on disk.
 
     Args:
-        watchdog: that of the run, which has begun.
+        watchdog: the watchdog of the run, which has begun.
         state: the state as ShapeDtypeStructs with shardings.
         shown: metrics that the progress line shows besides those that every run has.
         corpus: SHA-256 of the corpus; None if it is not known.
@@ -254,7 +254,7 @@ class Recorder:
         return self._last is not None or self._unread is not None
 
     def add(self, step: int, metrics: Metrics, waited: float) -> None:
-        """Take the metrics of a step that has been started, and read those of the step before.
+        """Take the metrics of a step that has been started, and read the metrics of the step before.
 
         waited: seconds in which the run waited for its batch.
         """
@@ -311,7 +311,7 @@ class Recorder:
     def _measure(self, step: int, state: TrainState) -> dict[str, float | None]:
         """Return the held-out losses for a record, and write the samples."""
         self._main.enter("evaluate")
-        losses = self._workload.evaluate(state)
+        losses = self._workload.measure(state)
         self._held_out = {name: value for name, value in losses.items() if name == "eval_loss"}
         if not math.isfinite(loss := losses.get("eval_loss", 0.0)):
             raise TrainingDiverged(f"step {step}: held-out loss {loss}; {describe_remedy(self._config)}")

@@ -90,7 +90,7 @@ class ReplicaCheck:
 
 
 def copies_state(every: int, state: TrainState) -> bool:
-    """Return whether a check copies the state: one without replicas, of which a step runs twice.
+    """Return whether a check copies the state. It does if the state has no replicas, so that a step runs twice.
 
     Args:
         every: see ReplicaCheck.

@@ -19,8 +19,7 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step import lora
-from jaxopt_llm.step.saved_state import make_weight_reader
-from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.state import TrainState, make_weight_reader
 
 TEXT_PROMPT_TOKENS = 64  # longest prompt from a text; a conversation gives its first question
 SEARCHED_TOKENS = 2**16  # of a validation set, from each position where a prompt is wanted

@@ -1,17 +1,14 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
-import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, cli, fields
-from jaxopt_llm.core import errors, hub, json_files
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data.reading import remote
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
@@ -20,7 +17,6 @@ from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
 from jaxopt_llm.data.tokens.verification import find_prepared
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
@@ -29,8 +25,15 @@ from jaxopt_llm.observe import dashboards
 from jaxopt_llm.parallel.mesh import LocalRows, make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.attention_choice import resolve_attention
-from jaxopt_llm.run.initial_weights import read_base_digest, read_tokenizer_digest, stores_frozen_weights
-from jaxopt_llm.run.started import DEVICE_FILE, Started, has_checkpoint, read_started
+from jaxopt_llm.run.directory import (
+    Started,
+    check_directory_is_free,
+    check_run_directory,
+    check_tokenizer_of_run,
+    read_decay_steps,
+    read_started,
+    stores_frozen_weights,
+)
 from jaxopt_llm.step.program import Program, make_program
 
 HELD_OUT = "held-out"  # name of the validation set that is split off the training data
@@ -96,14 +99,6 @@ class Setup:
         return replace(self, config=config, placement=placement, program=program)
 
 
-# Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
-_FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
-# Files that are written before config.json. The stacks are those of a start that hung.
-_WRITTEN_FIRST = re.compile(
-    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl|stacks\.\d+\..*\.txt"
-)
-
-
 def check_inputs(config: Config, first: bool) -> None:
     """Raise InputError if data or a package is missing, before the run directory exists.
 
@@ -121,18 +116,6 @@ def check_inputs(config: Config, first: bool) -> None:
         dashboards.import_packages(config.logging)
     remote.check_backends(config.data.paths, "data.paths")
     remote.check_backends([path for _, path in config.evaluation.named_paths()], "evaluation.paths")
-
-
-def check_directory_is_free(directory: Path) -> None:
-    """Raise InputError if the run directory holds files that are not of a run, which the run would overwrite."""
-    names = sorted(path.name for pattern in _FILES for path in directory.glob(pattern))
-    if has_checkpoint(directory) or {"config.json", "corpus.json"} <= {*names}:
-        return
-    foreign = [name for name in names if not _WRITTEN_FIRST.fullmatch(name)]
-    if foreign:
-        raise InputError(
-            f"run.directory={directory} holds {foreign[0]}, which no run wrote there: set another --run.directory"
-        )
 
 
 def prepare_run(requested: Config, processes: Processes) -> Setup:
@@ -197,12 +180,6 @@ def resolve_length(config: Config, rows: int) -> Config:
     return config
 
 
-def read_decay_steps(directory: Path) -> int | None:
-    """Return the `schedule.decay_steps` of the run in a directory, or None if no run has started there."""
-    started = read_started(directory)
-    return started.config.schedule.decay_steps if started else None
-
-
 def open_documents(config: Config, processes: Processes) -> Documents:
     """Open the corpus and the tokenizer, and check that all processes read the same data.
 
@@ -250,106 +227,3 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     else:
         validation = {each.name: pack(each.documents, f"the validation set {each.name}") for each in sets}
     return Data(documents.tokenizer, corpus, sets, training, validation)
-
-
-def check_tokenizer_of_run(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise InputError if the tokenizer differs from that of the run that `model.pretrained` names.
-
-    With `model.resize_vocabulary` it may have additional tokens.
-    """
-    source, name = Path(config.model.pretrained), config.data.tokenizer
-    if tokenizer.sha256 == read_tokenizer_digest(source):
-        return
-    if not config.model.resize_vocabulary:
-        raise InputError(
-            f"data.tokenizer={name}: its ids, BOS or EOS differ from those that {source} was trained with; leave out "
-            "--data.tokenizer, --data.bos and --data.eos to use the tokenizer of that run, or set "
-            "--model.resize-vocabulary for a tokenizer with additional tokens"
-        )
-    original = load_tokenizer(cli.load_run_config(source, "model.pretrained=").data)
-    if not original.vocabulary or not original.vocabulary.items() <= tokenizer.vocabulary.items():
-        raise InputError(
-            f"data.tokenizer={name}: it does not have every token of {source} under the same id; name a tokenizer that "
-            "only adds tokens"
-        )
-
-
-def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Raise InputError if the run directory holds another run, which this configuration does not continue."""
-    directory = Path(config.run.directory)
-    if config.model.pretrained and directory.absolute() == Path(config.model.pretrained):
-        raise InputError(
-            f"model.pretrained={config.model.pretrained} is also run.directory, and a run cannot start from itself: "
-            "set another --run.directory, or continue the run with its original --model.pretrained"
-        )
-    if not has_checkpoint(directory):
-        return
-    try:
-        old = fields.from_json(json_files.read_bytes(directory / "config.json"))
-        description = json_files.parse(json_files.read_bytes(directory / "corpus.json"))
-        old_name, old_corpus = description["name"], description["sha256"]
-    except (InputError, ValueError, KeyError, TypeError, OSError) as error:
-        problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
-        raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
-    found = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
-    changed = [change.split()[0] for change in found]
-    can_allow = all(fields.METADATA[name].resume != "never" for name in changed)
-    if read_tokenizer_digest(directory) != tokenizer.sha256:
-        found.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
-        can_allow = False
-    if found:
-        names = [*config.run.allow_change, *changed]
-        allow = f", or allow the change with --run.allow-change {' '.join(names)}" if can_allow else ""
-        raise InputError(
-            f"run.directory={directory} holds another run: {'; '.join(found)}; set another --run.directory{allow}"
-        )
-    if (read_base_digest(directory) is None) != stores_frozen_weights(config):
-        raise InputError(
-            f"the run in {directory} {'started' if stores_frozen_weights(config) else 'did not start'} from a Hugging "
-            "Face folder: set --model.pretrained to what it started from"
-        )
-    if old_corpus != corpus.sha256:
-        if old_name == corpus.name:
-            problem = (
-                f"another version of the corpus {corpus.name}: restore that version (the standard library is that of "
-                "the Python that started the run)"
-            )
-        else:
-            remedy = f"set --data.paths {' '.join(old.data.paths)}" if old.data.paths else "leave out --data.paths"
-            problem = f"{old_name}, not on {corpus.name}: {remedy}"
-        raise InputError(
-            f"the run in {directory} was trained on {problem}; to go on with other data, start a new run with "
-            f"--model.pretrained {directory} and another --run.directory"
-        )
-
-
-def _changes_of_held_out(old: Config, new: Config) -> list[str]:
-    """List the change of `evaluation.every` if other documents are then trained on than before."""
-    before, after = old.evaluation, new.evaluation
-    same_paths = before.paths == after.paths  # otherwise that change is named
-    if before.holds_out == after.holds_out or not same_paths:
-        return []
-    if "evaluation.every" in fields.normalize_names(new.run.allow_change):
-        return []
-    effect = "holds documents out" if after.holds_out else "also trains on the documents that were held out"
-    return [f"evaluation.every was {before.every} and is {after.every}, which {effect}"]
-
-
-def write_run_files(setup: Setup, base_sha256: str | None) -> None:
-    """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
-
-    The tokenizer and its chat template are copied too.
-    """
-    corpus = setup.data.corpus
-    description = {
-        "name": corpus.name,
-        "summary": str(corpus),
-        "sha256": corpus.sha256,
-        "tokenizer_sha256": setup.data.tokenizer.sha256,
-        "base_sha256": base_sha256,
-    }
-    device = {"kind": setup.placement.mesh.devices.flat[0].device_kind}
-    keep_tokenizer(setup.config.data, setup.data.tokenizer, setup.directory, find_prepared(corpus.files))
-    replace_durably(setup.directory / DEVICE_FILE, json.dumps(device))
-    replace_durably(setup.directory / "corpus.json", json.dumps(description))
-    replace_durably(setup.directory / "config.json", fields.to_json(setup.config))

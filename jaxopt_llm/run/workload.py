@@ -1,6 +1,7 @@
-"""Workload: what a loop trains, a model and its data, as the loop sees them."""
+"""Workload: a model and its data as the loop sees them, and the workload of a decoder."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,8 +10,31 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.data.rows.loader import read_ahead
+from jaxopt_llm.data.tokens.verification import Verification
 from jaxopt_llm.distributed.process_group import Processes
-from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import abstract_checkpoint
+from jaxopt_llm.run import initial_weights
+from jaxopt_llm.run.compile import Executables, LossSum, measure_loss
+from jaxopt_llm.run.directory import write_run_files
+from jaxopt_llm.run.initial_weights import InitialWeights
+from jaxopt_llm.run.samples import Sampler
+from jaxopt_llm.run.setup import Setup
+from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step.local_steps import (
+    abstract_groups,
+    begin_groups,
+    count_groups,
+    initialize_groups,
+    merge_groups,
+    repeat_specs,
+    resize_groups,
+)
+from jaxopt_llm.step.program import utilisation_per_token
+from jaxopt_llm.step.state import GROUP_FIELDS, StateSpecs, TrainState, checkpoint_specs, resume_state
 from jaxopt_llm.step.step import Metrics
 
 
@@ -18,7 +42,7 @@ class Workload(Protocol):
     """A model and its data.
 
     Attributes:
-        unit: what a batch consists of, for the records: "tokens" or "rows".
+        unit: the unit in which records count batches: "tokens" or "rows".
         units_per_step: their number in a batch, over all devices.
         utilisation: see Meter.
     """
@@ -53,7 +77,7 @@ class Workload(Protocol):
     def average_groups(self, state: TrainState) -> TrainState:
         """Run an outer step (local_steps.py). The state is donated. Called only with local steps."""
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def measure(self, state: TrainState) -> dict[str, float]:
         """Return the held-out loss as `eval_loss`, and other numbers to record; nothing without held-out data."""
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
@@ -77,7 +101,7 @@ class Workload(Protocol):
         """Take over the state at the end of the loop.
 
         Args:
-            identity: that of the run.
+            identity: the identity of the run.
         """
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
@@ -85,3 +109,171 @@ class Workload(Protocol):
 
     def write_files(self) -> None:
         """Write the files that identify the run, before it has a checkpoint."""
+
+
+ExplainOom = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
+
+
+class DecoderWorkload:
+    """A decoder and its documents, with compiled programs."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        programs: Executables,
+        initial: InitialWeights,
+        verification: Verification,
+        explain_oom: ExplainOom,
+    ) -> None:
+        """Take over the setup of a run.
+
+        Args:
+            initial: the weights that the run starts from.
+            verification: the verification of its prepared data.
+            explain_oom: see Workload.
+        """
+        self._verification, self.explain_oom = verification, explain_oom
+        self._setup, self._programs, self._initial = setup, programs, initial
+        self._sampler = Sampler(setup)
+
+    @property
+    def config(self) -> Config:
+        return self._setup.config
+
+    @property
+    def directory(self) -> Path:
+        return self._setup.directory
+
+    @property
+    def processes(self) -> Processes:
+        return self._setup.processes
+
+    unit = "tokens"
+
+    @property
+    def units_per_step(self) -> int:
+        return self.config.training.batch_size * self.config.training.sequence_length
+
+    @functools.cached_property
+    def utilisation(self) -> dict[str, float]:
+        return utilisation_per_token(self.config, self._setup.program, self._setup.placement)
+
+    def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
+        """Return the state of step `start`; see Workload."""
+        specs, placement, initial = self._setup.program.specs, self._setup.placement, self._initial
+        weights = initial.weights
+        if start:
+            read_frozen = None
+            if weights is not None:
+                read_frozen = functools.partial(initial_weights.read_frozen, weights, specs.frozen, placement)
+            saved = count_groups(checkpoints.read_record(start)["arrays"])
+            groups = placement.size("data") if specs.groups else 0
+            if saved != groups:
+                say(
+                    f"the checkpoint has {saved or 'no'} groups in one program, and this run {groups or 'none'}: see "
+                    "training.local_steps in docs/slow_links.md"
+                )
+            return load_state(checkpoints, start, specs, placement, read_frozen)
+        given = None
+        if weights is not None:
+            given = initial_weights.read_parameters(weights, specs, placement)
+            say(f"starts from the weights of {weights.path}")
+        if initial.adapter is not None:
+            given = initial_weights.add_adapter(given, initial.adapter, specs, placement)
+            say(f"starts from the adapters of {initial.adapter.path}")
+        optimizers, seed = self._setup.program.optimizers, self.config.run.seed
+        return initialize_groups(specs, optimizers, seed, placement, given)
+
+    def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
+        return read_ahead(self._setup.loader, start, self.config.data.stall_seconds, stopping)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        placed = self._setup.local_rows.make_global(batch)
+        with self.processes.main.wait():  # on CPUs, the call returns when all processes have finished the step
+            new: tuple[TrainState, Metrics] = self._programs.step(state, placed, self._setup.program.step.placed)
+        return new
+
+    def average_groups(self, state: TrainState) -> TrainState:
+        with self.processes.main.wait():
+            new: TrainState = self._programs.outer_step(state)
+        return new
+
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """Return the mean loss over all validation sets, `eval_loss`, and the loss of each of `evaluation.paths`.
+
+        With `training.ema_decay`, the average is measured in place of the parameters.
+        """
+        total, losses = LossSum(), {}
+        state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
+        for name, batches in self._setup.validation.items():
+            placed = map(self._setup.local_rows.make_global, batches)
+            loss = measure_loss(self._programs.held_out, state, placed, self.processes.main.wait)
+            total += loss
+            if self.config.evaluation.paths:
+                losses[f"eval_loss/{name}"] = loss.mean
+        return {"eval_loss": total.mean} | losses
+
+    def sample(self, state: TrainState) -> list[dict[str, str]]:
+        return self._sampler(state)
+
+    def check_data(self, wait: bool) -> None:
+        self._verification.check(wait, self.processes.main.beat)
+
+    def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
+        return self._setup.program.to_checkpoint(state)
+
+    def keep(self, state: TrainState, identity: Identity | None) -> None:
+        """Keep nothing: the command ends with its run."""
+
+    def write_files(self) -> None:
+        data, device = self._setup.data, self._setup.placement.mesh.devices.flat[0].device_kind
+        write_run_files(self.config, data.corpus, data.tokenizer, device, self._initial.base_sha256)
+
+
+def load_state(
+    checkpoints: Checkpoints,
+    step: int,
+    specs: StateSpecs,
+    placement: Placement,
+    read_frozen: Callable[[], Params] | None = None,
+) -> TrainState:
+    """Return the state of a checkpoint.
+
+    The run and the checkpoint may have different groups of local steps (local_steps.py). If the checkpoint has another
+    number of groups, they are resized. If it has none, all groups begin with its state. If only the checkpoint has
+    groups, they are merged.
+
+    Args:
+        read_frozen: returns the frozen parameters, if the checkpoint does not hold them.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model, optimizer or precision.
+    """
+    arrays = checkpoints.read_record(step)["arrays"]
+    saved_groups = count_groups(arrays)
+    if specs.one_group is not None and not saved_groups:
+        return begin_groups(load_state(checkpoints, step, specs.one_group, placement, read_frozen), specs, placement)
+    saved_specs = checkpoint_specs(specs)
+    saved = abstract_checkpoint(saved_specs, placement)
+    resizes = bool(specs.groups) and saved_groups != placement.size("data")
+    merges = saved_groups > 0 and not specs.groups
+    unread: set[str] = set()
+    if resizes:
+        saved["groups"] = abstract_groups(specs.groups, saved_groups, placement)
+    elif merges:
+        unread = {"masters", "moments"}  # of the outer step
+        saved = {name: each for name, each in saved.items() if name not in GROUP_FIELDS}
+        saved["groups"] = abstract_groups(repeat_specs(saved_specs, saved_groups), saved_groups, placement)
+    if others := sorted(arrays.keys() - saved.keys() - unread):
+        raise CheckpointError(
+            f"checkpoint {checkpoints.directory / str(step)} also holds {', '.join(others)}, which is not trained "
+            "here: it is of another optimizer, precision or training.ema_decay; use the settings that wrote it"
+        )
+    restored = checkpoints.restore(step, **saved)
+    if read_frozen is not None:
+        restored["frozen"] = read_frozen()
+    if resizes:
+        restored["groups"] = resize_groups(restored["groups"], specs.groups, placement)
+    elif merges:
+        restored |= merge_groups(restored.pop("groups"), saved_specs, placement)
+    return resume_state(specs, step, placement, **restored)

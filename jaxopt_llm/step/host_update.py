@@ -76,7 +76,7 @@ def update_by_parts(
     gradients: tree.Tree,
     good: jax.Array | bool,
 ) -> tree.Tree:
-    """Return `function(state, gradients)`, the next state, of a state of which some leaves are in host memory.
+    """Return the next state, `function(state, gradients)`. Some leaves of the state are in host memory.
 
     The function sees all leaves on the device. Results rest where the leaves of the state do.
 

@@ -140,8 +140,8 @@ def round_to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
 def find_parameter(keys: Keys, parameters: Container[Keys]) -> Keys | None:
     """Return the keys of the parameter to which a leaf of an optimizer's state belongs, or None.
 
-    The keys of a moment end with those of its parameter. A parameter may have the name of a field of the state, such as
-    `mu`: its key is that of a dict, and the field's that of an attribute.
+    The keys of a moment end with the keys of its parameter. A parameter may have the name of a field of the state, such
+    as `mu`: the parameter then has a key of a dict, and the field a key of an attribute.
 
     Args:
         keys: the path of the leaf, as `jax.tree_util` gives it.

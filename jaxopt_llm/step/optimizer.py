@@ -7,7 +7,7 @@ which has no gradient of the loss, steps by the sign of its gradient with every 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,10 +16,11 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxopt_llm.config import OptimizerConfig
+from jaxopt_llm.config.training import parse_group
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.step import groups, moments
+from jaxopt_llm.step import moments
 from jaxopt_llm.step.hyperparameters import OptimizerNumbers, read_optimizer_numbers
 
 # Adafactor keeps row and column means of a matrix if its smaller side has at least this size, as in optax and T5X.
@@ -37,9 +38,9 @@ def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
     specs = param.select_learned(specs, specs)
     if not jax.tree.leaves(specs):
         return []
-    found = groups.problems("optimizer.rate_groups", config.rate_groups, specs)
+    found = _pattern_problems("optimizer.rate_groups", config.rate_groups, specs)
     if config.decay_groups:
-        found += groups.problems("optimizer.decay_groups", config.decay_groups, specs)
+        found += _pattern_problems("optimizer.decay_groups", config.decay_groups, specs)
     return found
 
 
@@ -69,12 +70,12 @@ def make_optimizer(
     def decay_factor(path: str, spec: ParamSpec) -> float:
         assert not spec.leading
         if config.decay_groups:
-            return groups.find_group_value(config.decay_groups, f"{section}/{path}")
+            return _find_group_value(config.decay_groups, f"{section}/{path}")
         # The rank does not tell matrices: a bias per head has two dimensions.
         return 1.0 if spec.is_multiplied else 0.0
 
     def rate_factor(path: str, spec: ParamSpec) -> float:
-        return groups.find_group_value(config.rate_groups, f"{section}/{path}")
+        return _find_group_value(config.rate_groups, f"{section}/{path}")
 
     learned = param.select_learned(specs, specs)
     decays, factors = tree.map_with_path(decay_factor, learned), tree.map_with_path(rate_factor, learned)
@@ -221,3 +222,32 @@ def _adafactor(specs: tree.Tree) -> optax.GradientTransformation:
         return jax.tree.map(bound_leaf, specs, updates, params)
 
     return optax.chain(optax.GradientTransformation(init, update), optax.stateless(bound))
+
+
+def _find_group_value(groups: Sequence[str], path: str) -> float:
+    """Return the number of the first group whose pattern matches the path."""
+    return next(value for pattern, value in map(parse_group, groups) if tree.first_match(path, (pattern,)))
+
+
+def _pattern_problems(name: str, groups: Sequence[str], specs: tree.Tree) -> list[str]:
+    """Find parameters that no pattern matches, and patterns without effect.
+
+    Args:
+        name: field of the groups, for the message.
+        specs: specs of the trained parameters.
+    """
+    patterns = [parse_group(group)[0] for group in groups]
+    paths = [path for path, _ in tree.leaves_with_path(specs)]
+    first = {path: tree.first_match(path, patterns) for path in paths}
+    found = [f"no pattern matches {path}; end with *=1" for path, pattern in first.items() if pattern is None][:1]
+    for index, pattern in enumerate(patterns):
+        if pattern in first.values() and pattern not in patterns[:index]:
+            continue
+        matches = any(tree.first_match(path, (pattern,)) for path in paths)
+        found.append(
+            f"{pattern} has no effect, because earlier patterns match all its parameters; move it forward or remove it"
+            if matches
+            else f"{pattern} matches no parameter; correct or remove it"
+        )
+    trained = f" (trained: {paths[0]} and {len(paths) - 1} more)" if paths else ""
+    return [f"{name}: {'; '.join(found)}{trained}"] if found else []

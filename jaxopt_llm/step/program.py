@@ -1,33 +1,274 @@
-"""Program of a run: its model, executor, optimizers and step, made from a configuration and a placement."""
+"""Program of a training step: its model, executor, optimizers and step, made from a configuration and a placement.
+
+`make_step_program` serves any model: the decoder and the models of users differ in how they compute gradients
+(`MakeAdvance`). `make_program` makes the program of a decoder.
+
+With several losses over one state, each trains its own parameters with its own optimizer. The step of a loss is the
+ordinary step of a model in which all other parameters are frozen. It sees its share of the state: its own masters,
+moments, guard and loss scale, and the other masters among the frozen parameters. All losses read and change the same
+variables, and all count the same steps. Two losses may train the same parameter; each then has its own moments of it.
+"""
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxopt_llm.compiler import kernel_choice, xla_options
+from jaxopt_llm.compiler.chips import Chip, chip_of
 from jaxopt_llm.config import Config
+from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.remat import keeps_inputs_only
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
+from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.self_attention import count_segments, describe_call
+from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.activations import count_key_parts
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.step import saved_state
-from jaxopt_llm.step.decoder_step import make_decoder_advance
-from jaxopt_llm.step.local_steps import inside_group, place_groups
+from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step import update
+from jaxopt_llm.step.hyperparameters import Hyperparameters, make_schedule, read_hyperparameters
+from jaxopt_llm.step.local_steps import (
+    LocalStep,
+    has_groups,
+    inside_group,
+    jit_outer_step,
+    make_group_specs,
+    place_groups,
+)
 from jaxopt_llm.step.lora import adapt_model
-from jaxopt_llm.step.state import TrainState
-from jaxopt_llm.step.step_program import ModelParts, StepProgram, make_step_program
+from jaxopt_llm.step.optimizer import is_elementwise, make_optimizer
+from jaxopt_llm.step.state import StateSpecs, TrainState
+from jaxopt_llm.step.step import (
+    Advance,
+    BindOptimizers,
+    BoundStep,
+    Metrics,
+    ModelStep,
+    Step,
+    StepSettings,
+    jit_step,
+    make_decoder_advance,
+)
+from jaxopt_llm.step.update import LossOptimizer, Optimizers, Share, Shares, WholeOptimizer
+
+MakeAdvance = Callable[[BindOptimizers, StateSpecs, StepSettings], Advance]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model as its training step sees it.
+
+    Attributes:
+        trained, frozen: specs of its parameters.
+        variables: specs of its variables that are not parameters.
+        make_advance: makes the loss, the backward and the update.
+        batch: its batch as ShapeDtypeStructs with shardings.
+        recomputes_layers: whether the backward computes each layer again.
+        loss: name of the loss, if there are several.
+        others: the shares of the other losses, by name. `trained` are then the parameters of this loss, and `frozen`
+            all other parameters. See the docstring of this module.
+    """
+
+    trained: Params
+    frozen: Params
+    make_advance: MakeAdvance
+    batch: Any
+    recomputes_layers: bool
+    variables: Params = field(default_factory=dict)
+    loss: str = ""
+    others: Shares = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """Program of a training step on one placement. Nothing is compiled.
+
+    Attributes:
+        specs: specs of the state.
+        optimizers: with the hyperparameters of the configuration.
+        outer_step: jitted state -> state, which follows every `training.local_steps` steps; None without local steps.
+        state, batch: abstract arguments of `step`.
+    """
+
+    specs: StateSpecs
+    optimizers: Optimizers
+    step: BoundStep
+    outer_step: Any
+    state: TrainState
+    batch: Any
+
+
+def make_step_program(
+    config: Config,
+    placement: Placement,
+    parts: ModelParts,
+    whole: WholeOptimizer | None = None,
+    keep_frozen: bool = True,
+) -> StepProgram:
+    """Make the program of a model's training step. It allocates nothing.
+
+    With local steps, `parts.make_advance` makes the step of one group (local_steps.inside_group).
+
+    Args:
+        whole: an optimizer of the user, in place of `config.optimizer`, `config.schedule` and the clip.
+        keep_frozen: see StateSpecs.
+    """
+    training, hyperparameters = config.training, None if whole is not None else read_hyperparameters(config)
+    bind = functools.partial(_bind_optimizers, config, parts.trained, whole)
+    optimizers: Optimizers = bind(hyperparameters)
+
+    def make_specs(trained: Params, frozen: Params, optimizers: Optimizers) -> StateSpecs:
+        specs = training_state.make_state_specs(
+            trained, frozen, optimizers, placement.precision, keep_frozen, averages=training.ema_decay > 0
+        )
+        return replace(specs, variables=parts.variables)
+
+    specs = make_specs(parts.trained, parts.frozen, optimizers)
+    advance = parts.make_advance(bind, specs, _make_settings(config, whole is None))
+    batch_sharding = jax.tree.map(lambda x: x.sharding, parts.batch)
+    options = xla_options.compiler_options(
+        placement.mesh,
+        training.accumulation,
+        placement.precision.matmul,
+        config.xla,
+        recomputes_layers=parts.recomputes_layers,
+        adapters=config.lora.rank > 0,
+    )
+    bind_schedule = functools.partial(_bind_schedule, config)
+    step, outer_step = ModelStep(advance, bind_schedule, inside_group(placement)).step, None
+    if parts.loss:
+        step = ShareStep(step, parts.loss, parts.trained).step
+        shares = {parts.loss: Share(parts.trained, bind(hyperparameters)), **parts.others}
+        optimizers = {name: shares[name] for name in sorted(shares)}
+        trained = functools.reduce(tree.merge, [share.trained for share in optimizers.values()])
+        specs = make_specs(trained, tree.exclude(parts.frozen, trained), optimizers)
+    if has_groups(config):
+        specs = make_group_specs(specs, placement.size("data"))
+        step = LocalStep(step, placement).step
+        outer_step = jit_outer_step(config, specs, placement)
+    bound = BoundStep(jit_step(step, specs, placement, batch_sharding, options), hyperparameters, placement)
+    state = training_state.abstract_state(specs, placement)
+    return StepProgram(specs, optimizers, bound, outer_step, state, parts.batch)
+
+
+def make_share(config: Config, trained: Params, whole: WholeOptimizer | None) -> Share:
+    """Return what one of several losses trains. whole: see `make_step_program`."""
+    numbers = None if whole is not None else read_hyperparameters(config)
+    return Share(trained, _bind_optimizers(config, trained, whole, numbers))
+
+
+def _make_settings(config: Config, own_optimizer: bool) -> StepSettings:
+    """Return the settings of the step. own_optimizer: whether `config.optimizer` decides the update."""
+    training = config.training
+    settings = StepSettings(
+        skip_outliers=training.skip_outliers,
+        spike_factor=training.spike_limit,
+        ema_decay=training.ema_decay,
+        gradients_by_period=training.unroll == "all",
+        in_backward=config.optimizer.in_backward,
+        dropout_seed=config.run.seed if config.lora.dropout else None,
+    )
+    if not own_optimizer:
+        return settings
+    return replace(settings, clip_norm=config.optimizer.clip_norm, elementwise=is_elementwise(config.optimizer))
+
+
+def _bind_schedule(config: Config, values: Hyperparameters | None) -> optax.Schedule | None:
+    """Return the schedule with these numbers; None without numbers."""
+    return values and make_schedule(config.schedule.kind, values.schedule, config.schedule.warmup_kind)
+
+
+def _bind_optimizers(
+    config: Config, trained: Params, whole: WholeOptimizer | None, values: Hyperparameters | None
+) -> LossOptimizer:
+    """Return the optimizer of the user, or the optimizers of the configuration with these numbers."""
+    if whole is not None:
+        return whole
+    assert values is not None
+    schedule = make_schedule(config.schedule.kind, values.schedule, config.schedule.warmup_kind)
+    make = functools.partial(make_optimizer, config.optimizer, schedule, numbers=values.optimizer)
+    return update.make_optimizers(make, trained)
+
+
+def take_share(state: TrainState, name: str, trained: Params) -> TrainState:
+    """Return the state as the step of the loss `name` sees it.
+
+    Args:
+        trained: specs of the parameters that the loss trains, with None for all others.
+    """
+
+    def take(half: tree.Tree) -> tree.Tree:
+        return None if half is None else tree.restrict(half, trained)
+
+    return replace(
+        state,
+        masters=take(state.masters),
+        moments=state.moments[name],
+        compute=take(state.compute),
+        frozen=tree.merge(tree.exclude(state.trainable, trained), state.frozen),
+        guard=state.guard[name],
+        loss_scale=state.loss_scale[name],
+        average=take(state.average),
+    )
+
+
+def put_share(state: TrainState, name: str, share: TrainState) -> TrainState:
+    """Return a state with the share of the loss `name` after its step. What is not in the share stays as it is.
+
+    The loss may have assigned to parameters that it does not train. They are among the frozen parameters of its share.
+    """
+    state = offload.store_like(state, state)
+
+    def put(new: tree.Tree, old: tree.Tree) -> tree.Tree:
+        return None if old is None else tree.merge(new, old)
+
+    others = state.masters if state.compute is not None else tree.merge(share.frozen, share.masters)
+    return replace(
+        state,
+        step=share.step,
+        masters=put(share.masters, tree.restrict(others, state.masters)),
+        frozen=tree.restrict(tree.merge(share.frozen, share.masters), state.frozen),
+        moments=state.moments | {name: share.moments},
+        compute=put(share.compute, state.compute),
+        guard=state.guard | {name: share.guard},
+        loss_scale=state.loss_scale | {name: share.loss_scale},
+        variables=share.variables,
+        average=put(share.average, state.average),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ShareStep:
+    """The step of one of several losses, as a step of the whole state.
+
+    inner: of its share.
+    """
+
+    inner: Step
+    name: str
+    trained: Params
+
+    def step(
+        self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
+    ) -> tuple[TrainState, Metrics]:
+        # Compiled programs are named after this method: `step`, as with one loss.
+        share, metrics = self.inner(take_share(state, self.name, self.trained), batch, hyperparameters)
+        new = put_share(state, self.name, share)
+        updates: jax.Array = sum(guard["updates"] for guard in new.guard.values())
+        return new, metrics | {"skipped": new.step - updates}
 
 
 @dataclass(frozen=True)
@@ -86,7 +327,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         model=model,
         attention=attention,
         executor=executor,
-        to_checkpoint=saved_state.make_checkpoint_converter(made.specs, placement),
+        to_checkpoint=training_state.make_checkpoint_converter(made.specs, placement),
         batch_sharding=batch_sharding,
     )
 
@@ -118,3 +359,28 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
         counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
+
+
+def utilisation_per_token(config: Config, program: Program, placement: Placement) -> dict[str, float]:
+    """Return the MFU at a throughput of one token per second, by the name of its convention.
+
+    It is the time that the operations of one token take on all devices, each operation at the peak of its dtype. The
+    result is empty if the peak of the device is not known.
+    """
+    chip = chip_of(jax.devices()[0].device_kind)
+    return compute_utilisation(config, program, placement, chip) if chip else {}
+
+
+def compute_utilisation(config: Config, program: Program, placement: Placement, chip: Chip) -> dict[str, float]:
+    """Return the same for devices that are this chip."""
+    precision = config.precision
+    specs = program.specs.masters, program.specs.frozen
+    needed = flops.count_per_token(config.model, *specs, config.training.sequence_length)
+    narrow = flops.count_quantised_per_token(config.model, *specs, precision)
+    peak = chip.peak_flops[precision.compute_dtype]
+    narrow_peak = chip.peak_flops[{"fp8": "float8", "int8": "int8"}[precision.matmul]] if narrow else peak
+
+    def seconds(operations: float) -> float:
+        return ((operations - narrow) / peak + narrow / narrow_peak) / placement.mesh.size
+
+    return {"mfu": seconds(needed.causal), "mfu_full_attention": seconds(needed.full)}

@@ -1,18 +1,25 @@
-"""Training state and its sharding. Conversion to and from checkpoint trees: saved_state.py."""
+"""Training state, its sharding, and its conversion to checkpoint trees and back.
+
+The layout of a checkpoint is the same for every mesh.
+"""
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import PrecisionConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.execution.by_layer import Rows, gather_periods, share_stack, split_stack
+from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -20,10 +27,15 @@ from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step import update
-from jaxopt_llm.step.ema import begin_average
-from jaxopt_llm.step.guard import Guard, guard_specs, initialize_guard
-from jaxopt_llm.step.loss_scale import LossScale, initialize_loss_scale, loss_scale_specs
-from jaxopt_llm.step.update import Optimizers
+from jaxopt_llm.step.guard import (
+    Guard,
+    LossScale,
+    guard_specs,
+    initialize_guard,
+    initialize_loss_scale,
+    loss_scale_specs,
+)
+from jaxopt_llm.step.update import Optimizers, begin_average
 
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
@@ -44,10 +56,10 @@ class TrainState:
         compute: compute copy of the trainable parameters, kept between steps (zero.has_compute_copy); otherwise None.
         frozen: parameters without master weights or moments.
         guard: see guard.py.
-        loss_scale: see loss_scale.py; empty without loss scaling.
-            With several losses (shares.py), `moments`, `guard` and `loss_scale` are dicts by the name of the loss.
+        loss_scale: see guard.py; empty without loss scaling.
+            With several losses (program.py), `moments`, `guard` and `loss_scale` are dicts by the name of the loss.
         variables: the model's variables that are not parameters, such as running means; empty for the decoder.
-        average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
+        average: average of the masters, placed as the moments (update.py); None without `training.ema_decay`.
         groups: GROUP_FIELDS of each group of devices, [G, ...]; empty without local steps (local_steps.py), which give
             `masters` and `moments` another meaning.
     """
@@ -284,3 +296,148 @@ def _divide_into_programs(
         programs[-1].append(path)
         room -= size
     return programs
+
+
+def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
+    """Return the specs of the checkpoint trees. Their layout is the same for every mesh: stacks by layer."""
+
+    def stack_by_layer(spec: ParamSpec) -> ParamSpec:
+        return spec if spec.layers is None else spec.unstack().stack(param.count_layers(spec))
+
+    trees = {name: getattr(specs, name) for name in STORED if name != "frozen" or specs.keep_frozen}
+    return {name: jax.tree.map(stack_by_layer, each) for name, each in trees.items() if jax.tree.leaves(each)}
+
+
+def make_checkpoint_converter(specs: StateSpecs, placement: Placement) -> Callable[[TrainState], dict[str, Params]]:
+    """Return a function from a state to its checkpoint trees.
+
+    With a pipeline the trees are in host memory, converted one leaf at a time: the devices cannot hold the state twice.
+    """
+    saved_specs = checkpoint_specs(specs)
+
+    def select(state: TrainState) -> dict[str, Params]:
+        return {name: getattr(state, name) for name in saved_specs}
+
+    @functools.cache
+    def make_conversion(spec: ParamSpec, saved_spec: ParamSpec) -> Callable[[jax.Array], jax.Array]:
+        def convert(array: jax.Array) -> jax.Array:
+            return _stack_by_layer(spec, offload.fetch_to_device(array), placement)
+
+        return jax.jit(convert, out_shardings=zero.checkpoint_sharding(saved_spec, placement))
+
+    def to_host(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array:
+        converted = make_conversion(_layout_only(spec), _layout_only(saved_spec))(array)
+        return jax.block_until_ready(jax.device_put(converted, converted.sharding.with_memory_kind(offload.HOST)))
+
+    if placement.size("pipeline") == 1:
+        return select
+    return lambda state: {
+        name: jax.tree.map(to_host, getattr(specs, name), saved_specs[name], arrays)
+        for name, arrays in select(state).items()
+    }
+
+
+def make_weight_reader(specs: StateSpecs, placement: Placement, target: Placement) -> Callable[[TrainState], Params]:
+    """Return a function from a state to the model's parameters by layer, as `target` holds them.
+
+    Arrays that rest in the state as `target` holds them are not copied. A copy of a master weight has the compute
+    dtype. With an average, it is read in place of the masters.
+
+    Args:
+        target: a placement on the same devices, in the same order.
+    """
+    saved_specs = checkpoint_specs(replace(specs, keep_frozen=True))
+
+    @functools.cache
+    def make_conversion(
+        spec: ParamSpec, dtype: np.dtype[Any], sharding: NamedSharding
+    ) -> Callable[[jax.Array], jax.Array]:
+        def convert(array: jax.Array) -> jax.Array:
+            return _stack_by_layer(spec, offload.fetch_to_device(array), placement).astype(dtype)
+
+        return jax.jit(convert, out_shardings=sharding)
+
+    def read(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array, dtype: np.dtype[Any]) -> jax.Array | Rows:
+        sharding = zero.resting_parameter_sharding(saved_spec, target)
+        if spec.leading < 2 and array.sharding.is_equivalent_to(sharding, array.ndim):
+            return share_stack(array) if spec.leading else array
+        array = make_conversion(_layout_only(spec), dtype, sharding)(array)
+        return split_stack(array) if spec.leading else array
+
+    def read_master(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array | Rows:
+        return read(spec, saved_spec, array, np.dtype(target.precision.for_param(spec).compute_dtype))
+
+    def read_frozen(spec: ParamSpec, saved_spec: ParamSpec, array: jax.Array) -> jax.Array | Rows:
+        return read(spec, saved_spec, array, array.dtype)
+
+    def read_all(state: TrainState) -> Params:
+        masters = jax.tree.map(read_master, specs.masters, saved_specs["masters"], state.averaged_masters)
+        if "frozen" not in saved_specs:
+            return gather_periods(masters)
+        frozen = jax.tree.map(read_frozen, specs.frozen, saved_specs["frozen"], state.frozen)
+        return gather_periods(tree.merge(masters, frozen))
+
+    return read_all
+
+
+def _stack_by_layer(spec: ParamSpec, array: jax.Array, placement: Placement) -> jax.Array:
+    """Stack an array by layer within a program: [virtual, stages, slots, ...] -> [repeats, ...]."""
+    if spec.leading < 2:
+        return array
+    layers = np.ravel(np.asarray(spec.layers))
+    # Remove the stage sharding first: each device then selects rows locally, without communication.
+    rows = spec.unstack().stack(layers.size)
+    flat = jax.lax.with_sharding_constraint(array.reshape(rows.shape), zero.checkpoint_sharding(rows, placement))
+    return flat[np.argsort(layers)[-param.count_layers(spec) :]]
+
+
+def _layout_only(spec: ParamSpec) -> ParamSpec:
+    """Return the spec without the fields that do not affect its layout, so that similar leaves share one program."""
+    return replace(spec, contracting=(), init=param.ones)
+
+
+def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tree.Tree) -> TrainState:
+    """Return the state after `step` from its checkpoint trees, and make the compute copy again.
+
+    It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
+
+    Args:
+        trees: the trees of `checkpoint_specs`. If the checkpoint does not hold the frozen parameters, they are given
+            too, and may already have their final sharding and layout.
+    """
+
+    def stack_by_stage(spec: ParamSpec, array: jax.Array) -> jax.Array:
+        """Stack an array by stage: [repeats, ...] -> [virtual, stages, slots, ...], zeros in slots without a layer."""
+        layers = np.asarray(spec.layers)
+        live = np.reshape(layers >= 0, layers.shape + (1,) * (array.ndim - 1))
+        return jnp.where(live, array[np.maximum(layers, 0)], 0)
+
+    def move(sharding: NamedSharding, array: jax.Array) -> jax.Array:
+        if array.sharding == sharding:
+            return array
+        moved = jax.block_until_ready(jax.device_put(array, sharding, may_alias=False))
+        array.delete()
+        return moved
+
+    @functools.cache
+    def make_conversion(spec: ParamSpec, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        return jax.jit(lambda array: stack_by_stage(spec, offload.fetch_to_device(array)), out_shardings=sharding)
+
+    def convert(spec: ParamSpec, sharding: NamedSharding, array: jax.Array) -> jax.Array:
+        if array.shape == spec.shape:
+            return move(sharding, array)
+        converted = jax.block_until_ready(make_conversion(_layout_only(spec), sharding)(array))
+        array.delete()
+        return converted
+
+    def make(trees: dict[str, tree.Tree]) -> TrainState:
+        return TrainState(step=jnp.int32(step), **trees)
+
+    def convert_tree(name: str) -> tree.Tree:
+        expected = getattr(specs, name)  # without leaves if the checkpoint has no such tree
+        return jax.tree.map(convert, expected, getattr(shardings, name), trees.get(name, expected))
+
+    shardings = state_shardings(specs, placement)
+    converted = {name: convert_tree(name) for name in STORED}
+    compute = make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({**converted, "compute": compute})

@@ -1,13 +1,19 @@
-"""One training step: loss, gradients, gradient clipping and the optimizer update, for any model.
+"""One training step: loss, gradients, gradient clipping and the optimizer update.
 
-The update is always computed. If the loss or the gradient norm is not finite, or the norm is an outlier, it is
+`update_after_backward` takes the gradients of any model. `differentiate_decoder` computes the gradients of the decoder,
+whose step also has dropout and the metrics of routers.
+
+The update is always computed. If the loss or the gradient norm is not finite, or the norm is an outlier, the update is
 discarded (see guard.py, and the `jnp.where` in update.py).
+
+With `optimizer.in_backward`, the step calls `in_backward.loss_and_update` instead of the executor: it updates each
+period during the backward and cannot discard the update.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +21,22 @@ import optax
 
 from jaxopt_llm.config.run import Options
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.gradients import sum_of_squares
+from jaxopt_llm.execution.executor import Executor, sum_of_squares
+from jaxopt_llm.execution.in_backward import loss_and_update
+from jaxopt_llm.model import param
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.linear import outliers
 from jaxopt_llm.model.linear.leaves import is_wrapped
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.step import ema, update
-from jaxopt_llm.step.guard import Guard, judge_step
-from jaxopt_llm.step.hyperparameters import Hyperparameters, place_hyperparameters
-from jaxopt_llm.step.injected_rates import make_rate_metrics
-from jaxopt_llm.step.loss_scale import adjust_loss_scale
+from jaxopt_llm.parallel.zero import LOCAL_GROUPS
+from jaxopt_llm.step import update
+from jaxopt_llm.step.guard import Guard, adjust_loss_scale, judge_step
+from jaxopt_llm.step.hyperparameters import Hyperparameters, make_rate_metrics, place_hyperparameters
 from jaxopt_llm.step.state import StateSpecs, TrainState, state_shardings
-from jaxopt_llm.step.update import LossOptimizer, Scalars, Updatable
+from jaxopt_llm.step.update import LossOptimizer, Scalars, SectionOptimizers, Updatable
 
 Metrics = dict[str, Any]  # arrays on the device, or `Metric`s of them
 # The metrics of every step. All others are the model's.
@@ -42,7 +52,7 @@ class StepSettings:
     Attributes:
         clip_norm: largest global gradient norm; 0 for no clip.
         skip_outliers, spike_factor: limits of the norm and of the loss, see guard.judge_step; 0 for none.
-        ema_decay: decay of the average of the parameters (ema.py); 0 for no average.
+        ema_decay: decay of the average of the parameters (update.py); 0 for no average.
         elementwise: whether the optimizers are elementwise (optimizer.is_elementwise).
         gradients_by_period: whether the backward makes the gradients of a stack period by period, without a loop.
         in_backward: update each period during the backward (execution/in_backward.py). Then there is one microbatch, no
@@ -62,7 +72,7 @@ class StepSettings:
 
     def new_weight(self, guard: Guard) -> jax.Array | float:
         """Return the weight of the new parameters in their average; 0 without an average."""
-        return ema.new_weight(self.ema_decay, guard["updates"]) if self.ema_decay else 0.0
+        return update.new_weight(self.ema_decay, guard["updates"]) if self.ema_decay else 0.0
 
 
 @dataclass(frozen=True)
@@ -117,23 +127,6 @@ def is_of_step(name: str) -> bool:
     return name in OF_STEP or name.startswith("learning_rate/")
 
 
-def make_step_function(advance: Advance, bind_schedule: BindSchedule, placement: Placement) -> Step:
-    """Return the step, not jitted.
-
-    Metrics are float32 scalars, except for the counts and `overflow`, and those of the model may be `Metric`s:
-
-    - `loss`, `grad_norm`: may be infinite or NaN.
-    - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state; with
-      several of these, `learning_rate/` and the label of each (injected_rates.py).
-    - `skipped`: number of skipped steps so far, this one included.
-    - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
-    - `overflow`: bool; the loss scale made the gradients of this step overflow.
-    - `loss_scale`: loss scale of the next step, if the precision has one.
-    - the metrics of the model.
-    """
-    return _Step(advance, bind_schedule, placement).step
-
-
 def jit_step(
     step: Step,
     specs: StateSpecs,
@@ -183,7 +176,15 @@ class BoundStep:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class ModelStep:
+    """The step of any model, not jitted: its method `step`.
+
+    Attributes:
+        advance: computes the loss, the backward and the update.
+        bind_schedule: see BindSchedule.
+        placement: with local steps, the placement of one group.
+    """
+
     advance: Advance
     bind_schedule: BindSchedule
     placement: Placement
@@ -191,6 +192,19 @@ class _Step:
     def step(
         self, state: TrainState, batch: Any, hyperparameters: Hyperparameters | None
     ) -> tuple[TrainState, Metrics]:
+        """Return the state after a step, and its metrics.
+
+        Metrics are float32 scalars, except for the counts and `overflow`. Metrics of the model may be `Metric`s:
+
+        - `loss`, `grad_norm`: may be infinite or NaN.
+        - `learning_rate`: rate of this step, if there is a schedule, or if the user's optimizer has it in its state;
+          with several of these, `learning_rate/` and the label of each (hyperparameters.py).
+        - `skipped`: number of skipped steps so far, this one included.
+        - `skipped_in_a_row`: number of consecutive skipped steps up to this one, without overflows.
+        - `overflow`: bool; the loss scale made the gradients of this step overflow.
+        - `loss_scale`: loss scale of the next step, if the precision has one.
+        - the metrics of the model.
+        """
         # Compiled programs are named after this method: jit_step.
         precision, schedule = self.placement.precision, self.bind_schedule(hyperparameters)
         outcome = self.advance(state, batch, hyperparameters)
@@ -230,23 +244,29 @@ def update_after_backward(
     clip_norm = settings.clip_norm
 
     def advance(state: TrainState, batch: Any, hyperparameters: Hyperparameters | None) -> Outcome:
-        found = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
-        squares = sum_of_squares(found.gradients, specs.masters, settings.gradients_by_period)
-        norm = jnp.sqrt(squares) / found.divisor
+        backward = differentiate(state, batch, state.loss_scale.get("scale", 1.0))
+        squares = sum_of_squares(backward.gradients, specs.masters, settings.gradients_by_period)
+        norm = jnp.sqrt(squares) / backward.divisor
         overflow = placement.precision.scales_loss & ~jnp.isfinite(norm)
-        limits = settings.skip_outliers, settings.spike_factor
-        good, guard = judge_step(state.guard, found.loss, norm, overflow, *limits)
+        good, guard = judge_step(
+            state.guard, backward.loss, norm, overflow, settings.skip_outliers, settings.spike_factor
+        )
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.float32(1)
-        scalars = Scalars(clip / found.divisor, good, settings.new_weight(state.guard), found.loss)
-        if found.written is not None:
-            state = _assign(state, found.written, good)
+        scalars = Scalars(clip / backward.divisor, good, settings.new_weight(state.guard), backward.loss)
+        if backward.written is not None:
+            state = _assign(state, backward.written, good)
         updated = update.apply_gradients(
-            *(bind(hyperparameters), specs.masters, state.updatable, found.gradients, scalars, placement),
+            bind(hyperparameters),
+            specs.masters,
+            state.updatable,
+            backward.gradients,
+            scalars,
+            placement,
             elementwise=settings.elementwise,
         )
         # A step that is skipped changes no variables either.
-        variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), found.variables, state.variables)
-        return Outcome(found.loss, norm, overflow, guard, updated, found.metrics, variables, state.frozen)
+        variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), backward.variables, state.variables)
+        return Outcome(backward.loss, norm, overflow, guard, updated, backward.metrics, variables, state.frozen)
 
     return advance
 
@@ -264,3 +284,94 @@ def _assign(state: TrainState, written: Params, good: jax.Array) -> TrainState:
         return jax.tree.map(assign, half, written, is_leaf=lambda leaf: leaf is None or is_wrapped(leaf))
 
     return replace(state, masters=assign_to(state.masters), frozen=assign_to(state.frozen))
+
+
+def make_decoder_advance(
+    model: Model,
+    executor: Executor,
+    placement: Placement,
+    bind: BindOptimizers,
+    specs: StateSpecs,
+    settings: StepSettings,
+) -> Advance:
+    """Return the loss, the backward and the update of a model of tokens, for a `ModelStep`.
+
+    Batch fields: [M, B, S], M microbatches. `_make_metrics` makes further metrics.
+    """
+    if settings.in_backward:
+        advance = update_in_backward(model, bind, specs, placement, settings)
+    else:
+        differentiate = differentiate_decoder(model, executor, placement)
+        advance = update_after_backward(differentiate, bind, specs, placement, settings)
+    if settings.dropout_seed is None:
+        return advance
+    return _with_noise(advance, settings.dropout_seed, placement)
+
+
+def _with_noise(advance: Advance, seed: int, placement: Placement) -> Advance:
+    """Add random bits of the seed and the step to the batch, and with local steps of the group."""
+    batch_sharding = placement.activation(None, "batch", "sequence")
+
+    def advance_with_noise(state: TrainState, batch: Batch, hyperparameters: Hyperparameters | None) -> Outcome:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if placement.independent:
+            key = jax.random.fold_in(key, jax.lax.axis_index(LOCAL_GROUPS))
+        noise = jax.random.bits(key, batch.tokens.shape, jnp.uint32)
+        noisy = replace(batch, noise=jax.lax.with_sharding_constraint(noise, batch_sharding))
+        return advance(state, noisy, hyperparameters)
+
+    return advance_with_noise
+
+
+def _invert_tokens(batch: Batch) -> jax.Array:
+    """Return 1 / tokens that count, float32. A batch without any has loss 0 and gradient 0, not NaN."""
+    return 1.0 / jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
+
+
+def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
+    """Return the metrics of the routers, or the number of outlier columns that were left; never both."""
+    return dict(statistics if outliers.LEFT in statistics else experts.router_metrics(statistics))
+
+
+def differentiate_decoder(model: Model, executor: Executor, placement: Placement) -> Differentiate:
+    """Return the function that computes the gradients of the mean loss over tokens."""
+
+    def differentiate(state: TrainState, batch: Batch, scale: jax.Array | float) -> Differentiated:
+        per_token = _invert_tokens(batch)
+        # `trainable` is the compute copy where there is one, and the masters otherwise.
+        loss, _, auxiliary, gradients = executor.loss_and_gradients(
+            model, state.trainable, state.frozen, batch, scale * per_token, placement
+        )
+        metrics = _make_metrics(auxiliary.statistics)
+        return Differentiated(loss * per_token, gradients, scale, metrics, state.variables)
+
+    return differentiate
+
+
+def update_in_backward(
+    model: Model, bind: BindOptimizers, specs: StateSpecs, placement: Placement, settings: StepSettings
+) -> Advance:
+    """Return the function that updates each period during the backward."""
+
+    def read_params(section_state: Updatable) -> Params:
+        return section_state.masters if section_state.compute is None else section_state.compute
+
+    def advance(state: TrainState, batch: Batch, hyperparameters: Hyperparameters | None) -> Outcome:
+        scalars = Scalars(weight=settings.new_weight(state.guard))
+        optimizers = cast(SectionOptimizers, bind(hyperparameters))
+
+        def update_period(section: str, period_state: Updatable, gradients: Params) -> Updatable:
+            period_specs = param.period_specs(specs.masters[section])
+            return update.update_period(optimizers[section], period_specs, placement, period_state, gradients, scalars)
+
+        per_token = _invert_tokens(batch)
+        sections = update.split_sections(state.updatable)
+        loss, squares, auxiliary, sections = loss_and_update(
+            model, sections, state.frozen, batch, per_token, placement, read_params, update_period
+        )
+        loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
+        _, guard = judge_step(state.guard, loss, norm, overflow)
+        metrics = _make_metrics(auxiliary.statistics)
+        return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)
+
+    return advance

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
@@ -31,7 +32,6 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import cast_masters
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.step.ema import move_average
 from jaxopt_llm.step.host_update import update_by_parts
 from jaxopt_llm.step.moments import Codes, Keys, find_parameter
 
@@ -44,7 +44,7 @@ class Updatable(NamedTuple):
     """State that the update changes, of all sections, of one section, or of one period.
 
     compute: compute copy of the masters; None if there is none.
-    average: average of the masters (ema.py); None if there is none.
+    average: average of the masters (see `move_average`); None if there is none.
     """
 
     masters: tree.Tree
@@ -73,8 +73,7 @@ class Scalars(NamedTuple):
 class WholeOptimizer:
     """An optax transformation that gets all parameters at once, as the tree that its user knows.
 
-    Its masks and labels see that tree, and what it computes over all parameters, such as a global norm, is over all of
-    them.
+    Its masks and labels see that tree, and a number such as a global norm is computed over all parameters.
 
     to_tree, from_tree: between the sections and that tree.
     """
@@ -133,7 +132,7 @@ class Share:
     optimizer: LossOptimizer
 
 
-Shares = dict[str, Share]  # by the name of the loss; see shares.py
+Shares = dict[str, Share]  # by the name of the loss; see program.py
 Optimizers = LossOptimizer | Shares
 
 
@@ -143,7 +142,7 @@ def has_shares(optimizers: Optimizers) -> TypeGuard[Shares]:
 
 
 def for_each_loss(optimizers: Optimizers, make: Callable[[], T]) -> T | dict[str, T]:
-    """Return what `make` returns, with several losses once for each of them, by name."""
+    """Return `make()`. With several losses, call it once for each of them, and return the results by name."""
     return {name: make() for name in optimizers} if has_shares(optimizers) else make()
 
 
@@ -349,3 +348,47 @@ def _settle(old: Updatable, masters: tree.Tree, moments: tree.Tree, scalars: Sca
     select = functools.partial(jnp.where, scalars.good)
     masters, moments = jax.tree.map(select, (masters, moments), (old.masters, old.moments))
     return Updatable(masters, moments, average=move_average(old.average, masters, scalars.weight, scalars.good))
+
+
+def begin_average(masters: Params, shardings: Params | None) -> Params | None:
+    """Copy the masters, one leaf at a time, into their average; None if `shardings` is None."""
+
+    def copy(master: jax.Array, sharding: NamedSharding) -> jax.Array:
+        def fetch(master: jax.Array) -> jax.Array:
+            return jnp.copy(offload.fetch_to_device(master))  # jit would return its argument itself
+
+        return jax.jit(fetch, out_shardings=sharding)(master)
+
+    return None if shardings is None else jax.tree.map(copy, masters, shardings)
+
+
+def new_weight(decay: float, updates: jax.Array) -> jax.Array:
+    """Return the weight of the new parameters in the average, float32.
+
+    The average starts as the initial parameters. So that they do not dominate it for the first 1 / (1 - decay) updates,
+    the decay of update n, from 0, is at most (1 + n) / (10 + n). This is the warm-up of
+    `tf.train.ExponentialMovingAverage` (with `num_updates`) and of `diffusers.EMAModel`.
+
+    Args:
+        updates: number of updates before this one.
+    """
+    # 1 - decay is rounded once: float32 has only three or four digits of 1 - 0.9999.
+    return jnp.maximum(jnp.float32(1 - decay), 9 / (10 + updates.astype(jnp.float32)))
+
+
+def move_average(
+    average: Params | None, masters: Params, weight: jax.Array | float, good: jax.Array | bool
+) -> Params | None:
+    """Return the average after an update that gave these masters: (1 - weight) × average + weight × masters.
+
+    Returns None if there is no average.
+
+    Args:
+        weight: weight of the masters.
+        good: bool; if False, the average stays bitwise unchanged.
+    """
+
+    def move(average: jax.Array, master: jax.Array) -> jax.Array:
+        return jnp.where(good, average + weight * (master - average), average)
+
+    return None if average is None else jax.tree.map(move, average, masters)

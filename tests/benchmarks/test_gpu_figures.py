@@ -58,8 +58,8 @@ def test_a_step_says_its_utilisation_in_both_conventions() -> None:
     path = gpu_figures.recipe("", on_cpu=True)
     program = (
         "import json, sys, time; sys.path.insert(0, 'benchmarks')\n"
-        "from jaxopt_llm.step import utilisation\nfrom jaxopt_llm.compiler import chips\n"
-        "chips.chip_of = utilisation.chip_of = lambda kind: chips.CHIPS['h200']\n"
+        "from jaxopt_llm.step import program\nfrom jaxopt_llm.compiler import chips\n"
+        "chips.chip_of = program.chip_of = lambda kind: chips.CHIPS['h200']\n"
         "import train_step\n"
         f"print(json.dumps(train_step.measure(time.time(), 1, '', ['--config', {str(path)!r}])))"
     )

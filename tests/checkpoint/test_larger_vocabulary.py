@@ -18,7 +18,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.run.pretrained_weights import Weights
+from jaxopt_llm.run.initial_weights import Weights
 
 pytestmark = pytest.mark.core
 

@@ -18,7 +18,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.deepspeed import read_deepspeed, read_file
 from jaxopt_llm.engine.deepspeed_keys import FP16, KEYS, OPTIMIZERS, SCHEDULERS, Ignored, Keys, Maps, Refused
 from jaxopt_llm.engine.deepspeed_keys import TRAINER as TRAINER_DEFAULTS
-from jaxopt_llm.step.schedule import find_shape, make_schedule
+from jaxopt_llm.step.hyperparameters import find_shape, make_schedule
 
 ADAM = {"optimizer.beta2": 0.999, "optimizer.weight_decay": 0.0}
 CONSTANT = {"schedule.kind": "constant", "schedule.warmup_steps": 0}  # without a scheduler

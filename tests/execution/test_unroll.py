@@ -23,7 +23,7 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.training import Unroll
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.gradients import sum_of_squares
+from jaxopt_llm.execution.executor import sum_of_squares
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement

@@ -27,7 +27,7 @@ from jaxopt_llm.config.fields import replace_fields, to_json
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference import models
 from jaxopt_llm.inference.load import Pretrained
 
 pytestmark = pytest.mark.core
@@ -61,9 +61,9 @@ def run_of_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def logits(loaded: run.LoadedModel) -> jax.Array:
+def logits(loaded: models.LoadedModel) -> jax.Array:
     model = loaded.config.model
-    return Pretrained(model, loaded.params, Path(), run.Origin, loaded.model, loaded.placement).logits(TOKENS)
+    return Pretrained(model, loaded.params, Path(), models.Origin, loaded.model, loaded.placement).logits(TOKENS)
 
 
 @pytest.fixture
@@ -80,15 +80,15 @@ def test_a_model_with_adapters_computes_what_the_merged_model_computes(
     base: Path, adapter: Path, merged: Path, run_of_base: Path
 ) -> None:
     expected = load_pretrained(merged).logits(TOKENS)
-    models: dict[str, Any] = {
-        "folder": logits(run.load_model(base, adapter=adapter)),
-        "split": logits(run.load_model(base, tensor=2, adapter=adapter)),
-        "run": logits(run.load_model(run_of_base, adapter=adapter)),
+    by_way: dict[str, Any] = {
+        "folder": logits(models.load_model(base, adapter=adapter)),
+        "split": logits(models.load_model(base, tensor=2, adapter=adapter)),
+        "run": logits(models.load_model(run_of_base, adapter=adapter)),
         "Python": load_pretrained(base, adapter).logits(TOKENS),
         "run from Python": load_pretrained(run_of_base, adapter).logits(TOKENS),
     }
     largest = np.abs(expected).max()
-    for name, found in models.items():
+    for name, found in by_way.items():
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * largest, err_msg=name)
     assert np.abs(load_pretrained(base).logits(TOKENS) - expected).max() > 0.1 * largest
 
@@ -119,9 +119,9 @@ def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_bas
     assert json.loads((path / "adapter_config.json").read_text())["modules_to_save"] == ["embed_tokens", "lm_head"]
     texts.write_byte_tokenizer(path / "tokenizer.json", more=343)
 
-    loaded = run.load_model(base, adapter=path)
+    loaded = models.load_model(base, adapter=path)
     assert (loaded.config.model.vocabulary_size, loaded.tokenizer.vocabulary_size) == (600, 600)
-    own = run.load_model(base, replace(loaded.config.data, tokenizer=str(base / "tokenizer.json")), adapter=path)
+    own = models.load_model(base, replace(loaded.config.data, tokenizer=str(base / "tokenizer.json")), adapter=path)
     assert own.tokenizer.vocabulary_size <= 512
     for table in ("embedding", "head"):
         expected = params["non_layer"][table]["table"]
@@ -143,7 +143,7 @@ def test_adapters_of_another_base_are_a_warning(
     config = tmp_path / "adapter" / "adapter_config.json"
     for trained_over, warned in ((f"org/{base.name}", False), ("org/other", True), (None, False)):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": trained_over}))
-        run.load_model(base, adapter=tmp_path / "adapter")
+        models.load_model(base, adapter=tmp_path / "adapter")
         assert (
             f"warning: the adapters {config.parent} were trained over org/other" in capsys.readouterr().err
         ) == warned
@@ -162,7 +162,7 @@ def test_adapters_that_do_not_fit_are_refused(
         (adapter, None, "this is a PEFT folder of adapters; name it with --adapter, and its base model with"),
     ):
         with pytest.raises(InputError, match=said):
-            run.load_model(checkpoint, adapter=given)
+            models.load_model(checkpoint, adapter=given)
 
 
 def test_base_weights_next_to_adapters_need_a_folder_to_compare_with(
@@ -174,9 +174,9 @@ def test_base_weights_next_to_adapters_need_a_folder_to_compare_with(
         (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
     name = "base_model.model.model.embed_tokens.base_layer.weight"
     adapters.rewrite_adapters(tmp_path / "adapter", lambda arrays: arrays.update({name: table}))
-    run.load_model(base, adapter=tmp_path / "adapter")
+    models.load_model(base, adapter=tmp_path / "adapter")
     with pytest.raises(InputError, match="which no Hugging Face folder is given to compare with"):
-        run.load_model(run_of_base, adapter=tmp_path / "adapter")
+        models.load_model(run_of_base, adapter=tmp_path / "adapter")
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_a_run_is_loaded_from_python_as_generate_loads_it(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     lora_run = request.getfixturevalue(name)
-    model, loaded = load_pretrained(lora_run), run.load_model(lora_run)
+    model, loaded = load_pretrained(lora_run), models.load_model(lora_run)
     chex.assert_trees_all_equal(toy.by_layer(model.params), loaded.params)
     ids = TOKENS % 256
     assert model.logits(ids).dtype == np.float32
@@ -227,10 +227,10 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
     directory, old = tmp_path / "run", str(tmp_path / "old")
     (directory / "checkpoints").mkdir(parents=True)
     settings = {"model.pretrained": old, "data.tokenizer": old, "lora.rank": 2}
-    config = replace_fields(run.open_config(base), settings)
+    config = replace_fields(models.open_config(base), settings)
     (directory / "config.json").write_text(to_json(config))
-    tokenizer = load_tokenizer(run.open_config(base).data)
-    keep_tokenizer(run.open_config(base).data, tokenizer, directory)  # as every run does
+    tokenizer = load_tokenizer(models.open_config(base).data)
+    keep_tokenizer(models.open_config(base).data, tokenizer, directory)  # as every run does
     (directory / "corpus.json").write_text(json.dumps({"base_sha256": "", "tokenizer_sha256": tokenizer.sha256}))
 
     def refuse(main: Callable[[], int], *arguments: object) -> str:
@@ -249,13 +249,13 @@ def test_a_moved_base_is_named_before_its_tokenizer_and_found_with_base(
         assert "name its new location with --base" in refuse(*given, "--base", tmp_path / "nowhere")
         moved = refuse(*given, "--base", base)  # goes on to the weights, which this run does not have
         assert "the run has no checkpoint yet" in moved or f"{base}: its weights differ" in moved
-    found = run.open_config(directory, base)
+    found = models.open_config(directory, base)
     assert found.model.pretrained == str(base)
     assert found.data.tokenizer == str(directory / "tokenizer")  # the run's own copy, wherever the base is
     (directory / "corpus.json").write_text(json.dumps({"base_sha256": None, "tokenizer_sha256": tokenizer.sha256}))
     assert "hold all weights of the model; leave it out" in refuse(*generates, "--base", base)
     with pytest.raises(InputError, match=f"--base {directory}: {base} is a model folder"):
-        run.open_config(base, directory)
+        models.open_config(base, directory)
     with pytest.raises(InputError, match="leave it out"):
         load_pretrained(base, base=directory)
     with pytest.raises(InputError, match="hold all weights of the model"):

@@ -20,7 +20,7 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import Origin
 from jaxopt_llm.config import Config, LoraConfig, PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference import models
 from jaxopt_llm.inference.flags import Quantisation
 from jaxopt_llm.inference.load import Pretrained
 from jaxopt_llm.model.decoder import Decoder
@@ -106,7 +106,7 @@ def test_a_run_over_codes_writes_what_the_dequantised_weights_write(base: str, t
     given += ("--model.vocabulary-size", CONFIG.vocabulary_size)
     done = train(tmp_path / "run", *given, "--training.steps", 2)
     assert done.returncode == 0, done.stderr
-    source = run.load_model(tmp_path / "run")
+    source = models.load_model(tmp_path / "run")
     assert_the_codes_write_the_same(source.config, source.params, source.placement)
 
 
@@ -133,7 +133,7 @@ def test_products_of_codes_are_those_of_numpy(tmp_path: Path, monkeypatch: pytes
     """Check logits, and greedy tokens that NumPy chooses without a cache. No column is above the threshold."""
     config = replace(CONFIG, pattern=("global",))
     path = write_tokenizer(folders.folder(tmp_path / "model", config))
-    source = run.load_model(path, quantisation=Quantisation("int8", 1e9))
+    source = models.load_model(path, quantisation=Quantisation("int8", 1e9))
     assert source.placement.precision.matmul == "int8"
     weights = jax.tree.map(lambda array: array.astype(np.float64), folders.params(config))
 

@@ -15,7 +15,7 @@ from jaxopt_llm import evaluate, generate
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference import models
 from jaxopt_llm.inference.flags import Quantisation
 
 CONFIG = replace(folders.CONFIG, vocabulary_size=512, layers=2, width=64, mlp_width=64)
@@ -61,14 +61,14 @@ def test_losses_are_nearly_those_of_the_weights(
 
 @pytest.mark.parametrize(("base", "dtype"), [("int8", "int8"), ("nf4", "uint8")])
 def test_the_matrices_of_the_blocks_rest_as_codes(base: str, dtype: str, folder: Path) -> None:
-    source = run.load_model(folder, quantisation=Quantisation(base))  # type: ignore[arg-type]
+    source = models.load_model(folder, quantisation=Quantisation(base))  # type: ignore[arg-type]
     found = {path: leaf.dtype for path, leaf in tree.leaves_with_path(source.params)}
     codes = {path for path in found if path.endswith("/codes")}
     matrices = {"query", "key", "value", "output", "gate", "up", "down"}
     assert {path.split("/")[-2] for path in codes} == matrices
     assert {found[path] for path in codes} == {jnp.dtype(dtype)}
     assert {found[path] for path in found.keys() - codes} == {jnp.dtype("float32")}
-    split = run.load_model(folder, tensor=2, quantisation=Quantisation(base))  # type: ignore[arg-type]
+    split = models.load_model(folder, tensor=2, quantisation=Quantisation(base))  # type: ignore[arg-type]
     equal = jax.tree.map(lambda a, b: bool((jax.device_get(a) == jax.device_get(b)).all()), source.params, split.params)
     assert all(jax.tree.leaves(equal))
 
@@ -93,13 +93,15 @@ def test_what_does_not_go_together_is_refused(
 
 
 def test_outliers_are_split_off(folder: Path) -> None:
-    precisions = [run.load_model(folder, quantisation=Quantisation("int8", x)).placement.precision for x in (0.0, 6.0)]
+    precisions = [
+        models.load_model(folder, quantisation=Quantisation("int8", x)).placement.precision for x in (0.0, 6.0)
+    ]
     assert [(each.matmul, each.outlier_threshold) for each in precisions] == [("compute_dtype", 0), ("int8", 6)]
 
 
 def test_a_run_and_experts_are_refused(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run.open_config(folder)
-    monkeypatch.setattr(run, "_open_config_and_folder", lambda *_: (config, None))
+    config = models.open_config(folder)
+    monkeypatch.setattr(models, "_open_config_and_folder", lambda *_: (config, None))
     with pytest.raises(InputError, match="^--quantise int8: .* is a run, whose lora.base is the format of its weights"):
         call(generate, monkeypatch, "--checkpoint", folder, "--prompt", "a", "--quantise", "int8")
     monkeypatch.undo()
@@ -108,7 +110,7 @@ def test_a_run_and_experts_are_refused(tmp_path: Path, folder: Path, monkeypatch
     )
     path = write_tokenizer(folders.folder(tmp_path / "experts", experts))
     with pytest.raises(InputError, match="^--outlier-threshold 6.0 does not support experts: leave it out"):
-        run.load_model(path, quantisation=Quantisation("int8", 6.0))
+        models.load_model(path, quantisation=Quantisation("int8", 6.0))
 
 
 def test_sizes_that_have_no_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from damages import flip, largest
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core.errors import CheckpointError, InputError
-from jaxopt_llm.inference import flags, steps
+from jaxopt_llm.inference import flags, models
 
 pytestmark = pytest.mark.core
 
@@ -38,7 +38,7 @@ def read(run: Path, step: flags.Step) -> int:
         weights = checkpoints.restore(found, weights={"w": jnp.zeros(3, int)})["weights"]
         return int(weights["w"][0])
 
-    return steps.use_checkpoint(run, step, use)
+    return models.use_checkpoint(run, step, use)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(None, 7), (2, 2), (6, 6), ("best", 4)])

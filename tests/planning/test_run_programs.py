@@ -10,7 +10,7 @@ from jaxopt_llm.config import Config, fields
 from jaxopt_llm.planning import run_programs
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.run_programs import compile_fitting, find_deciding_changes
-from jaxopt_llm.run.started import Started
+from jaxopt_llm.run.directory import Started
 
 CHOSEN = fields.replace_fields(
     Config(),

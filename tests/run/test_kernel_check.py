@@ -13,8 +13,8 @@ import pytest
 from jaxopt_llm.kernels import attention, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_types import KeyRanges
-from jaxopt_llm.run import kernel_check
-from jaxopt_llm.run.kernel_check import check_attention
+from jaxopt_llm.run import attention_choice
+from jaxopt_llm.run.attention_choice import check_attention
 
 pytestmark = pytest.mark.core
 
@@ -24,7 +24,7 @@ CALL = AttentionCall(16, "bfloat16", 8192, segments=17, window=64)
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "checks.json"
-    monkeypatch.setattr(kernel_check, "_verdicts_file", lambda: file)
+    monkeypatch.setattr(attention_choice, "_verdicts_file", lambda: file)
     return file
 
 
@@ -129,7 +129,7 @@ def test_cudnn_is_right_in_a_ring(gpu: jax.Device, segments: int) -> None:
     call = AttentionCall(128, "bfloat16", 16_384, segments=segments, parts=8)
     if attention.find_unsupported(call, attention.get_compute_capability(gpu))["cudnn"]:
         pytest.skip("cuDNN does not support this here")
-    assert kernel_check._compare("cudnn", call, 4) == ""
+    assert attention_choice._compare("cudnn", call, 4) == ""
 
 
 def test_a_kernel_that_cannot_run_is_tried_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_kernel_that_cannot_run_is_tried_again(cache: Path, monkeypatch: pytes
 def test_a_verdict_is_of_one_gpu_and_of_one_version_of_its_libraries() -> None:
     def key(kind: str, versions: str) -> str:
         device = SimpleNamespace(device_kind=kind, client=SimpleNamespace(platform_version=versions))
-        return kernel_check._make_key("cudnn", CALL, 4, device)
+        return attention_choice._make_key("cudnn", CALL, 4, device)
 
     assert len({key("H100", "cuda 12"), key("H200", "cuda 12"), key("H200", "cuda 13")}) == 3
 
@@ -155,9 +155,9 @@ def test_the_verdicts_are_beside_the_compiled_programs(tmp_path: Path) -> None:
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         jax.config.update("jax_enable_compilation_cache", True)
-        assert kernel_check._verdicts_file() == tmp_path / kernel_check.FILE
+        assert attention_choice._verdicts_file() == tmp_path / attention_choice.FILE
         jax.config.update("jax_enable_compilation_cache", False)
-        assert kernel_check._verdicts_file() is None
+        assert attention_choice._verdicts_file() is None
     finally:
         for name, value in old.items():
             jax.config.update(name, value)

@@ -9,7 +9,7 @@ import toy
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.data import Content
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.run.next_commands import list_next_commands
+from jaxopt_llm.run.messages import list_next_commands
 
 LLAMA = {"model.pattern": ("global",), "model.positions": "rotary"}
 CHATS = {"data.content": "chat", "lora.rank": 4}

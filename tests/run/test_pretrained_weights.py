@@ -34,7 +34,7 @@ from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import has_compute_copy
-from jaxopt_llm.run import pretrained_weights
+from jaxopt_llm.run import initial_weights
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
@@ -62,7 +62,7 @@ def begin(folder: huggingface.ModelFolder, placement: Placement, lora: LoraConfi
     program = toy.make_program(
         folder.config, training, OptimizerConfig(), ScheduleConfig(1, 10), RematConfig(), lora, placement
     )
-    given = pretrained_weights.read_parameters(folder, program.specs, placement)
+    given = initial_weights.read_parameters(folder, program.specs, placement)
     return program, training_state.initialize_state(program.specs, program.optimizers, 0, placement, given)
 
 
@@ -170,8 +170,8 @@ def test_a_gpu_holds_a_layer_beside_what_rests_and_draws_nothing_that_is_given(
         return call
 
     monkeypatch.setattr(jax, "jit", compiled)
-    monkeypatch.setattr(pretrained_weights, "_zeros", functools.partial(Shapes().read, ""))
-    given = pretrained_weights.read_parameters(Shapes(), program.specs, placement)  # type: ignore[arg-type]
+    monkeypatch.setattr(initial_weights, "_zeros", functools.partial(Shapes().read, ""))
+    given = initial_weights.read_parameters(Shapes(), program.specs, placement)  # type: ignore[arg-type]
     coded = jax.tree.leaves(program.specs.frozen, is_leaf=leaves.is_wrapped)
     matrices = sum(isinstance(each, leaves.QuantisedWeight | LoraWeight) for each in coded)
     assert len(memories) == model.layers * matrices

@@ -28,8 +28,8 @@ from jaxopt_llm.config import (
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import StateCorrupted
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.run import decoder_workload, replicas
-from jaxopt_llm.step import decoder_step
+from jaxopt_llm.run import replicas, workload
+from jaxopt_llm.step import step
 from jaxopt_llm.step.state import TrainState, initialize_state
 
 TRIALS = 20
@@ -136,9 +136,9 @@ def make_damaging_program(damage: Any, zero_stage: int, **axes: int) -> Any:
 
         return original(differentiate_wrongly, *rest)
 
-    original = decoder_step.update_after_backward
+    original = step.update_after_backward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_step, "update_after_backward", update)
+        patch.setattr(step, "update_after_backward", update)
         return make_program.__wrapped__(zero_stage, **axes)[0]
 
 
@@ -270,7 +270,7 @@ def read_losses(config: Config) -> list[float]:
 
 def plant(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
     """Flip a bit of a parameter after the `at`-th call of the step. Return the list that will name its device."""
-    original, calls, flipped = decoder_workload.DecoderWorkload.step, [], []
+    original, calls, flipped = workload.DecoderWorkload.step, [], []
 
     def step(self: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         state, metrics = original(self, state, batch)
@@ -280,7 +280,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
             flipped.append(device)
         return state, metrics
 
-    monkeypatch.setattr(decoder_workload.DecoderWorkload, "step", step)
+    monkeypatch.setattr(workload.DecoderWorkload, "step", step)
     return flipped
 
 

@@ -27,7 +27,7 @@ from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens import continuation
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
-from jaxopt_llm.inference import chat, run
+from jaxopt_llm.inference import chat, models
 from jaxopt_llm.model.decoder_specs import param_specs
 
 WORDS = ("<|end|>", "<|turn|>", "user", "assistant", "system", "ask", "again", "good", "day", "<|next|>")
@@ -146,7 +146,7 @@ def test_answers_depend_on_the_whole_conversation(
     options = ("--checkpoint", path, "--chat", "--system", "Be brief.", "--tokens", 5, "--context", 256)
     code, out, err = run_command("What?\nThanks é\n", *options, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, err) == (0, "")
-    source = run.load_model(path)
+    source = models.load_model(path)
     messages = [{"role": "system", "content": "Be brief."}]
     expected = ""
     for line in ("What?", "Thanks é"):
@@ -181,22 +181,22 @@ def test_eos_ids(eos: dict[str, Any], turn_end: str | None, ends: set[str], fold
     path = shutil.copytree(folder, tmp_path / "model")
     for name, value in eos.items():
         (path / f"{name}.json").write_text(json.dumps({"eos_token_id": value}))
-    data = run.DataConfig(tokenizer=str(path))
-    found = continuation.find_eos_ids(data, run.load_tokenizer(data), turn_end)
+    data = models.DataConfig(tokenizer=str(path))
+    found = continuation.find_eos_ids(data, models.load_tokenizer(data), turn_end)
     assert {WORDS[i] for i in found} == ends
     data = replace(data, tokenizer=str(path / "tokenizer.json"))
-    assert continuation.find_eos_ids(data, run.load_tokenizer(data), turn_end) == found
+    assert continuation.find_eos_ids(data, models.load_tokenizer(data), turn_end) == found
 
 
 @pytest.mark.parametrize("value", [10, -1, True, "1", [1, None], {"a": 1}])
 def test_an_invalid_eos_id_is_rejected(value: Any, folder: Path, tmp_path: Path) -> None:
     path = shutil.copytree(folder, tmp_path / "model")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    data = run.DataConfig(tokenizer=str(path))
+    data = models.DataConfig(tokenizer=str(path))
     with pytest.raises(
         InputError, match="generation_config.json: eos_token_id=.*below the tokenizer's vocabulary size 10"
     ):
-        continuation.find_eos_ids(data, run.load_tokenizer(data))
+        continuation.find_eos_ids(data, models.load_tokenizer(data))
 
 
 def test_text_continues_over_turns_unless_the_folder_declares_eos(
@@ -324,7 +324,7 @@ def test_arguments_of_the_template(folder: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_a_model_of_bytes_has_no_template(folder: Path) -> None:
-    loaded = run.load_model(folder)
+    loaded = models.load_model(folder)
     bytes_ = replace(loaded.config.data, tokenizer="bytes")
     source = replace(loaded, config=replace(loaded.config, data=bytes_))
     with pytest.raises(InputError, match=r"--chat: the model was trained on bytes, .*; continue a text with --prompt"):

@@ -18,10 +18,11 @@ import os, sys
 import jax, numpy as np
 from jaxopt_llm.core import errors
 from jaxopt_llm import train
-from jaxopt_llm.run import decoder_workload, divergence, records
+from jaxopt_llm.run import divergence, records
+from jaxopt_llm.run import workload
 
 fault = sys.argv.pop(1)
-run, check, calls, spikes = decoder_workload.DecoderWorkload.step, records.check_skips, [], []
+run, check, calls, spikes = workload.DecoderWorkload.step, records.check_skips, [], []
 
 def flip(leaf):
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
@@ -43,7 +44,7 @@ def check_skips(step, metrics, config):
         return "planted"
     return check(step, metrics, config)
 
-decoder_workload.DecoderWorkload.step = step
+workload.DecoderWorkload.step = step
 records.check_skips = check_skips
 divergence.is_spike = lambda metrics: True
 errors.run_command(train.main)

@@ -81,7 +81,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(tmp_path: Path) -
 
 
 def test_a_signal_at_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
-    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.run.decoder_workload:evaluate")
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.run.workload:measure_loss")
     process = start_gated(run, [gate], *RUN, "--training.steps", 1)
     wait_until(gate.reached, process)  # after the last check of the flag
     process.send_signal(signal.SIGTERM)

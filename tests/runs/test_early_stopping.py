@@ -13,8 +13,8 @@ from jaxopt_llm import train as training
 from jaxopt_llm.config import CheckpointConfig, Config, EvaluationConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.run.decoder_workload import DecoderWorkload
 from jaxopt_llm.run.records import Patience
+from jaxopt_llm.run.workload import DecoderWorkload
 
 LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 2.2, 12: 1.9}
 
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setattr(DecoderWorkload, "evaluate", lambda self, state: {"eval_loss": LOSSES[int(state.step)]})
+    monkeypatch.setattr(DecoderWorkload, "measure", lambda self, state: {"eval_loss": LOSSES[int(state.step)]})
     return tiny(tmp_path / "run")
 
 

@@ -31,7 +31,8 @@ from jaxopt_llm.config.fields import from_json
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.launchers import Job
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes
-from jaxopt_llm.run.setup import check_directory_is_free, open_documents, pack_documents
+from jaxopt_llm.run.directory import check_directory_is_free
+from jaxopt_llm.run.setup import open_documents, pack_documents
 
 
 @pytest.fixture(scope="module")

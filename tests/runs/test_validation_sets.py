@@ -21,7 +21,7 @@ from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
-from jaxopt_llm.inference import run
+from jaxopt_llm.inference import models
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.run import samples
 from jaxopt_llm.run.setup import prepare_run
@@ -90,7 +90,7 @@ def test_samples_are_those_of_generate(trained: Path) -> None:
     texts = ["pear 0 " * 30, "pear 16 " * 30, "plums and " * 3]
     for sample, text in zip(last, texts, strict=True):
         assert text.startswith(sample["prompt"] + sample["reference"]) and len(sample["prompt"]) >= 13
-    answers = generate(run.load_model(trained), [each["prompt"] for each in last], 6, Sampling(), stops=())
+    answers = generate(models.load_model(trained), [each["prompt"] for each in last], 6, Sampling(), stops=())
     assert [each["answer"] for each in last] == answers
 
 

@@ -11,7 +11,7 @@ from commands import logged, some_text, start_python
 from gates import Gate, finish, start_gated
 from ports import free_address
 
-from jaxopt_llm.run.setup import check_directory_is_free
+from jaxopt_llm.run.directory import check_directory_is_free
 
 LIMIT = 2  # seconds
 DEADLINE = 60  # seconds after which a process ends in good order although it hangs
@@ -195,7 +195,7 @@ def start_run(
     ("function", "call", "phase", "step"),
     [
         ("jaxopt_llm.data.rows.loader:_poll", 6, "data", 6),
-        ("jaxopt_llm.run.decoder_workload:DecoderWorkload.step", 6, "step", 6),
+        ("jaxopt_llm.run.workload:DecoderWorkload.step", 6, "step", 6),
         (
             "jaxopt_llm.parallel.mesh:LocalRows.make_global",
             8,
@@ -203,7 +203,7 @@ def start_run(
             6,
         ),  # the second batch, after those of 6 steps
         ("jaxopt_llm.train:compile_fitting", 1, "compile", 0),
-        ("jaxopt_llm.run.decoder_workload:DecoderWorkload.restore", 1, "restore", 0),
+        ("jaxopt_llm.run.workload:DecoderWorkload.restore", 1, "restore", 0),
     ],
     ids=["data", "step", "evaluate", "compile", "restore"],
 )

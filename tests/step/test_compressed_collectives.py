@@ -28,7 +28,7 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.gathering import find_exact_matrices
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.run.startup_report import describe_exact_matrices
+from jaxopt_llm.run.messages import describe_exact_matrices
 from jaxopt_llm.step import state as training_state
 
 # With whole blocks on each of eight devices.

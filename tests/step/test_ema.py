@@ -13,9 +13,9 @@ from marks import slow
 from jaxopt_llm.config import LoraConfig, OffloadConfig, OptimizerConfig, RematConfig, ScheduleConfig, TrainingConfig
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.step import ema, saved_state
+from jaxopt_llm.run.compile import make_held_out_loss
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step.evaluation import make_held_out_loss
+from jaxopt_llm.step import update
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
 
@@ -75,9 +75,9 @@ def read(program: Program, state: TrainState) -> Any:
 
 
 def resume(program: Program, placement: Placement, trees: Any) -> TrainState:
-    abstract = abstract_checkpoint(saved_state.checkpoint_specs(program.specs), placement)
+    abstract = abstract_checkpoint(training_state.checkpoint_specs(program.specs), placement)
     arrays = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), trees, abstract)
-    return saved_state.resume_state(program.specs, STEPS, placement, **arrays)
+    return training_state.resume_state(program.specs, STEPS, placement, **arrays)
 
 
 def train(setting: Setting) -> tuple[Program, TrainState]:
@@ -97,7 +97,7 @@ def assert_close(one: Any, other: Any) -> None:
 
 
 def test_the_decay_grows_to_its_setting() -> None:
-    weights = [float(ema.new_weight(0.9999, jnp.int32(updates))) for updates in (0, 1, 10, 1000, 10**6)]
+    weights = [float(update.new_weight(0.9999, jnp.int32(updates))) for updates in (0, 1, 10, 1000, 10**6)]
     assert weights == pytest.approx([9 / 10, 9 / 11, 9 / 20, 9 / 1010, 1e-4], rel=1e-6)
 
 
@@ -131,7 +131,7 @@ def test_evaluation_and_samples_read_the_average(setting: Setting) -> None:
     found, expected, trained = (float(held_out(each, batch)[0]) for each in (used, swapped, state))
     assert found == expected != trained
     target = toy.placement(zero_stage=3, fsdp=placement.mesh.size)
-    reader = saved_state.make_weight_reader(program.specs, placement, target)
+    reader = training_state.make_weight_reader(program.specs, placement, target)
     assert_equal(jax.tree.map(np.asarray, reader(state)), toy.by_layer(trees["average"]))
 
 

@@ -23,7 +23,7 @@ from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.guard import HISTORY
 from jaxopt_llm.step.optimizer import make_optimizer
 from jaxopt_llm.step.state import TrainState
-from jaxopt_llm.step.step import StepSettings, _Step
+from jaxopt_llm.step.step import ModelStep, StepSettings
 
 pytestmark = pytest.mark.core
 
@@ -87,7 +87,7 @@ def run(*batches: Batch, remembered: dict[str, Any] | None = None) -> Iterator[t
 
 def test_the_step_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state that a step returns has the types of the one that it received; otherwise each run compiles twice."""
-    monkeypatch.setattr(_Step, "step", chex.assert_max_traces(_Step.step, n=1))
+    monkeypatch.setattr(ModelStep, "step", chex.assert_max_traces(ModelStep.step, n=1))
     step, initial, resting = program.__wrapped__()
     state = jax.device_put(initial, resting)
     for seed in range(3):

@@ -32,8 +32,7 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step import local_steps
 from jaxopt_llm.step import program as training_program
 from jaxopt_llm.step.program import Program
-from jaxopt_llm.step.saved_state import checkpoint_specs
-from jaxopt_llm.step.state import GROUP_FIELDS, TrainState, initialize_state
+from jaxopt_llm.step.state import GROUP_FIELDS, TrainState, checkpoint_specs, initialize_state
 
 MODEL = replace(toy.UNIFORM, width=64, heads=2, kv_heads=2, head_dim=32, mlp_width=128)
 EXPERTS = replace_fields(MODEL, {"moe.experts": 4, "moe.expert_width": 32})

@@ -20,7 +20,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.step import loss_scale, saved_state, update
+from jaxopt_llm.step import guard, update
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.guard import HISTORY
 from jaxopt_llm.step.optimizer import make_optimizer
@@ -113,14 +113,14 @@ def test_a_scale_too_large_for_float16_is_halved_until_it_fits_and_changes_no_bi
 
 def test_it_is_in_the_checkpoint_and_goes_on_equal_to_the_bit(tmp_path: Path) -> None:
     step, _, specs, placement = program()
-    to_checkpoint = saved_state.make_checkpoint_converter(specs, placement)
+    to_checkpoint = training_state.make_checkpoint_converter(specs, placement)
     state, _ = step(begin(2.0**7, finite_steps=1), batch(0))
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(1, to_checkpoint(state), {})
     whole, _ = step(state, batch(1))
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, **abstract_checkpoint(saved_state.checkpoint_specs(specs), placement))
-    resumed = saved_state.resume_state(specs, HISTORY + 1, placement, **restored)
+        restored = checkpoints.restore(1, **abstract_checkpoint(training_state.checkpoint_specs(specs), placement))
+    resumed = training_state.resume_state(specs, HISTORY + 1, placement, **restored)
     assert jax.tree.map(float, resumed.loss_scale) == {"scale": 128, "finite_steps": 2}
     resumed, _ = step(resumed, batch(1))
     assert float(resumed.loss_scale["scale"]) == 256
@@ -128,12 +128,12 @@ def test_it_is_in_the_checkpoint_and_goes_on_equal_to_the_bit(tmp_path: Path) ->
 
 
 def test_where_nothing_is_scaled_the_state_holds_nothing() -> None:
-    assert loss_scale.loss_scale_specs(PrecisionConfig()) == loss_scale.initialize_loss_scale(PrecisionConfig()) == {}
-    assert loss_scale.adjust_loss_scale({}, jnp.bool(False), 1) == {}
+    assert guard.loss_scale_specs(PrecisionConfig()) == guard.initialize_loss_scale(PrecisionConfig()) == {}
+    assert guard.adjust_loss_scale({}, jnp.bool(False), 1) == {}
     _, _, specs, _ = program()
     without = replace(specs, loss_scale={})
-    assert "loss_scale" in saved_state.checkpoint_specs(specs)
-    assert "loss_scale" not in saved_state.checkpoint_specs(without)
+    assert "loss_scale" in training_state.checkpoint_specs(specs)
+    assert "loss_scale" not in training_state.checkpoint_specs(without)
 
 
 def test_it_is_torchs_grad_scaler() -> None:
@@ -144,7 +144,7 @@ def test_it_is_torchs_grad_scaler() -> None:
         {"init_scale": 1000.0, "growth_interval": 2},
         {"init_scale": 2.0**125, "growth_interval": 1},
     ]
-    adjust = jax.jit(loss_scale.adjust_loss_scale, static_argnums=2)
+    adjust = jax.jit(guard.adjust_loss_scale, static_argnums=2)
     draw = random.Random(0)
     for each in settings:
         scaler = torch.amp.GradScaler("cpu", **each)
@@ -164,4 +164,4 @@ def test_it_is_torchs_grad_scaler() -> None:
         ours.initial_loss_scale,
         ours.loss_scale_growth_interval,
     )
-    assert (defaults.get_growth_factor(), defaults.get_backoff_factor()) == (loss_scale.GROWTH, loss_scale.BACKOFF)
+    assert (defaults.get_growth_factor(), defaults.get_backoff_factor()) == (guard.GROWTH, guard.BACKOFF)

@@ -36,7 +36,7 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, master_sharding
-from jaxopt_llm.step import moments, saved_state, update
+from jaxopt_llm.step import moments, update
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.moments import Codes
 from jaxopt_llm.step.optimizer import make_optimizer
@@ -358,8 +358,8 @@ def save(directory: Path, trees: Any) -> None:
 def restore(directory: Path, dtype: str, placed: str) -> TrainState:
     of, placement = program(dtype, placed)
     with Checkpoints(directory) as checkpoints:
-        restored = checkpoints.restore(2, **abstract_checkpoint(saved_state.checkpoint_specs(of.specs), placement))
-    return saved_state.resume_state(of.specs, 2, placement, **restored)
+        restored = checkpoints.restore(2, **abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement))
+    return training_state.resume_state(of.specs, 2, placement, **restored)
 
 
 def test_a_skipped_step_changes_no_bit() -> None:

@@ -20,13 +20,13 @@ from jaxopt_llm.config import (
     ScheduleConfig,
     TrainingConfig,
 )
+from jaxopt_llm.evaluate import evaluate
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.step import saved_state
+from jaxopt_llm.run.compile import make_held_out_loss
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step.evaluation import evaluate, make_held_out_loss
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
 
@@ -116,8 +116,8 @@ def test_on_the_host_they_train_the_same_to_the_bit_and_resume(
 
     of, placement = offloaded
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, **abstract_checkpoint(saved_state.checkpoint_specs(of.specs), placement))
-    state = saved_state.resume_state(of.specs, 1, placement, **restored)
+        restored = checkpoints.restore(1, **abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement))
+    state = training_state.resume_state(of.specs, 1, placement, **restored)
     assert memories(state.trainable if trained == "parameters" else state.frozen)["stacks"] == {HOST}
     resumed = of.to_checkpoint(after(of, state, 1))
     jax.tree.map(np.testing.assert_array_equal, resumed, wanted)

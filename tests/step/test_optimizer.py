@@ -34,8 +34,8 @@ from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.step import optimizer as optimizer_module
-from jaxopt_llm.step import saved_state, update
 from jaxopt_llm.step import state as training_state
+from jaxopt_llm.step import update
 from jaxopt_llm.step.optimizer import make_optimizer
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
@@ -320,9 +320,9 @@ def test_resumed_it_goes_on_equal_to_the_bit(name: str, placed: str, tmp_path: P
         checkpoints.save(2, of.to_checkpoint(state), {})
     whole = of.to_checkpoint(run(name, placed, state, 2))
     with Checkpoints(tmp_path) as checkpoints:
-        saved = abstract_checkpoint(saved_state.checkpoint_specs(of.specs), placement)
+        saved = abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement)
         restored = checkpoints.restore(2, **saved)
-    resumed = run(name, placed, saved_state.resume_state(of.specs, 2, placement, **restored), 2)
+    resumed = run(name, placed, training_state.resume_state(of.specs, 2, placement, **restored), 2)
     assert resumed.step == 3
     jax.tree.map(np.testing.assert_array_equal, of.to_checkpoint(resumed), whole)
 

@@ -29,7 +29,6 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.moe import router
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.parallel.zero import abstract_checkpoint, master_sharding
-from jaxopt_llm.step import saved_state
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.lora import adapt_model
 from jaxopt_llm.step.optimizer import group_problems, make_optimizer
@@ -221,8 +220,8 @@ def test_resumed_it_goes_on_equal_to_the_bit(tmp_path: Path) -> None:
         checkpoints.save(1, of.to_checkpoint(state), {})
     whole = bias(case, step(case, state, 1)[0])
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, **abstract_checkpoint(saved_state.checkpoint_specs(of.specs), placement))
-    resumed = step(case, saved_state.resume_state(of.specs, 1, placement, **restored), 1)[0]
+        restored = checkpoints.restore(1, **abstract_checkpoint(training_state.checkpoint_specs(of.specs), placement))
+    resumed = step(case, training_state.resume_state(of.specs, 1, placement, **restored), 1)[0]
     assert np.any(whole)
     np.testing.assert_array_equal(bias(case, resumed), whole)
 

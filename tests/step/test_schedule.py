@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxopt_llm.config import ScheduleConfig
-from jaxopt_llm.step.schedule import find_shape, make_schedule
+from jaxopt_llm.step.hyperparameters import find_shape, make_schedule
 
 PEAK = 2.0
 SCHEDULE = ScheduleConfig(warmup_steps=4, decay_steps=20, final_share=0.1, cooldown_steps=5)

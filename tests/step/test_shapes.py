@@ -10,7 +10,7 @@ import toy
 from jaxopt_llm.config import MeshConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.parallel.axes import ACTIVATION_AXES, PARAMETER_AXES, SEQUENCE_PARALLEL_AXES
-from jaxopt_llm.step import shapes
+from jaxopt_llm.step import validation
 
 pytestmark = pytest.mark.core
 
@@ -24,7 +24,7 @@ def problems(tensor: int, sequence_parallel: bool = True, **sizes: int) -> list[
     for section, config in of.items():
         of[section] = replace(config, **{name: size for name, size in sizes.items() if hasattr(config, name)})
     mesh = MeshConfig(data=2, fsdp=2, tensor=tensor)
-    return shapes.problems(**of, mesh=mesh, sharding=ShardingConfig(sequence_parallel=sequence_parallel))
+    return validation.size_problems(**of, mesh=mesh, sharding=ShardingConfig(sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_experts_divide_over_their_axis_and_their_width_over_tensor() -> None:
         MODEL, {"moe.experts": 6, "moe.expert_width": 10, "mlp_width": 30, "layers": 4, "moe.expert_every": 2}
     )
     for mlp_width in ({"mlp_width"}, set()):
-        found = shapes.problems(model, TRAINING, MeshConfig(expert=4, tensor=4), ShardingConfig())
+        found = validation.size_problems(model, TRAINING, MeshConfig(expert=4, tensor=4), ShardingConfig())
         fields = {re.match(r"model\.([\w.]+)=", each)[1] for each in found[:-1]}  # type: ignore[index]
         assert fields == {"moe.experts", "moe.expert_width"} | mlp_width
         model = replace_fields(model, {"moe.expert_every": 1})  # no layer has an MLP of its own

@@ -23,7 +23,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.step import saved_state
+from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
 
@@ -42,10 +42,10 @@ def to_checkpoint(program: Program, state: TrainState) -> Any:
 
 
 def resumed(program: Program, placement: Placement, saved: Any) -> TrainState:
-    specs = abstract_checkpoint(saved_state.checkpoint_specs(program.specs), placement)
+    specs = abstract_checkpoint(training_state.checkpoint_specs(program.specs), placement)
     assert jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, specs)
     arrays = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), saved, specs)
-    return saved_state.resume_state(program.specs, 2, placement, **arrays)
+    return training_state.resume_state(program.specs, 2, placement, **arrays)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_stages_hold_is_everyones(model: ModelConfig, stages: int, pipeline
     def drawn(spec: ParamSpec) -> np.ndarray:
         return np.asarray(random.normal(size=spec.shape), spec.dtype)
 
-    saved = jax.tree.map(drawn, saved_state.checkpoint_specs(whole.specs))
+    saved = jax.tree.map(drawn, training_state.checkpoint_specs(whole.specs))
     state = resumed(staged, on_stages, saved)
 
     def holds_its_layers(path: str, spec: ParamSpec, rests: jax.Array, leaf: np.ndarray) -> None:

@@ -37,10 +37,9 @@ from jaxopt_llm.model.param import ParamSpec, zeros
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step import program, step
-from jaxopt_llm.step.decoder_step import make_decoder_advance
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs
-from jaxopt_llm.step.step import StepSettings
+from jaxopt_llm.step.step import StepSettings, make_decoder_advance
 from jaxopt_llm.step.update import SectionOptimizers
 
 CONFIG = ModelConfig(
@@ -102,7 +101,7 @@ def make_step(
 ) -> Any:
     """Return the jitted step of a decoder from its parts."""
     advance = make_decoder_advance(model, executor, placement, lambda _: optimizers, specs, settings)
-    function = step.make_step_function(advance, lambda _: schedule, placement)
+    function = step.ModelStep(advance, lambda _: schedule, placement).step
     jitted = step.jit_step(function, specs, placement, placement.activation(None, "batch", "sequence"))
     return step.BoundStep(jitted, None, placement)
 

@@ -15,7 +15,7 @@ from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING
 from jaxopt_llm.planning.search.block_cost import keep_existing
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.step import shapes
+from jaxopt_llm.step.validation import size_problems
 
 # Ordered from the one that saves most activations on the device to the one that saves fewest.
 REMATS = (
@@ -117,7 +117,7 @@ def enumerate_meshes(config: Config, cluster: Cluster) -> Iterator[MeshConfig]:
 def list_mesh_problems(config: Config, mesh: MeshConfig) -> list[str]:
     """Return the reasons why no setting on this mesh is legal."""
     training = replace(config.training, accumulation=1)
-    found = shapes.problems(config.model, training, mesh, ShardingConfig())
+    found = size_problems(config.model, training, mesh, ShardingConfig())
     found += stage_layout.split_problems(list_segments(config.model), mesh.pipeline, PipelineConfig())
     if mesh.pipeline > 1 and config.optimizer.in_backward:
         found.append(f"mesh.pipeline={mesh.pipeline} cannot be combined with optimizer.in_backward")
@@ -190,7 +190,7 @@ def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> It
                 sequence_parallel=sequence_parallel,
                 context_exchange=exchange,
             )
-            if not shapes.problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
+            if not size_problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
                 yield sharding
 
 

@@ -191,7 +191,7 @@ def test_loaded_folder_uses_the_expert_kernel_chosen_for_the_device(
             return XlaProducts.forward(x, w, *of, **settings)
 
     monkeypatch.setattr(
-        "jaxopt_llm.inference.devices.choose_grouped_matmul", lambda device, *of: asked.append(of) or "pallas"
+        "jaxopt_llm.inference.models.choose_grouped_matmul", lambda device, *of: asked.append(of) or "pallas"
     )
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", Kernel())
     load_pretrained(folders.folder(tmp_path / "folder", MIXTRAL)).logits([[1, 2, 3]])

@@ -21,7 +21,7 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution import gradients
+from jaxopt_llm.execution import executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import outliers, quantised, weights
 from jaxopt_llm.model.linear.leaves import Int8Weight, dequantise, int8_specs, quantise
@@ -168,7 +168,7 @@ def test_gradient_groups_have_the_same_outliers(groups: dict[str, int]) -> None:
             value, found = jax.value_and_grad(loss)({"non_layer": make_perturbations(spec, inside)})
             return value, jnp.float32(0), found
 
-        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
+        run = jax.jit(lambda batch: executor.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
         return np.asarray(run(batch)["non_layer"])
 
     assert toy.distance(differentiate(toy.placement(0, **groups)), differentiate(toy.placement())) < 1e-6

@@ -26,8 +26,8 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.execution import gradients, segments
-from jaxopt_llm.execution.layer_groups import PrecisionSpan, scan_spans
+from jaxopt_llm.execution import executor, segments
+from jaxopt_llm.execution.segments import PrecisionSpan, scan_spans
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import quantised, weights
@@ -36,9 +36,9 @@ from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.planning.step_plan import make_plan
+from jaxopt_llm.run.compile import make_held_out_loss
+from jaxopt_llm.step import program as training_program
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step import utilisation
-from jaxopt_llm.step.evaluation import make_held_out_loss
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.validation import validate
 
@@ -205,7 +205,7 @@ def test_gradient_groups_share_a_scale() -> None:
             value, found = jax.value_and_grad(loss)({"non_layer": make_perturbations(spec, inside)})
             return value, jnp.float32(0), found
 
-        run = jax.jit(lambda batch: gradients.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
+        run = jax.jit(lambda batch: executor.sum_over_groups(one_group, batch, {"non_layer": spec}, placement)[2])
         return np.asarray(run(batch)["non_layer"])
 
     assert toy.distance(gradient(toy.placement(0, data=2, fsdp=2)), gradient(toy.placement())) < 1e-6
@@ -293,7 +293,7 @@ def test_quantised_flops(exempt: int) -> None:
 
 
 def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilisation, "chip_of", lambda kind: chip_of("NVIDIA H200"))
+    monkeypatch.setattr(training_program, "chip_of", lambda kind: chip_of("NVIDIA H200"))
     peak = CHIPS["h200"].peak_flops
     shares = {}
     for matmul, of_codes in (("compute_dtype", "float32"), ("fp8", "float8"), ("int8", "int8")):
@@ -301,7 +301,7 @@ def test_utilisation_counts_each_operation_at_the_peak_of_its_dtype(monkeypatch:
         config = Config(model=MODEL, training=TRAINING, precision=placement.precision)
         narrow = flops.count_quantised_per_token(MODEL, program.specs.masters, {}, placement.precision)
         needed = flops.count_per_token(MODEL, program.specs.masters, {}, TRAINING.sequence_length).causal
-        shares[matmul] = utilisation.utilisation_per_token(config, program, placement)["mfu"]
+        shares[matmul] = training_program.utilisation_per_token(config, program, placement)["mfu"]
         assert shares[matmul] == pytest.approx((needed - narrow) / peak["float32"] + narrow / peak[of_codes])
     assert shares["fp8"] < shares["int8"] < shares["compute_dtype"]
 

@@ -22,8 +22,8 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.execution.decode import Sampling
 from jaxopt_llm.generate import generate
-from jaxopt_llm.inference import devices, run
-from jaxopt_llm.inference.devices import choose_devices, fits_in_memory
+from jaxopt_llm.inference import models
+from jaxopt_llm.inference.models import choose_devices, fits_in_memory
 
 
 def test_parameters_use_all_devices_if_one_is_too_small() -> None:
@@ -53,8 +53,8 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
     )
     done = train(tmp_path, "--training.steps", 1, "--precision.compute-dtype", "bfloat16", *experts)
     assert (done.returncode, done.stderr) == (0, "")
-    monkeypatch.setattr(devices, "choose_devices", lambda needed, devices, limit, tensor: devices)
-    loaded = run.load_model(tmp_path)
+    monkeypatch.setattr(models, "choose_devices", lambda needed, devices, limit, tensor: devices)
+    loaded = models.load_model(tmp_path)
     dtypes = {path: leaf.dtype for path, leaf in tree.leaves_with_path(loaded.params)}
     exact = [path for path in dtypes if path.endswith(("mlp/router", "mlp/router_bias"))]
     assert exact and {dtypes.pop(path) for path in exact} == {jnp.dtype("float32")}
@@ -62,12 +62,12 @@ def test_parameters_are_sharded_and_in_compute_dtype(tmp_path: Path, monkeypatch
     table = loaded.params["non_layer"]["embedding"]["table"]
     assert table.sharding.num_devices == 8 and not table.is_fully_replicated
     monkeypatch.undo()
-    split = run.load_model(tmp_path, tensor=2)
+    split = models.load_model(tmp_path, tensor=2)
     assert_split(split, 2)
     chex.assert_trees_all_equal(split.params, loaded.params)
 
 
-def assert_split(source: run.LoadedModel, count: int) -> None:
+def assert_split(source: models.LoadedModel, count: int) -> None:
     """Check that every device holds only a part of each weight of the blocks and of each table."""
     assert source.placement.size("tensor") == source.placement.mesh.size == count
     whole = {path for path, leaf in tree.leaves_with_path(source.params) if leaf.is_fully_replicated}
@@ -78,17 +78,17 @@ def test_a_hugging_face_folder_is_loaded_unchanged(tmp_path: Path) -> None:
     """Check its dtype, its tokenizer, and loading on one device or split over several."""
     config = replace(folders.CONFIG, vocabulary_size=512, layers=2)
     path = write_tokenizer(folders.folder(tmp_path / "model", config, jnp.bfloat16))
-    source = run.load_model(path)
+    source = models.load_model(path)
     assert source.step == 0 and source.placement.mesh.size == 1
     assert source.placement.precision.compute_dtype == "bfloat16"
     assert {leaf.dtype for leaf in jax.tree.leaves(source.params)} == {jnp.dtype("bfloat16")}
     chex.assert_trees_all_equal(source.params, toy.by_layer(load_pretrained(path).params))
     assert source.tokenizer.sha256 == load_tokenizer(DataConfig(tokenizer=str(path))).sha256
     with pytest.raises(InputError, match="--step best: .* is a model folder, which has no steps; leave it out"):
-        run.load_model(path, step="best")
+        models.load_model(path, step="best")
     with pytest.raises(InputError, match="step=2: .* is a model folder, which has no steps; leave it out"):
         load_pretrained(path, step=2)
-    split = run.load_model(path, tensor=2)
+    split = models.load_model(path, tensor=2)
     assert_split(split, 2)
     chex.assert_trees_all_equal(split.params, source.params)
 
@@ -129,7 +129,7 @@ def test_a_folder_is_evaluated_on_rows_of_its_context(
     settings = json.loads((path / "config.json").read_text())
     settings.pop("max_position_embeddings", None)
     (path / "config.json").write_text(json.dumps(settings | ({"max_position_embeddings": context} if context else {})))
-    training = run.open_config(path).training
+    training = models.open_config(path).training
     assert (training.sequence_length, training.batch_size) == rows
 
 
@@ -138,14 +138,14 @@ def test_other_directories_are_rejected(content: str | None, tmp_path: Path) -> 
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError, match="not a run directory .*, nor a Hugging Face model folder"):
-        run.load_model(tmp_path)
+        models.load_model(tmp_path)
 
 
 def test_a_checkpoint_in_place_of_its_run_is_named_with_its_step(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "55"
     path.mkdir(parents=True)
     (tmp_path / "config.json").write_text("{}")
-    for load in (run.load_config, run.open_config):
+    for load in (models.load_config, models.open_config):
         with pytest.raises(InputError, match=f"of a run; name the run with --checkpoint {tmp_path} --step 55$"):
             load(path)
 
@@ -154,9 +154,9 @@ def test_a_checkpoint_in_place_of_its_run_is_named_with_its_step(tmp_path: Path)
 def test_offloaded_parameters_generate_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = train(tmp_path, "--training.steps", 1)
     assert (done.returncode, done.stderr) == (0, "")
-    on_device = run.load_model(tmp_path)
-    monkeypatch.setattr(devices, "fits_in_memory", lambda needed, devices, limit: False)
-    on_host = run.load_model(tmp_path)
+    on_device = models.load_model(tmp_path)
+    monkeypatch.setattr(models, "fits_in_memory", lambda needed, devices, limit: False)
+    on_host = models.load_model(tmp_path)
     kinds = {
         section: {x.sharding.memory_kind for x in jax.tree.leaves(on_host.params[section])}
         for section in on_host.params

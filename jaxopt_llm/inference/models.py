@@ -1,45 +1,69 @@
-"""Models of training runs and of Hugging Face folders, for commands that use them without training."""
+"""Models of training runs and of Hugging Face folders, for use without training.
 
-from collections.abc import Iterable
+It chooses the devices and what runs on them, and the checkpoint of a run, adds adapters in PEFT's format, and loads the
+weights, or opens them to be written without being loaded (`checkpoint/stored_layers.py`).
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, Origin
+from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, Origin, collect_leaves
+from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft import adapter_config
-from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
+from jaxopt_llm.checkpoint.run_weights import (
+    AVERAGE,
+    RunWeights,
+    StoredLayers,
+    describe_average,
+    find_trained_tree,
+    is_run_directory,
+)
+from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
 from jaxopt_llm.config import (
     Config,
     DataConfig,
     LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
     PrecisionConfig,
+    ShardingConfig,
     cli,
+    fields,
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import errors, hub, json_files, tree
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.inference import card
-from jaxopt_llm.inference.adapters import add_adapters, open_adapters, open_run_adapters
-from jaxopt_llm.inference.devices import check_tensor, choose_local_grouped_matmul, count_bytes, make_placement
 from jaxopt_llm.inference.exported import describe_training
 from jaxopt_llm.inference.flags import OWN_FLAGS, Quantisation, Step
-from jaxopt_llm.inference.steps import choose_trained_tree, use_checkpoint
+from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
-from jaxopt_llm.run import pretrained_weights
-from jaxopt_llm.run.initial_weights import find_frozen_base, open_frozen_base, read_tokenizer_digest
+from jaxopt_llm.run import initial_weights
+from jaxopt_llm.run.directory import read_tokenizer_digest
+from jaxopt_llm.run.initial_weights import find_frozen_base, open_frozen_base
 from jaxopt_llm.step import lora
+from jaxopt_llm.step.validation import tensor_problems
 
 MAX_ROW_TOKENS = 2048  # of the rows that a model folder is evaluated on
 FrozenAs = Literal["resting", "original", "absent"]
@@ -106,7 +130,7 @@ def is_model_folder(directory: Path) -> bool:
 
 
 def open_config(directory: Path, base: Path | None = None) -> Config:
-    """Load the configuration of a run directory, or that of a Hugging Face folder, completed with defaults.
+    """Load the configuration of a run directory, or of a Hugging Face folder, completed with defaults.
 
     Raises InputError if the directory is neither. base: see `move_base`.
     """
@@ -166,7 +190,7 @@ def load_model(
 
     Args:
         directory: the run directory or folder.
-        data: settings that name the tokenizer and its chat template; None for those of the run.
+        data: settings that name the tokenizer and its chat template; None for the settings of the run.
         tensor: number of devices that every weight is split over.
         attention: attention implementation for calls without a cache.
         adapter: PEFT folder with LoRA adapters of the model; None for no adapters.
@@ -267,7 +291,7 @@ def read_folder(
     base = LoraConfig(base=quantisation.base if quantisation else "float")
     model, specs = lora.freeze_model(decoder, base, precision)
     placement = make_placement(count_bytes(specs), precision, tensor)
-    return model, pretrained_weights.read_frozen(folder, specs, placement), placement
+    return model, initial_weights.read_frozen(folder, specs, placement), placement
 
 
 def restore_run(
@@ -309,7 +333,7 @@ def restore_run(
     if frozen_as == "absent":
         frozen = jax.tree.map(lambda spec: None, frozen)
     elif jax.tree.leaves(frozen) and (base := open_frozen_base(directory, config)) and frozen_as == "original":
-        frozen = pretrained_weights.with_stored_dtypes(base, frozen)
+        frozen = initial_weights.with_stored_dtypes(base, frozen)
     needed = count_bytes(trained, dtype) + count_bytes(frozen)
     placement = make_placement(needed, precision, tensor)
 
@@ -321,7 +345,7 @@ def restore_run(
         trained_values = checkpoints.restore(step, {name: dtypes}, **{name: saved})[name]
         rest = frozen
         if base is not None:
-            rest = pretrained_weights.read_frozen(base, frozen, placement)
+            rest = initial_weights.read_frozen(base, frozen, placement)
         elif jax.tree.leaves(frozen):
             rest = checkpoints.restore(step, frozen=abstract_checkpoint(frozen, placement))["frozen"]
         return tree.merge(trained_values, rest), step
@@ -332,7 +356,7 @@ def restore_run(
 
 
 def find_origin(directory: Path, config: Config, step: int, title: str, notes: Iterable[str] = ()) -> Origin:
-    """Return what a folder of a run's model keeps: the tokenizer and the template of the training, and a model card.
+    """Return the files that a folder of a run's model keeps: tokenizer and template of the training, and a model card.
 
     Args:
         directory: the run directory.
@@ -356,3 +380,227 @@ def _check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
             f"--checkpoint {directory}: the tokenizer, its BOS or its EOS differs from the run's: restore the "
             "tokenizer that the run was trained with"
         )
+
+
+def check_tensor(tensor: int, config: Config) -> None:
+    """Raise InputError if the weights of the model cannot be split over this number of devices."""
+    count = len(visible_devices())
+    valid = [n for n in range(1, count + 1) if not count % n and not tensor_problems(config.model, 1, False, n)]
+    if tensor not in valid:
+        raise InputError(
+            f"--tensor {tensor}: must divide the number of devices ({count}) and the model's heads and MLP width; "
+            f"choose one of {', '.join(map(str, valid))}"
+        )
+
+
+def choose_local_grouped_matmul(precision: PrecisionConfig) -> str:
+    """Return the grouped matmul implementation for this machine, independent of the run's choice."""
+    return choose_grouped_matmul(visible_devices()[0], "auto", precision.compute_dtype)
+
+
+def make_placement(needed: int, precision: PrecisionConfig, tensor: int = 1) -> Placement:
+    """Return a placement for `needed` bytes of parameters that are used without training."""
+    devices = visible_devices()
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    chosen = choose_devices(needed, devices, limit, tensor)
+    return Placement(
+        make_mesh(MeshConfig(fsdp=len(chosen) // tensor, tensor=tensor), chosen),
+        ShardingConfig(zero_stage=3),
+        precision,
+        OffloadConfig(parameters=not fits_in_memory(needed, chosen, limit)),
+    )
+
+
+def choose_devices(
+    needed: int, devices: Sequence[jax.Device], limit: int | None, tensor: int = 1
+) -> Sequence[jax.Device]:
+    """Return the first `tensor` devices if `needed` bytes of parameters fit there; otherwise all devices."""
+    return devices[:tensor] if fits_in_memory(needed, devices[:tensor], limit) else devices
+
+
+def fits_in_memory(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:
+    """Return whether `needed` bytes of parameters, split over devices, leave a quarter of their memory free.
+
+    limit: memory of one device in bytes; None if the device has no limit. The free quarter is for activations and the
+        cache.
+    """
+    return limit is None or needed <= 0.75 * limit * len(devices)
+
+
+def count_bytes(leaves: tree.Tree, dtype: str | None = None) -> int:
+    """Return the number of bytes of specs, in `dtype` or in their own dtypes."""
+    return sum(math.prod(leaf.shape) * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(leaves))
+
+
+Result = TypeVar("Result")
+
+
+def use_checkpoint(directory: Path, step: Step, use: Callable[[Checkpoints, int], Result]) -> Result:
+    """Return `use(checkpoints, step)` for a verified checkpoint of a run.
+
+    Raises:
+        InputError: the run has no checkpoint of this step, or `best` compares nothing.
+        CheckpointError: the run has no usable checkpoint, or the checkpoint of the step is damaged.
+    """
+    with Checkpoints(directory / "checkpoints") as checkpoints:
+        while True:
+            found = checkpoints.latest_verified_step() if step is None else _find_verified(directory, step)
+            if found is None:
+                raise CheckpointError(f"--checkpoint {directory}: the run has no checkpoint yet; train it first")
+            try:
+                return use(checkpoints, found)
+            except CheckpointError:
+                if isinstance(step, int) or (directory / "checkpoints" / str(found)).exists():
+                    raise  # otherwise the run is in progress, wrote a newer checkpoint and deleted this one
+
+
+def choose_trained_tree(directory: Path, step: int) -> str:
+    """Return the tree of a checkpoint that holds the trained parameters to use, and say so if it is their average."""
+    name = find_trained_tree(directory / "checkpoints" / str(step))
+    if name == AVERAGE:
+        print(describe_average(directory, step), file=sys.stderr)
+    return name
+
+
+def _find_verified(directory: Path, step: Step) -> int | None:
+    """Return the step of the checkpoint that `step` names; None: the run has no checkpoint yet."""
+    paths = step_directories.find_checkpoints(directory / "checkpoints")
+    if not paths:
+        return None
+    choices = f"choose one of {', '.join(map(str, paths))}"
+    if step == "best":
+        if not (best := step_directories.rank_by_loss(step_directories.read_losses(paths))):
+            raise InputError(
+                f"--step best: no checkpoint of {directory} was saved at an evaluated step, so none has a held-out "
+                f"loss; {choices}"
+            )
+        step = best[0]
+    if step not in paths:
+        raise InputError(f"--step {step}: {directory} has no checkpoint of this step; {choices}, or best")
+    if damage := step_directories.find_damage(paths[step]):
+        raise CheckpointError(f"checkpoint {paths[step]} is damaged: {damage}; name another one with --step: {choices}")
+    return step
+
+
+def open_adapters(path: Path, folder: ModelFolder) -> tuple[AdapterFolder, ModelFolder]:
+    """Open a PEFT folder with adapters of the model of a Hugging Face folder.
+
+    Returns:
+        The adapters, and the model's folder with the whole weights that are saved with them.
+
+    Raises:
+        InputError: the adapters do not belong to the model.
+    """
+    path = hub.find_folder(path, "--adapter ")
+    adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
+    adapters.check_base(folder)
+    _warn_of_other_base(path, folder.path)
+    return adapters, adapters.whole.replace_in(folder, adapters.model)
+
+
+def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFolder:
+    """Open a PEFT folder with adapters of the model of a run.
+
+    Raises:
+        InputError: the adapters do not belong to the model, or the run has adapters already.
+    """
+    if config.lora.rank:
+        raise InputError(
+            f"--adapter {path}: the run {directory} has adapters already; leave out --adapter, or merge them first "
+            f"(python -m jaxopt_llm.convert merge --checkpoint {directory} --to FOLDER) and give --checkpoint FOLDER"
+        )
+    family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
+    path = hub.find_folder(path, "--adapter ")
+    adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
+    if adapters.whole.stored:
+        raise InputError(
+            f"--adapter {path}: it also has whole weights of the model (modules_to_save), which a run does not take; "
+            f"write the run as a folder (python -m jaxopt_llm.convert export --checkpoint {directory} --to FOLDER), "
+            "and give --checkpoint FOLDER"
+        )
+    adapters.check_base(None)
+    _warn_of_other_base(path, directory)
+    return adapters
+
+
+def _warn_of_other_base(adapter: Path, model: Path) -> None:
+    if warning := adapter_config.describe_other_base(adapter, str(model.absolute())):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def add_adapters(
+    model: Model, params: Params, placement: Placement, adapters: AdapterFolder, dtype: str
+) -> tuple[Model, Params]:
+    """Return a model and its parameters with the adapters of a PEFT folder, read in `dtype`."""
+    specs = adapters.add_to_specs(model.specs)
+    added, held = leaves.adapter_paths(specs), dict(tree.leaves_with_path(params))
+
+    def find_or_read(path: str, spec: ParamSpec) -> jax.Array:
+        if path not in added:
+            return held[path.removesuffix("/base")]
+        spec = replace(spec, dtype=jnp.dtype(dtype))
+        return adapters.read(path, spec, resting_parameter_sharding(spec, placement))
+
+    return model.with_specs(specs), tree.map_with_path(find_or_read, specs)
+
+
+def open_run_layers(directory: Path, config: Config, step: int) -> StoredLayers:
+    """Open the parameters of a verified checkpoint of a run.
+
+    Frozen parameters of a folder have its dtypes, unless they are quantised.
+
+    Raises:
+        InputError: that folder is missing or has changed.
+    """
+    _, _, frozen = _adapt(config)
+    base = open_frozen_base(directory, config) if jax.tree.leaves(frozen) else None
+    choose_trained_tree(directory, step)
+    weights = RunWeights(directory, directory / "checkpoints" / str(step), config.model, config.model)
+    return StoredLayers(_list_specs(config, base), weights, base)
+
+
+def open_both_bases(directory: Path, config: Config, step: int) -> tuple[StoredLayers, StoredLayers]:
+    """Open the parameters of a run that trains adapters over a quantised base: over its codes, and over its originals.
+
+    Raises:
+        InputError: the folder with the original weights is missing or has changed, or the run started from none.
+    """
+    layers = open_run_layers(directory, config, step)
+    if layers.folder is None:
+        raise InputError(f"{directory} started from no Hugging Face folder, and holds only the codes of its base")
+    original = fields.replace_fields(config, {"lora.base": "float", "lora.double_quantisation": False})
+    return layers, replace(layers, specs=_list_specs(original, layers.folder))
+
+
+def _adapt(config: Config) -> tuple[Decoder, Params, Params]:
+    """Return the model of a run, and the specs of its trained and of its frozen parameters."""
+    return lora.adapt_model(Decoder(config.model), config.lora, config.precision, config.training.trainable)
+
+
+def _list_specs(config: Config, base: ModelFolder | None) -> dict[str, tree.Leaf]:
+    """Return the specs of a run's parameters. base: the folder whose dtypes the frozen ones have; None: their own."""
+    _, trained, frozen = _adapt(config)
+    if base is not None:
+        frozen = initial_weights.with_stored_dtypes(base, frozen)
+    return collect_leaves(tree.merge(trained, frozen))
+
+
+def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLayers]:
+    """Open the parameters of a Hugging Face folder with the adapters of a PEFT folder.
+
+    Returns:
+        The configuration of the model, and its parameters.
+
+    Raises:
+        InputError: a folder is incomplete, or the adapters do not belong to the model.
+    """
+    folder = huggingface.open_model_folder(path)
+    adapters, folder = open_adapters(adapter, folder)
+    specs = stored_specs(folder)
+    return folder.config, StoredLayers(collect_leaves(adapters.add_to_specs(specs)), None, folder, adapters)
+
+
+def stored_specs(folder: ModelFolder) -> tree.Tree:
+    """Return the specs of a folder's model, in the dtypes of the folder."""
+    specs = decoder_specs.param_specs(folder.config)
+    return tree.map_with_path(lambda name, spec: replace(spec, dtype=folder.dtype(name)), specs)

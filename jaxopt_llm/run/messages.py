@@ -1,15 +1,21 @@
-"""Report of a run before its first step: the trained parameters, the devices, and the settings without effect."""
+"""Messages of a run: the report before its first step, its warnings, and the commands to type after its end."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder
+from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.peft import adapter_config
-from jaxopt_llm.config import ShardingConfig
+from jaxopt_llm.config import Config, ShardingConfig
 from jaxopt_llm.config.unread import describe_unread
-from jaxopt_llm.core import hub, tree
+from jaxopt_llm.core import errors, hub, tree
 from jaxopt_llm.core.block_format import BLOCK_SIZES
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
@@ -140,7 +146,7 @@ def describe_exact_matrices(specs: tree.Tree, placement: Placement) -> Iterator[
 
 
 def _list_unused_settings(setup: Setup) -> Iterator[str]:
-    """Yield a line for each setting that has no effect on a part of what it applies to."""
+    """Yield a line for each setting that has no effect on some of the parameters or steps."""
     config, program = setup.config, setup.program
     sharded = program.model.specs if config.sharding.zero_stage == 3 else program.specs.masters
     for path in find_undivided(sharded, setup.placement):
@@ -158,3 +164,40 @@ def _list_unused_settings(setup: Setup) -> Iterator[str]:
     warmup = config.schedule.count_warmup(config.training.steps)
     if end is not None and end > config.training.steps > warmup:
         yield f"the run ends before its schedule, which has {end} steps: see --schedule.decay-steps"
+
+
+def list_next_commands(config: Config) -> Iterator[str]:
+    """Yield lines with the commands that read the last checkpoint of a run, or the best one if another is better."""
+    run = f"--checkpoint {shlex.quote(config.run.directory)}"
+    best = _find_better_step(Path(config.run.directory))
+    if best is not None:
+        run += " --step best"
+        yield f"next, with the checkpoint of step {best}, whose held-out loss is the lowest:"
+    else:
+        yield "next:"
+    has_documents = config.evaluation.every or config.evaluation.paths
+    yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
+    question = "--chat" if config.data.content != "text" else "--prompt TEXT"
+    yield f"  {errors.program_name('generate')} {run} {question}"
+    if not _has_family(config):
+        return
+    convert, folder = errors.program_name("convert"), config.run.directory.rstrip("/")
+    if config.lora.rank:
+        yield f"  {convert} merge {run} --to {shlex.quote(f'{folder}-merged')}"
+    yield f"  {convert} export {run} --to {shlex.quote(f'{folder}-exported')}"
+
+
+def _find_better_step(directory: Path) -> int | None:
+    """Return the step with the lowest held-out loss; None if it is the last one, or if no step was evaluated."""
+    paths = step_directories.find_checkpoints(directory / "checkpoints")
+    ranked = step_directories.rank_by_loss(step_directories.read_losses(paths))
+    return ranked[0] if ranked and ranked[0] != max(paths) else None
+
+
+def _has_family(config: Config) -> bool:
+    """Return whether `convert` can write the model: Hugging Face has a class for it."""
+    try:
+        model_folder.choose_family(config.model, pretrained.find_source_folder(config))
+    except InputError:
+        return False
+    return True
