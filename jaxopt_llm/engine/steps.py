@@ -19,8 +19,15 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine.batches import BatchRows, describe_array
 from jaxopt_llm.engine.frontends import LossParts
 from jaxopt_llm.engine.microbatches import BatchPlaces, Microbatches, count_rows, find_rows, with_rows
-from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
-from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
+from jaxopt_llm.engine.program import (
+    EngineProgram,
+    Job,
+    compile_fitting,
+    find_limit,
+    is_open,
+    make_engine_program,
+    make_placement,
+)
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.training.replicas import count_copied_bytes
 from jaxopt_llm.training.state import TrainState

@@ -11,7 +11,7 @@ from jaxopt_llm.checkpoint.native.identity import Identity
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.rows.loader import read_ahead
-from jaxopt_llm.data.tokens.verification import Verification
+from jaxopt_llm.data.tokens.prepared import Verification
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.training import pretrained_weights
 from jaxopt_llm.training import state as training_state

@@ -13,7 +13,7 @@ from test_conversation import write
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.row_fields import UNUSABLE_IN_MESSAGES, UNUSABLE_IN_ROWS
+from jaxopt_llm.data.reading.conversation import UNUSABLE_IN_MESSAGES, UNUSABLE_IN_ROWS
 from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 
