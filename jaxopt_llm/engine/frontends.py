@@ -24,6 +24,7 @@ from jax.interpreters import partial_eval
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import Max, Mean, Sum, join_metrics, replace_zero
+from jaxopt_llm.execution.weight_uses import drop_callbacks
 from jaxopt_llm.observe.meter import OF_RECORD
 from jaxopt_llm.training.step import is_of_step
 
@@ -444,7 +445,7 @@ class LinenFrontend:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
         with _record_sown() as self._sown:
             traced, abstract = jax.make_jaxpr(self._initialize, return_shape=True)(shapes)
-        self._example = _keep_used(example, traced.jaxpr)
+        self._example = _keep_used(example, drop_callbacks(traced).jaxpr)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
         self._forms = StoredForms.of(jax.tree.leaves(abstract))

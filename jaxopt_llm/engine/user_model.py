@@ -28,7 +28,7 @@ from jaxopt_llm.engine.checks import (
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
 from jaxopt_llm.execution.lazy_weights import Lazy
 from jaxopt_llm.execution.placed_evaluation import evaluate
-from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
+from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_callbacks, drop_results, find_uses
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, SELECT, AttentionRequest, Implementation, exclude_sizes
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.copied_heads import CopiedHeads
@@ -454,7 +454,7 @@ def make_user_model(
 def _trace_written(closed: ClosedJaxpr, written: frozenset[int]) -> tuple[ClosedJaxpr, list[bool]]:
     """Return the jaxpr of what a loss assigns to parameters, and flags of the arguments that it has."""
     keep = [index in written for index in range(len(closed.jaxpr.outvars))]
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, keep)
+    jaxpr, used = partial_eval.dce_jaxpr(drop_callbacks(closed).jaxpr, keep)
     return ClosedJaxpr(jaxpr, closed.consts), list(used)
 
 
