@@ -187,39 +187,53 @@ def initialize(
     Raises:
         InputError: something does not fit together.
     """
-    given = config if isinstance(config, Config) else None
-    example = read_arrays(example)
-    losses, replicated = read_losses(loss, evaluation_loss, example, optimizer, trains), tuple(replicated)
+    losses = read_losses(loss, evaluation_loss, read_arrays(example), optimizer, trains)
     check_arrays([each.example for each in losses], replicated)
-    rows, optimizers = count_rows(losses[0].example, replicated), [each.optimizer for each in losses]
+    rows = count_rows(losses[0].example, replicated)
+    settings, processes = _resolve_settings(config, rows, losses, devices)
+    frontend = make_frontend(model, *join_losses(losses), settings.run.seed)
+    jobs = [_make_job(each, settings, frontend, rules, tuple(replicated)) for each in losses]
+    job = replace(jobs[0], others=tuple(jobs[1:]))
+    if weights is not None:
+        check_weights(weights, frontend.parameters)
+    _check_programs(job, processes, loss_over)
+    return Engine(job, processes, weights, devices)
+
+
+def _resolve_settings(
+    given: Config | Mapping[str, Any] | str | Path | None,
+    rows: int,
+    losses: Sequence[GivenLoss],
+    devices: Sequence[jax.Device] | None,
+) -> tuple[Config, Processes]:
+    """Return the settings, with a number of devices for each axis of the mesh, and the processes of the job."""
     visible = len(devices or visible_devices())
-    config = _resolve_config(config, rows, optimizers, visible)
+    config = _resolve_config(given, rows, [each.optimizer for each in losses], visible)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.fsdp == AUTO:
         config = replace(config, mesh=replace(config.mesh, fsdp=max(visible // config.mesh.devices, 1)))
     if devices is not None:
         check_devices(devices, config.mesh, processes.count)
-    if given and all(each.transformation is not None for each in losses) and (hidden := find_hidden_settings(given)):
+    hidden = find_hidden_settings(given) if isinstance(given, Config) else []
+    if hidden and all(each.transformation is not None for each in losses):
         verb = "has" if len(hidden) == 1 else "have"
         text = f"{', '.join(hidden)} {verb} no effect beside an optax transformation, which is the whole optimizer"
-        warnings.warn(text, EngineWarning, stacklevel=2)
-    frontend = make_frontend(model, *join_losses(losses), config.run.seed)
-    jobs = [_make_job(each, config, frontend, rules, replicated) for each in losses]
-    job = replace(jobs[0], others=tuple(jobs[1:]))
-    if weights is not None:
-        check_weights(weights, frontend.parameters)
-    # The programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    mesh = make_abstract_mesh(config.mesh)
+        warnings.warn(text, EngineWarning, stacklevel=3)  # the caller of `initialize`
+    return config, processes
+
+
+def _check_programs(job: Job, processes: Processes, loss_over: LossOver | None) -> None:
+    """Make the programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated."""
+    mesh = make_abstract_mesh(job.config.mesh)
     oddities: dict[str, None] = {}
     for one in job.losses:
-        one.check_division(make_placement(config, mesh))
+        one.check_division(make_placement(job.config, mesh))
         program = make_engine_program(one, mesh)
-        check_loss_over(loss_over, config.training.accumulation, program.model, one.have_rows)
+        check_loss_over(loss_over, job.config.training.accumulation, program.model, one.have_rows)
         oddities |= dict.fromkeys(program.model.oddities)
         _check_same_job(one, program, processes)
     for oddity in oddities:
-        warnings.warn(oddity, EngineWarning, stacklevel=2)
-    return Engine(job, processes, weights, devices)
+        warnings.warn(oddity, EngineWarning, stacklevel=3)  # the caller of `initialize`
 
 
 def _make_job(
