@@ -17,7 +17,7 @@ from jaxopt_llm.checkpoint.peft import adapter_config, adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import find_modules
 from jaxopt_llm.config import Config, DataConfig, cli, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, describe_error
-from jaxopt_llm.data.reading.find import find_corpus_files
+from jaxopt_llm.data.reading.files import find_corpus_files
 from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens import corpus, prepared, template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer

@@ -223,7 +223,7 @@ def _check_fits(spare: int, remedy: str = "") -> None:
 
 
 def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
-    from jaxopt_llm.engine.recipe import make_engine  # takes a second to import
+    from jaxopt_llm.engine.fit import make_engine  # takes a second to import
 
     for name in ("search", "save", "network", "nvlink", "pcie"):
         if getattr(options, name):

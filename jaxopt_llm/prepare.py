@@ -37,11 +37,10 @@ from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.reading import source
-from jaxopt_llm.data.reading.find import find_corpus_files
-from jaxopt_llm.data.reading.remote import is_url
+from jaxopt_llm.data.reading.files import find_corpus_files
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
-from jaxopt_llm.data.reading.storage import PLAN
+from jaxopt_llm.data.reading.storage import PLAN, is_url
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.pieces import in_spans
 from jaxopt_llm.data.tokens.template import make_reader

@@ -35,7 +35,7 @@ from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import Preempted
 from jaxopt_llm.core.files import lock_directory
-from jaxopt_llm.data.tokens.verification import Verification, find_prepared
+from jaxopt_llm.data.tokens.prepared import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog
@@ -173,7 +173,7 @@ def _name_command(processes: Processes) -> Iterator[None]:
 
 
 def _train_own_model(recipe: Recipe) -> int:
-    from jaxopt_llm.engine.recipe import check_recipe, train_recipe  # takes a second to import
+    from jaxopt_llm.engine.fit import check_recipe, train_recipe  # takes a second to import
 
     config = recipe.config
     check_recipe(recipe)

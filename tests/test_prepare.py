@@ -20,7 +20,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.source import read_standard_library
 from jaxopt_llm.data.tokens import prepared
-from jaxopt_llm.data.tokens.verification import find_prepared
+from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
 from jaxopt_llm.run.setup import open_documents
 

@@ -1,7 +1,7 @@
 """Command line of a configuration: `--config FILE [--section.field VALUE ...]`.
 
 FILE is a Python file that defines `get_config() -> Config`, or the config.json of a run. Every setting has a flag. A
-file that defines `model`, `loss` and `data` trains that model: see engine/recipe.py.
+file that defines `model`, `loss` and `data` trains that model: see engine/fit.py.
 """
 
 import argparse

@@ -20,7 +20,7 @@ class Maps:
         otherwise: what to do with another value than those of `values`.
         default: DeepSpeed's default, which replaces ours if the key is absent. None: ours stays.
         default_note: note on the default.
-        joint: a function of deepspeed_reader.py reads the key together with others.
+        joint: a method of `Reader` in deepspeed.py reads the key together with others.
     """
 
     settings: tuple[str, ...]

@@ -1,37 +1,96 @@
 """fit: the loop that `train` runs, for an engine: resume, preemption, records, dashboards and checkpoints."""
 
 import contextlib
+import functools
 import json
 import math
+import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.native.identity import Identity
-from jaxopt_llm.config import Config, ScheduleConfig, fields
+from jaxopt_llm.config import Config, RematConfig, ScheduleConfig, fields
+from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import lock_directory, replace_durably
 from jaxopt_llm.data.rows.loader import read_ahead
-from jaxopt_llm.distributed.process_group import Processes, check_same_programs
+from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog
-from jaxopt_llm.engine.batches import Batches, make_batches
+from jaxopt_llm.engine.batches import Batches, make_batches, read_example
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.engine import Engine
-from jaxopt_llm.engine.oom import make_explainer
+from jaxopt_llm.engine.initialize import initialize
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
-from jaxopt_llm.planning.memory import write_memory
+from jaxopt_llm.parallel.offload import count_resting_bytes
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.memory import KnownShapes, write_memory
 from jaxopt_llm.planning.oom import STEP, OomExplainer
+from jaxopt_llm.planning.units import choose_unit
 from jaxopt_llm.run.directory import has_checkpoint, read_decay_steps
 from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.records import Records, open_records
 from jaxopt_llm.run.replicas import copies_state
-from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.state import TrainState, abstract_state
 from jaxopt_llm.step.step import Metrics, is_of_step
+
+# --- Advice for a step that does not fit into the memory
+
+
+def make_explainer(engine: Engine, checkpoints: Checkpoints) -> OomExplainer:
+    """Return the explainer of an engine's run."""
+    program = engine.program
+    list_shapes = functools.partial(KnownShapes.from_specs, program.specs, program.placement, RematConfig("none"))
+    return OomExplainer(
+        program.state,
+        list_shapes,
+        lambda lacking, resumes: ["settings that save memory", *_list_savings(engine, resumes)],
+        checkpoints,
+    )
+
+
+def _list_savings(engine: Engine, resumes: bool) -> Iterator[str]:
+    """Yield a line for each setting that is not used yet. The bytes of the state are exact.
+
+    Args:
+        resumes: whether the run continues from a checkpoint; then settings that change the run are left out.
+    """
+    config, placement = engine.config, engine.program.placement
+    if config.run.check_replicas:
+        yield f"  run.check_replicas={config.run.check_replicas}: leave it out; a check may hold the state twice"
+    zero = replace(placement, sharding=replace(config.sharding, zero_stage=3))
+    if saved := _count_saved(engine, zero):
+        yield f"  sharding.zero_stage=3: {_format_bytes(saved)} less of the state per device"
+    if engine.program.model.keeps_layers or config.remat.policy == "save_attention":
+        yield "  remat.policy=full: the backward computes each layer again, and keeps only its input"
+    accumulation = config.training.accumulation
+    parts = 2 * accumulation * config.mesh.batch_shards
+    if config.training.batch_size % parts == 0:
+        yield f"  training.accumulation={2 * accumulation}: half of the activations; the batch stays the same"
+    offloaded = replace(placement, offload=replace(config.offload, optimizer=True))
+    if jax.default_backend() != "cpu" and (saved := _count_saved(engine, offloaded)):
+        yield f"  offload.optimizer=True: {_format_bytes(saved)} of the state moves to the host"
+    if engine.has_schedule and not resumes and config.optimizer.state_dtype != "int8":
+        yield "  optimizer.state_dtype=int8: moments of 8 bits"
+    yield "  more devices: engine.plan(gpus=N) shows the memory of a step on N GPUs, and allocates nothing"
+
+
+def _count_saved(engine: Engine, placement: Placement) -> int:
+    """Return the bytes of the state that leave each device with another placement."""
+    before, after = engine.program.state, abstract_state(engine.program.specs, placement)
+    return count_resting_bytes(before) - count_resting_bytes(after)
+
+
+def _format_bytes(count: int) -> str:
+    name, unit = choose_unit(count)
+    return f"{count / unit:.2f} {name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,3 +357,50 @@ def _run(workload: EngineWorkload, records: Records, preemption: Preemption) -> 
         if workload.processes.first:
             write_memory(directory / "memory.json", engine.program.state, engine.compiled_step)
     train_workload(workload, records, preemption)
+
+
+# --- Recipes with a model of their own, for `train` and `plan`
+#
+# Such a recipe defines `model`, `loss` and `data`: arguments of `initialize` and of `fit`. It may define `example`,
+# `held_out` and the names of `OPTIONAL`. `get_config` may be left out.
+
+
+# Arguments of `initialize` that a recipe may define, besides `example`.
+OPTIONAL = ("optimizer", "rules", "evaluation_loss", "weights", "replicated", "trains", "loss_over")
+
+
+def make_engine(recipe: Recipe, processes: Processes = SINGLE_PROCESS) -> Engine:
+    """Return the engine of a recipe. Its example is the recipe's, or the first batch of its data.
+
+    Process 0 prints each warning as one line.
+
+    Raises:
+        InputError: a name is missing, or something does not fit together.
+    """
+    check_recipe(recipe)
+    names = recipe.names
+    given = {name: names[name] for name in OPTIONAL if name in names}
+    example = names["example"] if "example" in names else read_example(names["data"], recipe.config.training.batch_size)
+    # The devices open when all processes come to them. JAX fails if one comes minutes later, so the wait is here.
+    processes.channel("example").exchange("")
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always", EngineWarning)
+        engine = initialize(names["model"], names["loss"], example, recipe.config, **given)
+    for each in raised if engine.processes.first else ():
+        print(f"warning: {each.message}", file=sys.stderr)
+    return engine
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise InputError if the data is missing, or a setting of the recipe has a wrong value."""
+    if "data" not in recipe.names:
+        raise InputError(f"--config {recipe.path}: it defines a model and a loss, and lacks data, as fit takes it")
+    if found := fields.wrong_types(recipe.config) or recipe.config.problems():
+        raise InputError(f"--config {recipe.path}: {'; '.join(found)}")
+
+
+def train_recipe(recipe: Recipe, processes: Processes) -> None:
+    """Train the model of a recipe to `training.steps`, as `fit` does."""
+    with Watchdog(recipe.config, processes):
+        engine = make_engine(recipe, processes)
+    train_engine(engine, recipe.names["data"], held_out=recipe.names.get("held_out", ()))

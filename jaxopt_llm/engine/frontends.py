@@ -5,7 +5,7 @@ A front-end traces the user's code and knows no placement. What it names:
 parameters: the arrays that the loss is differentiated with respect to: `nnx.Param`s, Linen's collection "params", or
     every leaf of a plain pytree.
 variables: all other arrays of the model, which the loss may change: running means of BatchNorm, keys and counts of
-    random numbers, caches, and arrays that are attributes without a variable. How they are stored: see stored_forms.py.
+    random numbers, caches, and arrays that are attributes without a variable. How they are stored: see `StoredForms`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx, struct
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
@@ -23,9 +24,66 @@ from jax.interpreters import partial_eval
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import Max, Mean, Sum, join_metrics, replace_zero
-from jaxopt_llm.engine.stored_forms import StoredForms
+from jaxopt_llm.execution.weight_uses import drop_callbacks
 from jaxopt_llm.observe.meter import OF_RECORD
 from jaxopt_llm.step.step import is_of_step
+
+# --- Stored forms of arrays that JAX cannot save, or pass to a compiled program, as they are
+
+
+# Types of fewer than 8 bits -> the types of 8 bits that hold their values. A compiled program refuses arguments of the
+# former: it expects a packed layout, which JAX does not give them.
+WIDE = {
+    np.dtype(narrow): np.dtype(wide)
+    for narrow, wide in {
+        jnp.int2: jnp.int8,
+        jnp.int4: jnp.int8,
+        jnp.uint2: jnp.uint8,
+        jnp.uint4: jnp.uint8,
+        jnp.float4_e2m1fn: jnp.float8_e4m3fn,
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class StoredForms:
+    """Forms in which a state stores some arrays: random keys as uint32 data, and numbers of 2 or 4 bits in 8 bits.
+
+    forms: the implementation of a random key, a type of `WIDE`, or None for an array that is stored as it is.
+    """
+
+    forms: tuple[str | np.dtype[Any] | None, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any]) -> "StoredForms":
+        return cls(tuple(map(_find_form, leaves)))
+
+    def store(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return [_store(*pair) for pair in zip(self.forms, leaves, strict=True)]
+
+    def read(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return [_read(*pair) for pair in zip(self.forms, leaves, strict=True)]
+
+
+def _find_form(leaf: Any) -> str | np.dtype[Any] | None:
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.dtype if leaf.dtype in WIDE else None
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), leaf.dtype))
+    return found[0]
+
+
+def _store(form: str | np.dtype[Any] | None, leaf: Any) -> jax.Array:
+    if isinstance(form, str):
+        return jax.random.key_data(leaf)
+    return leaf if form is None else leaf.astype(WIDE[form])
+
+
+def _read(form: str | np.dtype[Any] | None, leaf: Any) -> jax.Array:
+    if isinstance(form, str):
+        return jax.random.wrap_key_data(leaf, impl=form)
+    return leaf if form is None else leaf.astype(form)
+
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
 RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call
@@ -387,7 +445,7 @@ class LinenFrontend:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
         with _record_sown() as self._sown:
             traced, abstract = jax.make_jaxpr(self._initialize, return_shape=True)(shapes)
-        self._example = _keep_used(example, traced.jaxpr)
+        self._example = _keep_used(example, drop_callbacks(traced).jaxpr)
         parameters = abstract.pop("params", {})
         self._parameter_tree, self._variable_tree = jax.tree.structure(parameters), jax.tree.structure(abstract)
         self._forms = StoredForms.of(jax.tree.leaves(abstract))

@@ -4,11 +4,12 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import optax
 
 from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.config.fields import shared_fields
@@ -19,15 +20,122 @@ from jaxopt_llm.distributed import process_group
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine import deepspeed
 from jaxopt_llm.engine.batches import read_arrays
-from jaxopt_llm.engine.checks import EngineWarning, check_config, check_devices, find_hidden_settings, find_unread
+from jaxopt_llm.engine.checks import (
+    EngineWarning,
+    check_config,
+    check_devices,
+    check_optimizer,
+    find_hidden_settings,
+    find_unread,
+)
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights
-from jaxopt_llm.engine.losses import GivenLoss, Optimizer, join_losses, read_losses
 from jaxopt_llm.engine.microbatches import check_arrays, count_rows, find_rows
 from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
 from jaxopt_llm.engine.row_coupling import LossOver, check_loss_over
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, visible_devices
+
+# --- Losses, each with an optimizer and parameters of its own
+
+
+Optimizer: TypeAlias = optax.GradientTransformation | OptimizerConfig
+
+
+@dataclass(frozen=True)
+class GivenLoss:
+    """A loss as the user gives it.
+
+    Attributes:
+        name: "" if there is only one loss.
+        optimizer: None for `config.optimizer`.
+        trains: patterns of the parameters that it trains.
+    """
+
+    name: str
+    loss: Loss
+    evaluation_loss: Loss
+    example: Any
+    optimizer: Optimizer | None
+    trains: tuple[str, ...]
+
+    @property
+    def transformation(self) -> optax.GradientTransformation | None:
+        """The optax transformation; None for an OptimizerConfig."""
+        return None if isinstance(self.optimizer, OptimizerConfig) else self.optimizer
+
+
+def read_losses(
+    loss: Loss | Mapping[str, Loss],
+    evaluation_loss: Loss | Mapping[str, Loss] | None,
+    example: Any,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None,
+    trains: Mapping[str, str | Sequence[str]] | None,
+) -> list[GivenLoss]:
+    """Return the losses that the arguments of `initialize` describe.
+
+    Raises:
+        InputError: a mapping lacks a loss or names another one, or an optimizer is none.
+    """
+    names = [*loss] if isinstance(loss, Mapping) else [""]
+    for name in names:
+        if not isinstance(name, str) or (isinstance(loss, Mapping) and not name):
+            raise InputError(f"loss: {name!r} is no name of a loss; give a string that is not empty")
+    if not names:
+        raise InputError("loss: the mapping is empty; give at least one loss")
+    if trains is not None and not isinstance(loss, Mapping):
+        raise InputError(
+            "trains: it is for several losses, loss={'name': ...}; training.trainable selects parameters for one"
+        )
+
+    def choose(argument: str, value: Any, name: str, default: Any = None) -> Any:
+        """Return the part of an argument that belongs to a loss: one for all, or a mapping by name."""
+        if value is None:
+            return default
+        if not isinstance(value, Mapping):
+            return value
+        if not isinstance(loss, Mapping):
+            raise InputError(f"{argument}: there is one loss, which has no name; give one {argument} and no mapping")
+        if found := {*value} ^ {*names}:
+            raise InputError(
+                f"{argument}: the losses are {', '.join(names)}, and it names {', '.join(map(str, value))}; "
+                f"give one for each ({', '.join(sorted(map(str, found)))} differs)"
+            )
+        return value[name]
+
+    by_loss = isinstance(loss, Mapping) and isinstance(example, Mapping) and {*example} == {*names}
+    given = []
+    for name in names:
+        own = loss[name] if isinstance(loss, Mapping) else loss
+        own_optimizer = choose("optimizer", optimizer, name)
+        if own_optimizer is not None:
+            check_optimizer(own_optimizer)
+        patterns = choose("trains", trains, name, name or "*")
+        given.append(
+            GivenLoss(
+                name=name,
+                loss=own,
+                evaluation_loss=choose("evaluation_loss", evaluation_loss, name, own),
+                example=example[name] if by_loss else example,
+                optimizer=own_optimizer,
+                trains=(patterns,) if isinstance(patterns, str) else tuple(patterns),
+            )
+        )
+    return given
+
+
+def join_losses(losses: Sequence[GivenLoss]) -> tuple[Loss, Any]:
+    """Return a loss that calls all of these, and an example of its batch: what initialises a module of Linen."""
+    if len(losses) == 1:
+        return losses[0].loss, losses[0].example
+
+    def call_all(model: Any, batches: Sequence[Any]) -> list[Any]:
+        return [each.loss(model, batch) for each, batch in zip(losses, batches, strict=True)]
+
+    return call_all, [each.example for each in losses]
+
+
+# --- Engines
 
 
 def initialize(
@@ -79,39 +187,53 @@ def initialize(
     Raises:
         InputError: something does not fit together.
     """
-    given = config if isinstance(config, Config) else None
-    example = read_arrays(example)
-    losses, replicated = read_losses(loss, evaluation_loss, example, optimizer, trains), tuple(replicated)
+    losses = read_losses(loss, evaluation_loss, read_arrays(example), optimizer, trains)
     check_arrays([each.example for each in losses], replicated)
-    rows, optimizers = count_rows(losses[0].example, replicated), [each.optimizer for each in losses]
+    rows = count_rows(losses[0].example, replicated)
+    settings, processes = _resolve_settings(config, rows, losses, devices)
+    frontend = make_frontend(model, *join_losses(losses), settings.run.seed)
+    jobs = [_make_job(each, settings, frontend, rules, tuple(replicated)) for each in losses]
+    job = replace(jobs[0], others=tuple(jobs[1:]))
+    if weights is not None:
+        check_weights(weights, frontend.parameters)
+    _check_programs(job, processes, loss_over)
+    return Engine(job, processes, weights, devices)
+
+
+def _resolve_settings(
+    given: Config | Mapping[str, Any] | str | Path | None,
+    rows: int,
+    losses: Sequence[GivenLoss],
+    devices: Sequence[jax.Device] | None,
+) -> tuple[Config, Processes]:
+    """Return the settings, with a number of devices for each axis of the mesh, and the processes of the job."""
     visible = len(devices or visible_devices())
-    config = _resolve_config(config, rows, optimizers, visible)
+    config = _resolve_config(given, rows, [each.optimizer for each in losses], visible)
     processes = process_group.find_processes(os.environ, config.distributed)
     if config.mesh.fsdp == AUTO:
         config = replace(config, mesh=replace(config.mesh, fsdp=max(visible // config.mesh.devices, 1)))
     if devices is not None:
         check_devices(devices, config.mesh, processes.count)
-    if given and all(each.transformation is not None for each in losses) and (hidden := find_hidden_settings(given)):
+    hidden = find_hidden_settings(given) if isinstance(given, Config) else []
+    if hidden and all(each.transformation is not None for each in losses):
         verb = "has" if len(hidden) == 1 else "have"
         text = f"{', '.join(hidden)} {verb} no effect beside an optax transformation, which is the whole optimizer"
-        warnings.warn(text, EngineWarning, stacklevel=2)
-    frontend = make_frontend(model, *join_losses(losses), config.run.seed)
-    jobs = [_make_job(each, config, frontend, rules, replicated) for each in losses]
-    job = replace(jobs[0], others=tuple(jobs[1:]))
-    if weights is not None:
-        check_weights(weights, frontend.parameters)
-    # The programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated.
-    mesh = make_abstract_mesh(config.mesh)
+        warnings.warn(text, EngineWarning, stacklevel=3)  # the caller of `initialize`
+    return config, processes
+
+
+def _check_programs(job: Job, processes: Processes, loss_over: LossOver | None) -> None:
+    """Make the programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated."""
+    mesh = make_abstract_mesh(job.config.mesh)
     oddities: dict[str, None] = {}
     for one in job.losses:
-        one.check_division(make_placement(config, mesh))
+        one.check_division(make_placement(job.config, mesh))
         program = make_engine_program(one, mesh)
-        check_loss_over(loss_over, config.training.accumulation, program.model, one.have_rows)
+        check_loss_over(loss_over, job.config.training.accumulation, program.model, one.have_rows)
         oddities |= dict.fromkeys(program.model.oddities)
         _check_same_job(one, program, processes)
     for oddity in oddities:
-        warnings.warn(oddity, EngineWarning, stacklevel=2)
-    return Engine(job, processes, weights, devices)
+        warnings.warn(oddity, EngineWarning, stacklevel=3)  # the caller of `initialize`
 
 
 def _make_job(

@@ -15,8 +15,7 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.engine.microbatches import count_rows, with_rows
-from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program
-from jaxopt_llm.engine.remat_choice import compile_fitting
+from jaxopt_llm.engine.program import EngineProgram, Job, compile_fitting, make_engine_program
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh

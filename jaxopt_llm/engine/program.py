@@ -2,33 +2,38 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from jaxopt_llm.compiler import kernel_choice, xla_options
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.attention import AttentionSelector, make_selector
+from jaxopt_llm.core.metric import replace_zero
 from jaxopt_llm.engine.checks import check_update
-from jaxopt_llm.engine.frontends import Frontend, Loss
-from jaxopt_llm.engine.gradients import compute_loss, differentiate_user_model
+from jaxopt_llm.engine.frontends import Frontend, Loss, LossParts
 from jaxopt_llm.engine.microbatches import Microbatches, check_division, list_have_rows, split_batch
 from jaxopt_llm.engine.user_model import (
+    AttentionSelector,
     LossTrace,
     Rules,
     UserModel,
     list_variable_specs,
+    make_selector,
     make_user_model,
     nest_variables,
     run_abstractly,
 )
+from jaxopt_llm.execution.executor import add_gradients, constrain_gradients
+from jaxopt_llm.execution.partitioning import correct_partitioning
 from jaxopt_llm.execution.weight_uses import LOOKUP, PRODUCT
 from jaxopt_llm.kernels.attention import CHECKPOINT_NAME
 from jaxopt_llm.model.linear import quantised
@@ -37,13 +42,96 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.codes import find_row_sum
+from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.free_memory import count_usable_bytes, leave_free
+from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.run.messages import describe_exact_matrices
 from jaxopt_llm.step import lora, moments, optimizer
 from jaxopt_llm.step.program import ModelParts, StepProgram, make_share, make_step_program, take_share
-from jaxopt_llm.step.state import StateSpecs
-from jaxopt_llm.step.step import Advance, BindOptimizers, StepSettings, update_after_backward
+from jaxopt_llm.step.state import StateSpecs, TrainState
+from jaxopt_llm.step.step import (
+    Advance,
+    BindOptimizers,
+    Differentiate,
+    Differentiated,
+    StepSettings,
+    update_after_backward,
+)
 from jaxopt_llm.step.update import WholeOptimizer
+
+# --- Loss and gradients over the microbatches of a step
+#
+# The loss sees a whole microbatch, as on one device, so that what couples its rows (BatchNorm, a contrastive loss, the
+# draw of a dropout mask) is the same on every mesh. XLA divides the computation by the rows of the batch. Gradients are
+# summed over the devices in each microbatch.
+
+
+Carry = tuple[Params, Params]  # variables, gradients
+
+
+def differentiate_user_model(model: UserModel, placement: Placement) -> Differentiate:
+    """Return the function that computes the gradients of the mean loss over the microbatches of a batch."""
+
+    def differentiate(state: TrainState, batch: Microbatches, scale: jax.Array | float) -> Differentiated:
+        params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
+        trained = tree.restrict(model.specs, state.trainable)
+
+        @functools.partial(correct_partitioning, placement=placement)
+        def one_microbatch(variables: Params, microbatch: Any) -> tuple[Params, LossParts, Params]:
+            def objective(perturbations: Params) -> tuple[jax.Array, tuple[LossParts, Params]]:
+                parts, after = model.evaluate(params, perturbations, variables, microbatch, placement)
+                # The mean, because the gradients of a sum over thousands of tokens leave the range of float16.
+                count = jax.lax.stop_gradient(replace_zero(parts.count))
+                return scale * parts.total / count, (parts, after)
+
+            gradients, (parts, after) = jax.grad(objective, has_aux=True)(make_perturbations(trained, placement))
+            return after, parts, gradients
+
+        def accumulate(carry: Carry, rows: Any) -> tuple[Carry, LossParts]:
+            variables, gradients = carry
+            variables, parts, more = one_microbatch(variables, batch.join(rows))
+            count = replace_zero(parts.count)
+            more = jax.tree.map(lambda gradient: count * gradient.astype(jnp.float32), more)
+            return (variables, add_gradients(gradients, more, trained, placement)), parts
+
+        first = batch.take_first()
+        if batch.count == 1:
+            variables, parts, gradients = one_microbatch(state.variables, first)
+            divisor = scale
+        else:
+            shapes = jax.eval_shape(one_microbatch, state.variables, first)[2]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+            begin = state.variables, constrain_gradients(zeros, trained, placement)
+            (variables, gradients), each = jax.lax.scan(accumulate, begin, batch.rows)
+            parts = each.join()
+            divisor = scale * replace_zero(parts.count)
+        written = None
+        if model.written:
+            assign = correct_partitioning(model.compute_written, placement)
+            written = assign(tree.merge(state.masters, state.frozen), state.variables, first)
+        return Differentiated(parts.mean(), gradients, divisor, parts.metrics, variables, written)
+
+    return differentiate
+
+
+def compute_loss(model: UserModel, state: TrainState, batch: Microbatches, placement: Placement) -> LossParts:
+    """Return the parts of the loss of a batch. Each microbatch begins with the variables of the state."""
+    params, batch = tree.merge(state.trainable, state.frozen), batch.divide(placement)
+    nothing = jax.tree.map(lambda spec: None, model.specs)
+
+    @functools.partial(correct_partitioning, placement=placement)
+    def one_microbatch(microbatch: Any) -> LossParts:
+        return model.evaluate(params, nothing, state.variables, microbatch, placement)[0]
+
+    if batch.count == 1:
+        return one_microbatch(batch.take_first())
+    each: LossParts = jax.lax.map(lambda rows: one_microbatch(batch.join(rows)), batch.rows)
+    return each.join()
+
+
+# --- Programs
+
 
 # Policies that rematerialise layers -> the checkpoint names of the results that they keep.
 SAVED: dict[Any, tuple[str, ...]] = {"full": (), "save_attention": (CHECKPOINT_NAME,)}
@@ -373,3 +461,65 @@ def _add_sections(model: UserModel, patterns: Sequence[str]) -> tuple[str, ...]:
 
 def _matches(paths: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [path for path in paths if tree.first_match(path, patterns)]
+
+
+# --- Choice of `remat.policy auto`: the first policy with which a step fits into the memory
+#
+# The policies are `none`, the loss as it is written; `save_attention`, for a loss that calls `jaxopt_llm.attention`;
+# and `full`. The choice is open only if the loss has a loop over layers, or equal layers in a list, that it does not
+# rematerialise.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fitting(Generic[T]):
+    """A program, what compiling its step returned, and the choice in words; "" if nothing was open."""
+
+    program: EngineProgram
+    compiled: T
+    chosen: str
+
+
+def compile_fitting(
+    job: Job,
+    program: EngineProgram,
+    limit: int,
+    compile: Callable[[EngineProgram], T],
+    count_peak: Callable[[T], int],
+    agree: Callable[[bool], bool] = lambda fits: fits,
+) -> Fitting[T]:
+    """Compile the step of a job with the policy that `auto` chooses.
+
+    Args:
+        program: of the job, with the loss as it is written.
+        limit: bytes of a device that XLA may use.
+        compile: compiles the step of a program.
+        count_peak: returns the bytes of a device that the result of `compile` needs.
+        agree: returns whether a step fits all processes.
+    """
+    compiled = compile(program)
+    if not is_open(program, job):
+        return Fitting(program, compiled, "")
+    usable, policy, refused = leave_free(limit), "none", ""
+    for larger in ("save_attention", "full") if program.model.attention.choices else ("full",):
+        peak = count_peak(compiled)
+        needed = f"needs {peak / GIB:.2f} of {usable / GIB:.2f} GiB per device"
+        if agree(peak <= usable):
+            return Fitting(program, compiled, f"remat.policy {policy}, which {needed}{refused}")
+        refused = f", because {policy} {needed}"
+        policy, config = larger, fields.replace_fields(job.config, {"remat.policy": larger})
+        program = make_engine_program(replace(job, config=config), program.placement.mesh)
+        compiled = compile(program)
+    return Fitting(program, compiled, f"remat.policy {policy}{refused}")
+
+
+def is_open(program: EngineProgram, job: Job) -> bool:
+    """Return whether `remat.policy` is open."""
+    return job.config.remat.policy == AUTO and program.model.keeps_layers
+
+
+def find_limit(device: jax.Device) -> int | None:
+    """Return the bytes of a GPU that XLA may use. None for a CPU: there the loss is taken as it is written."""
+    return None if device.platform == "cpu" else count_usable_bytes(device)

@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.jaxpr import split_scan, typeof
 from jaxopt_llm.engine.user_model import UserModel
-from jaxopt_llm.execution.weight_uses import drop_results
+from jaxopt_llm.execution.weight_uses import drop_callbacks, drop_results
 
 LossOver = Literal["rows", "batch"]  # what a loss is a mean over, see `initialize`
 # Linear operations with one operand, and those that are linear in one operand if the others do not depend on the batch.
@@ -106,7 +106,7 @@ def describe_coupling(closed: ClosedJaxpr, result: int, parameters: int, have_ro
         parameters: the number of its first arguments that are parameters.
         have_rows: whether the first dimension counts rows, for each of its last arguments, the arrays of the batch.
     """
-    needed = drop_results(closed, [index == result for index in range(len(closed.jaxpr.outvars))])
+    needed = drop_results(drop_callbacks(closed), [index == result for index in range(len(closed.jaxpr.outvars))])
     arguments = [_Value(trained=True)] * parameters + [_CONSTANT] * (
         len(closed.jaxpr.invars) - parameters - len(have_rows)
     )

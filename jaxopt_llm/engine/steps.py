@@ -6,6 +6,7 @@ A step is made when a batch first needs it, and kept. Those of one engine are pr
 import functools
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,14 +20,22 @@ from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.engine.batches import BatchRows, describe_array
 from jaxopt_llm.engine.frontends import LossParts
 from jaxopt_llm.engine.microbatches import BatchPlaces, Microbatches, count_rows, find_rows, with_rows
-from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
-from jaxopt_llm.engine.remat_choice import compile_fitting, find_limit, is_open
+from jaxopt_llm.engine.program import (
+    EngineProgram,
+    Job,
+    compile_fitting,
+    find_limit,
+    is_open,
+    make_engine_program,
+    make_placement,
+)
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.run.replicas import count_copied_bytes
 from jaxopt_llm.step.state import TrainState
 
 StepStages = tuple[jax.stages.Lowered, jax.stages.Compiled]
 Shapes = tuple[tuple[int, ...], ...]
+WAIT_SECONDS = 60.0  # for the other processes, until a line says what for
 
 
 class ShapedStep:
@@ -196,7 +205,17 @@ class Steps:
     def _announce(self, job: Job, what: str, placed: Microbatches) -> None:
         """Say that a program is compiled for a batch, after all processes have come to it with the same shapes."""
         text = _describe(job, placed)
-        self._processes.check_same("the shapes of a batch", text, "all processes must give batches of the same shapes")
+        # A process that knows the shapes of its own batch does not come. It waits in a collective of its step, and this
+        # process here: no step could be checked without an exchange at every step.
+        warning = f"waits for the other processes: batches of {text} are new to this one; all must have the same shapes"
+        timer = threading.Timer(WAIT_SECONDS, lambda: print(warning, file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            remedy = "all processes must give batches of the same shapes"
+            self._processes.check_same("the shapes of a batch", text, remedy)
+        finally:
+            timer.cancel()
         if self._processes.first:
             print(f"compiles another {what}, for batches of {text}", file=sys.stderr)
 

@@ -1,8 +1,11 @@
 """A user's model and loss under the engine: specs of its parameters, and its loss over placed weights."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,24 +13,146 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.attention import AttentionSelector
-from jaxopt_llm.engine.captured_arrays import check_captured
-from jaxopt_llm.engine.checks import check_parameters, check_rules, find_oddities, find_unread_parameters
+from jaxopt_llm.engine.checks import (
+    check_captured,
+    check_parameters,
+    check_rules,
+    find_oddities,
+    find_unread_parameters,
+)
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend, Loss, LossParts, nest, normalise_loss
-from jaxopt_llm.engine.repeated_blocks import name_blocks
 from jaxopt_llm.execution.placed_evaluation import Lazy, run_placed
-from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_results, find_uses
-from jaxopt_llm.kernels.attention import SELECT
+from jaxopt_llm.execution.weight_uses import CONVOLUTION, LOOKUP, PRODUCT, Use, drop_callbacks, drop_results, find_uses
+from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, SELECT, AttentionRequest, Implementation, exclude_sizes
+from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
+from jaxopt_llm.kernels.attention_wrappers import CopiedHeads
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight, adapter_paths, is_wrapped
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload, zero
+from jaxopt_llm.parallel.activations import PerDevice
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
+from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.run.attention_choice import AUTO, choose_working
+
+# --- Implementations of `jaxopt_llm.attention` in a loss
+#
+# They are chosen for the devices of a program, and divided over them, while `kernels.attention.SELECT` traces the loss.
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSelector:
+    """Selector of the implementation of each call of `attention` in a loss, for one placement.
+
+    Selectors are compared by identity: JAX's caches have them in their keys, so that a function that the loss jits is
+    traced anew for each program, and each program has all of its calls in `choices`.
+
+    Attributes:
+        requested: value of `training.attention`.
+        device: a device of the placement, or one like it.
+        choices: choices so far, with warnings of what the user probably did not intend.
+    """
+
+    placement: Placement
+    requested: str
+    device: Any
+    choices: dict[AttentionRequest, AttentionChoice] = field(default_factory=dict)
+
+    def __call__(self, request: AttentionRequest) -> Implementation:
+        if request not in self.choices:
+            self.choices[request] = self._choose(request)
+        name = self.choices[request].name
+        if name == FALLBACK:
+            return IMPLEMENTATIONS[name]  # XLA divides its own operations
+        divides = self._divides_heads(request)
+        kernel = PerDevice(IMPLEMENTATIONS[name], self.placement, divides)
+        copies = math.lcm(request.kv_heads, self.placement.size("tensor")) // request.kv_heads if divides else 1
+        return CopiedHeads(kernel, copies) if copies > 1 else kernel
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what the user probably did not intend about the calls so far."""
+        yield from dict.fromkeys(choice.warning for choice in self.choices.values() if choice.warning)
+        tensor = self.placement.size("tensor")
+        for request, choice in self.choices.items():
+            if choice.name != FALLBACK and not self._divides_heads(request):
+                yield (
+                    f"mesh.tensor={tensor} does not divide the {request.heads} heads of an attention: each device "
+                    "along it computes all of them"
+                )
+
+    def _divides_heads(self, request: AttentionRequest) -> bool:
+        return request.heads % self.placement.size("tensor") == 0
+
+    def _choose(self, request: AttentionRequest) -> AttentionChoice:
+        is_gpu = self.device.platform == "gpu"
+        if isinstance(self.placement.mesh, AbstractMesh) and not is_gpu:
+            return AttentionChoice(FALLBACK)  # nothing is refused: the program may be planned for GPUs
+        requested = self.requested if request.requested == AUTO else request.requested
+        axes = self.placement.batch_axes
+        if requested != FALLBACK and is_gpu and request.rows % self.placement.size(*axes):
+            sizes = " × ".join(f"mesh.{axis}={self.placement.size(axis)}" for axis in axes)
+            reason = f"{sizes} does not divide its {request.rows} rows, and a kernel needs whole rows on each device"
+            return AttentionChoice(FALLBACK, reason, f"an attention is computed by XLA's operations, because {reason}")
+        excluded = exclude_sizes(request.call.head_dim, request.value_dim)
+        if self.device not in visible_devices():  # it is only compiled for
+            return choose_attention(self.device, requested, request.call, excluded)
+        with jax.ensure_compile_time_eval():  # the check of a kernel runs now, and is no part of the loss
+            group = request.heads // request.kv_heads
+            return choose_working(self.device, requested, request.call, group, excluded)
+
+
+def make_selector(placement: Placement, requested: str) -> AttentionSelector:
+    """Return the selector for a placement. requested: value of `training.attention`."""
+    mesh = placement.mesh
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else visible_devices()[0]
+    return AttentionSelector(placement, requested, device)
+
+
+# --- Repeated blocks: equal layers in a list, found by the paths of their parameters
+
+
+_NUMBERED = re.compile(r"(.*?)\d+")  # an item of a list, `3`, or a numbered name, `Block_3`
+_PRODUCTS = 2  # of a block: rematerialising a single product saves nothing but its activation function
+
+
+def name_blocks(parameters: Sequence[ArrayInfo], uses: Sequence[Sequence[Use]]) -> tuple[str, ...]:
+    """Return the name of each parameter's block, such as `layers/3`; "" for a parameter of none.
+
+    Blocks are the items of a list of layers: numbered parts of the model, at least two of which have parameters of the
+    same names and shapes, and which compute at least two products each. If blocks contain blocks, the outer ones count.
+
+    Args:
+        uses: how the loss reads each parameter.
+    """
+    names = [""] * len(parameters)
+    paths = [info.path.split("/") for info in parameters]
+    for depth in range(max(map(len, paths))):
+        lists: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # list -> item -> parameters
+        for index, path in enumerate(paths):
+            match = _NUMBERED.fullmatch(path[depth]) if depth < len(path) - 1 and not names[index] else None
+            if match:
+                lists["/".join([*path[:depth], match[1]])]["/".join(path[: depth + 1])].append(index)
+        for items in lists.values():
+            shapes = Counter(
+                tuple(("/".join(paths[index][depth + 1 :]), parameters[index].shape) for index in indices)
+                for indices in items.values()
+            )
+            for name, indices in items.items() if max(shapes.values()) > 1 else ():
+                products = sum(use.kind in (PRODUCT, CONVOLUTION) for index in indices for use in uses[index])
+                for index in indices if products >= _PRODUCTS else ():
+                    names[index] = name
+    return tuple(names)
+
+
+# --- Models
+
 
 Rules = Mapping[str, str | None]  # the user's names of dimensions -> mesh axis
 
@@ -41,7 +166,7 @@ class UserModel:
             nested dicts by the parameter's path.
         sections: the section of each parameter of the front-end.
         uses: how the losses of the engine read each parameter.
-        blocks: the block of each parameter; see repeated_blocks.py.
+        blocks: the block of each parameter; see `name_blocks`.
         oddities: what the user probably did not intend; see checks.py.
         attention: selects the implementations of the loss's attention.
         traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
@@ -328,7 +453,7 @@ def make_user_model(
 def _trace_written(closed: ClosedJaxpr, written: frozenset[int]) -> tuple[ClosedJaxpr, list[bool]]:
     """Return the jaxpr of what a loss assigns to parameters, and flags of the arguments that it has."""
     keep = [index in written for index in range(len(closed.jaxpr.outvars))]
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, keep)
+    jaxpr, used = partial_eval.dce_jaxpr(drop_callbacks(closed).jaxpr, keep)
     return ClosedJaxpr(jaxpr, closed.consts), list(used)
 
 

@@ -128,7 +128,7 @@ def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[list[list[Use]], li
 def depends_on(closed: ClosedJaxpr, result: int, arguments: int) -> bool:
     """Return whether a result of a jaxpr depends on any of its first `arguments`."""
     keep = [index == result for index in range(len(closed.jaxpr.outvars))]
-    _, used = partial_eval.dce_jaxpr(closed.jaxpr, keep)
+    _, used = partial_eval.dce_jaxpr(drop_callbacks(closed).jaxpr, keep)
     return any(used[:arguments])
 
 
@@ -136,6 +136,39 @@ def drop_results(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
     """Return the jaxpr with only some of its results, without the equations that only the others need."""
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, list(keep), instantiate=True)
     return ClosedJaxpr(jaxpr, closed.consts)
+
+
+def drop_callbacks(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the jaxpr without callbacks that return nothing, such as that of `jax.debug.print`.
+
+    No result depends on them, but an elimination of dead code keeps them, with all that they print.
+    """
+    gone = [eqn for eqn in list_equations(closed.jaxpr) if _is_silent(eqn)]
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in gone))
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, Jaxpr):
+            kept = [
+                eqn.replace(
+                    params={name: drop(each) for name, each in eqn.params.items()}, effects=eqn.effects - effects
+                )
+                for eqn in value.eqns
+                if not _is_silent(eqn)
+            ]
+            return value.replace(eqns=kept, effects=value.effects - effects)
+        if isinstance(value, ClosedJaxpr):  # in JAX 0.11 they are one type
+            return ClosedJaxpr(drop(value.jaxpr), value.consts)
+        if isinstance(value, tuple | list) and any(isinstance(each, Jaxpr | ClosedJaxpr) for each in value):
+            return type(value)(map(drop, value))
+        return value
+
+    dropped: ClosedJaxpr = drop(closed) if gone else closed
+    return dropped
+
+
+def _is_silent(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a callback without a result."""
+    return not eqn.outvars and ("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print")
 
 
 def list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

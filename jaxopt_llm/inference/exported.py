@@ -20,9 +20,8 @@ from jaxopt_llm.data.tokens.tokenizer import (
     load_tokenizer,
     read_json_object,
 )
-from jaxopt_llm.data.tokens.tokenizer_classes import BACKEND, choose_class, plain_name
 from jaxopt_llm.data.tokens.tokenizer_files import copy_files, drop_code, write_tokenizer
-from jaxopt_llm.data.tokens.tokenizer_folder import GENERATION_FILE, VOCABULARY
+from jaxopt_llm.data.tokens.tokenizer_folder import BACKEND, GENERATION_FILE, VOCABULARY, choose_class, plain_name
 
 # Fields of a base's generation_config.json that are kept: numbers that choose and end a text, and nothing that names
 # code. The EOS tokens of the training are added.

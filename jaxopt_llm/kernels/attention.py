@@ -182,17 +182,28 @@ def attention(
     segments = 1 if segment_ids is None else max_segments
     call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, softcap, positions=positions is not None)
     selected = select_implementation(implementation, call, q, k, v)
-    ids = jnp.zeros(k.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    key_ranges = make_document_ranges(ids, causal).limit_to_window(window)
     parameters = AttentionParameters(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, segments=segments)
     if positions is None and q.shape[1] == k.shape[1]:
-        keys_before, keys_after = None if window is None else window - 1, 0 if causal else None
-        parameters = replace(parameters, keys_before=keys_before, keys_after=keys_after)
-    else:
-        # Without positions, and with other numbers of queries and keys, all queries see the same keys.
-        key_ranges = key_ranges.take_queries(jnp.zeros(q.shape[:2], jnp.int32) if positions is None else positions)
+        parameters = replace(parameters, keys_before=window and window - 1, keys_after=0 if causal else None)
     with attention_scope(window, causal=causal):
-        return attend(selected, parameters, q, k, v, key_ranges)
+        return attend(selected, parameters, q, k, v, _make_ranges(q, k, causal, window, segment_ids, positions))
+
+
+def _make_ranges(
+    q: jax.Array,
+    k: jax.Array,
+    causal: bool,
+    window: int | None,
+    segment_ids: jax.Array | None,
+    positions: jax.Array | None,
+) -> KeyRanges:
+    """Return the keys that each query sees."""
+    ids = jnp.zeros(k.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    ranges = make_document_ranges(ids, causal).limit_to_window(window)
+    if positions is None and q.shape[1] == k.shape[1]:
+        return ranges
+    # Without positions, and with other numbers of queries and keys, all queries see the same keys.
+    return ranges.take_queries(jnp.zeros(q.shape[:2], jnp.int32) if positions is None else positions)
 
 
 def select_implementation(

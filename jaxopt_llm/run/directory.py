@@ -12,9 +12,9 @@ from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.tokens.corpus import Corpus
+from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
-from jaxopt_llm.data.tokens.verification import find_prepared
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")

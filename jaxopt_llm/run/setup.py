@@ -10,14 +10,14 @@ from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
-from jaxopt_llm.data.reading import remote
+from jaxopt_llm.data.reading.storage import check_backends
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import TokenStream
+from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokens.verification import find_prepared
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.kernels import attention_triton
 from jaxopt_llm.model.batch import Batch
@@ -114,8 +114,8 @@ def check_inputs(config: Config, first: bool) -> None:
         raise InputError(f"training.attention=triton: {'; '.join(found)}")
     if first:
         dashboards.import_packages(config.logging)
-    remote.check_backends(config.data.paths, "data.paths")
-    remote.check_backends([path for _, path in config.evaluation.named_paths()], "evaluation.paths")
+    check_backends(config.data.paths, "data.paths")
+    check_backends([path for _, path in config.evaluation.named_paths()], "evaluation.paths")
 
 
 def prepare_run(requested: Config, processes: Processes) -> Setup:

@@ -12,7 +12,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.data.rows.loader import read_ahead
-from jaxopt_llm.data.tokens.verification import Verification
+from jaxopt_llm.data.tokens.prepared import Verification
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement

@@ -92,6 +92,24 @@ def test_a_frozen_parameter_is_assigned_to() -> None:
     np.testing.assert_allclose(after, before / np.linalg.norm(before, axis=0), rtol=1e-6)
 
 
+def test_a_loss_that_prints_assigns(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    """What it assigns does not depend on the batch that it prints, and the step prints it once."""
+
+    def print_and_regress(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        jax.debug.print("first of the batch: {}", batch["x"].sum())
+        scores = jax.jit(lambda y: (jax.debug.print("score {}", y[0]), y)[1])(model(batch["x"])[..., 0])
+        return jnp.sum((scores - batch["y"]) ** 2), jnp.float32(ROWS)
+
+    case = Case(Network, regress, make_batch, ADAMW)
+    engine = jaxopt_llm.initialize(Network, print_and_regress, case.batches(1)[0], make_config(), ADAMW)
+    assert not recwarn.list  # the count depends on nothing that is printed
+    for batch in case.batches(STEPS):
+        engine.step(batch)
+    assert_equal(list_arrays(engine.model()), train_plainly(case, 1, STEPS).arrays)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("first of the batch") == STEPS
+
+
 def test_a_skipped_step_assigns_nothing() -> None:
     batch = make_batch(np.random.RandomState(0))
     engine = jaxopt_llm.initialize(Network, regress, batch, make_config(), ADAMW)

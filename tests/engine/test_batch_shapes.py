@@ -1,5 +1,6 @@
 """Batches of several shapes, and arrays of a batch without rows: training is that of optax on one device."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from plain_training import Case, list_arrays, train_plainly
 import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine import steps
 
 FSDP, BOTH = {"fsdp": 8}, {"data": 2, "fsdp": 4}
 
@@ -129,6 +131,17 @@ def test_fit_reads_batches_of_several_shapes(tmp_path: Path) -> None:
         other.step(batch)
     for path, array in list_arrays(engine.model()).items():
         np.testing.assert_array_equal(array, list_arrays(other.model())[path])
+
+
+def test_a_process_says_that_it_waits_with_shapes_that_only_it_has(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batches = Case(Tagger, tag, draw, optax.adam(1e-2)).batches(2)
+    engine = make_engine(Tagger, tag, batches[0])
+    monkeypatch.setattr(engine.processes, "check_same", lambda *_: time.sleep(1.0))
+    monkeypatch.setattr(steps, "WAIT_SECONDS", 0.1)
+    engine.step(batches[1])
+    assert capfd.readouterr().err.startswith("waits for the other processes: batches of ids int32[16,7], mask ")
 
 
 def test_what_no_shape_can_be_is_refused() -> None:

@@ -35,8 +35,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import unbox
-from jaxopt_llm.engine.gradients import differentiate_user_model
-from jaxopt_llm.engine.program import EngineProgram, make_engine_program
+from jaxopt_llm.engine.program import EngineProgram, differentiate_user_model, make_engine_program
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh

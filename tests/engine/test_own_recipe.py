@@ -19,7 +19,7 @@ from test_engine_processes import losses
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.batches import read_example
-from jaxopt_llm.engine.recipe import make_engine
+from jaxopt_llm.engine.fit import make_engine
 
 RECIPE = """
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def test_processes_train_the_model_of_a_recipe(recipe: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["jaxopt_llm.engine.recipe:read_example", "jaxopt_llm.engine.fit:make_batches"])
+@pytest.mark.parametrize("function", ["jaxopt_llm.engine.fit:read_example", "jaxopt_llm.engine.fit:make_batches"])
 def test_a_job_ends_if_one_process_stops_in_its_preparation(function: str, recipe: Path, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate", function)
     job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--mesh.fsdp", 2)

@@ -15,7 +15,7 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.engine import plan, steps
 from jaxopt_llm.engine.plan import EnginePlan
-from jaxopt_llm.engine.remat_choice import Fitting, compile_fitting
+from jaxopt_llm.engine.program import Fitting, compile_fitting
 from jaxopt_llm.planning import free_memory
 
 pytestmark = pytest.mark.core

@@ -24,7 +24,7 @@ from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
 from jaxopt_llm.compiler.instructions import count_runs, walk_instructions
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine import attention
+from jaxopt_llm.engine import user_model
 from jaxopt_llm.engine.checks import EngineWarning
 from jaxopt_llm.engine.program import EngineProgram, make_engine_program
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -53,7 +53,7 @@ SHARED = {"fsdp": 2, "tensor": 4}  # twice as many devices as key-value heads
 )
 def test_training_with_a_kernel_is_that_of_optax(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the emulation of cuDNN's primitives, with grouped heads and packed documents."""
-    monkeypatch.setattr(attention, "choose_working", lambda device, asked, *of: AttentionChoice(asked))
+    monkeypatch.setattr(user_model, "choose_working", lambda device, asked, *of: AttentionChoice(asked))
     directions = cudnn_emulator.emulate(monkeypatch)
     training = {"accumulation": setting.accumulation, "attention": "cudnn"}
     assert_equal_to_optax(setting, training=training)
@@ -241,7 +241,7 @@ def h200s(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return failures.get(name, "")
 
     devices = topology.gpu_topology("h200", 1, 8)
-    monkeypatch.setattr(attention, "visible_devices", lambda: devices)
+    monkeypatch.setattr(user_model, "visible_devices", lambda: devices)
     monkeypatch.setattr(attention_choice, "check_attention", check)
     return failures
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data.reading import source
-from jaxopt_llm.data.reading.find import find_files
+from jaxopt_llm.data.reading.files import find_files
 from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, open_corpus

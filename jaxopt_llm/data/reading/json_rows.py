@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading import stream
-from jaxopt_llm.data.reading.find import File, is_compressed
+from jaxopt_llm.data.reading import files
+from jaxopt_llm.data.reading.files import File, is_compressed
 from jaxopt_llm.data.reading.rows import NoColumn, Part, Row, RowEncoder
 from jaxopt_llm.data.reading.skipped import Malformed, Position
 
@@ -34,7 +34,7 @@ def holds_lines(file: File) -> bool:
     Raises:
         InputError: it is neither.
     """
-    with stream.open_stream(file) as source:
+    with files.open_stream(file) as source:
         if file.format == "jsonl":  # read for each part: a few bytes
             start = source.read(_FIRST_BYTES).removeprefix(_BYTE_ORDER_MARK)
             return _ARRAY_OF_OBJECTS.match(start) is None
@@ -44,7 +44,7 @@ def holds_lines(file: File) -> bool:
         start = start.lstrip()
         if start.startswith(b"["):  # perhaps a single line of many gigabytes
             return False
-        line = start.split(b"\n")[0] if b"\n" in start else start + source.readline(stream.MAX_DOCUMENT_BYTES + 1)
+        line = start.split(b"\n")[0] if b"\n" in start else start + source.readline(files.MAX_DOCUMENT_BYTES + 1)
     if line and not isinstance(_parse(line), dict):
         remedy = "write [{...}, {...}] or one {...} per line"
         raise InputError(f"{file}: neither a JSON array nor one JSON object per line; {remedy}")
@@ -93,14 +93,14 @@ def _read_values(part: Part) -> Iterator[tuple[Position, Any]]:
 
 def _read_lines(part: Part) -> Iterator[tuple[Position, Any]]:
     at, stop = part.first, math.inf if is_compressed(part.file) else part.last
-    with stream.open_stream(part.file) as source:
+    with files.open_stream(part.file) as source:
         if at:
             source.seek(at - 1)
             # Skip the rest of a line that starts in an earlier part, or only its newline; at most up to the part's end.
             at += len(source.readline(part.last - at + 1)) - 1
-        while at < stop and (line := source.readline(stream.MAX_DOCUMENT_BYTES + 1)):
+        while at < stop and (line := source.readline(files.MAX_DOCUMENT_BYTES + 1)):
             where = Position(part.file, "byte", at)
-            at += len(stream.check_size(where, line))
+            at += len(files.check_size(where, line))
             if not line.isspace():
                 yield where, _parse(line)
 
@@ -116,7 +116,7 @@ def _parse(line: bytes) -> Any:
 
 
 def _read_array(file: File) -> Iterator[tuple[Position, Any]]:
-    with stream.open_stream(file) as source:
+    with files.open_stream(file) as source:
         array = _Array(file, source)
         mark, row = array.take(), 0
         if array.peek() == "]":
@@ -191,8 +191,8 @@ class _Array:
         """Remove the consumed text, and read at least as much as remains. Returns False at the end of the file."""
         self._line += self._text.count("\n", 0, self._at)
         self._text, self._at = self._text[self._at :], 0
-        if len(self._text) > stream.MAX_DOCUMENT_BYTES:
-            stream.reject_size(f"{self._file}, line {self._line}")
+        if len(self._text) > files.MAX_DOCUMENT_BYTES:
+            files.reject_size(f"{self._file}, line {self._line}")
         more = self._source.read(max(_BLOCK, len(self._text)))
         self._text += more
         return bool(more)

@@ -8,8 +8,8 @@ from typing import Any
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import conversation
-from jaxopt_llm.data.reading.find import File
-from jaxopt_llm.data.reading.row_fields import FieldCounter, known_fields
+from jaxopt_llm.data.reading.conversation import FieldCounter, known_fields
+from jaxopt_llm.data.reading.files import File
 from jaxopt_llm.data.reading.skipped import Malformed, Position, Skipped
 
 _names = reprlib.Repr()

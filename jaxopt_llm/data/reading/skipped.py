@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.find import File
-from jaxopt_llm.data.reading.stream import find_line
+from jaxopt_llm.data.reading.files import File, find_line
 
 _MAX_FIELDS = 1000  # whose rows are counted by name
 _SHOWN_FIELDS = 12

@@ -8,8 +8,8 @@ from typing import Any
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_regular
-from jaxopt_llm.data.reading import stream
-from jaxopt_llm.data.reading.find import File
+from jaxopt_llm.data.reading import files
+from jaxopt_llm.data.reading.files import File
 from jaxopt_llm.data.reading.rows import Part, Row, RowEncoder, describe_missing_column
 from jaxopt_llm.data.reading.skipped import Malformed, Position
 
@@ -205,9 +205,9 @@ def _read_csv(file: File) -> Iterator[tuple[Position, list[str] | Malformed]]:
 
     Raises InputError if a quoted field does not end: it would hide the rest of the file.
     """
-    csv.field_size_limit(stream.MAX_DOCUMENT_BYTES)  # of this process; the default rejects texts of 128 KiB
+    csv.field_size_limit(files.MAX_DOCUMENT_BYTES)  # of this process; the default rejects texts of 128 KiB
     with (
-        stream.open_stream(file) as source,
+        files.open_stream(file) as source,
         io.TextIOWrapper(source, "utf-8-sig", errors="surrogateescape", newline="") as text,
     ):
         reader = csv.reader(_read_bounded_lines(text, file), strict=True)
@@ -226,7 +226,7 @@ def _read_csv(file: File) -> Iterator[tuple[Position, list[str] | Malformed]]:
 
 
 def _read_bounded_lines(text: io.TextIOWrapper, file: File) -> Iterator[str]:
-    for line in iter(lambda: text.readline(stream.MAX_DOCUMENT_BYTES + 1), ""):
-        if len(line) > stream.MAX_DOCUMENT_BYTES:
-            stream.reject_size(file)
+    for line in iter(lambda: text.readline(files.MAX_DOCUMENT_BYTES + 1), ""):
+        if len(line) > files.MAX_DOCUMENT_BYTES:
+            files.reject_size(file)
         yield line

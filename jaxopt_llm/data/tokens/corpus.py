@@ -10,7 +10,7 @@ import numpy as np
 from jaxopt_llm.config import DataConfig, EvaluationConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
-from jaxopt_llm.data.reading.find import File, find_corpus_files, find_files, locate, name_url
+from jaxopt_llm.data.reading.files import File, find_corpus_files, find_files, locate, name_url
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import FORMATS, read_standard_library, split_into_parts
 from jaxopt_llm.data.tokens.indexed import open_megatron, open_numpy

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_regular
-from jaxopt_llm.data.tokens.file_array import Array, FileArray
-from jaxopt_llm.data.tokens.pieces import Piece
+from jaxopt_llm.data.tokens.pieces import Array, FileArray, Piece
 
 # Index of Megatron-LM's IndexedDataset: magic, version, dtype code, number of sequences, number of document boundaries;
 # then the int32 length and the int64 byte offset of each sequence, and the int64 boundaries [documents + 1], which are

@@ -17,8 +17,10 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +32,12 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular, replace_durably, sync_file
-from jaxopt_llm.data.reading.find import File
+from jaxopt_llm.data.reading.files import File
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import split_into_parts
 from jaxopt_llm.data.reading.storage import PLAN
-from jaxopt_llm.data.tokens.file_array import FileArray
-from jaxopt_llm.data.tokens.pieces import IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
+from jaxopt_llm.data.tokens.pieces import FileArray, IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
 from jaxopt_llm.data.tokens.template import find_template, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
@@ -444,3 +445,63 @@ def _hash_range(files: Sequence[Path], first: int, last: int) -> str:
 
 def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+
+# --- Verification in the background of a run
+#
+# A run opens a prepared corpus without reading it. A thread then reads all of it and compares the hashes, while the
+# run compiles and trains. The run asks for the result before it writes a checkpoint.
+
+
+LOOK_SECONDS = 1.0  # between two looks at the progress of the reading
+WORKERS = max(1, (os.cpu_count() or 1) // 4)  # threads that hash; most cores stay with the batches
+
+
+class Verification:
+    """Verification that runs in a thread. A context manager: on exit it stops."""
+
+    def __init__(self, corpora: Sequence[Path], share: tuple[int, int] = (0, 1)) -> None:
+        """Name the directories of the corpora. share: see `verify_corpus`."""
+        self._corpora, self._share = corpora, share
+        self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "verification")
+        self._result: Future[None] | None = None
+        self._shards = 0  # that were begun
+
+    def __enter__(self) -> "Verification":
+        self._result = self._thread.submit(self._verify)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed.set()
+        self._thread.shutdown()
+
+    def check(self, wait: bool, beat: Callable[[], None]) -> None:
+        """Raise InputError if a corpus is damaged.
+
+        Args:
+            wait: wait until all of this process's share has been read.
+            beat: is called during the wait as long as the reading advances.
+        """
+        assert self._result is not None
+        while wait and not self._result.done():
+            before = self._shards
+            futures.wait([self._result], LOOK_SECONDS)
+            if self._shards != before:
+                beat()
+        if self._result.done():
+            self._result.result()
+
+    def _verify(self) -> None:
+        for corpus in self._corpora:
+            verify_corpus(corpus, WORKERS, self._share, self._is_cancelled)
+
+    def _is_cancelled(self) -> bool:
+        """Return whether to stop. It is called before each shard."""
+        self._shards += 1
+        return self._closed.is_set()
+
+
+def find_prepared(files: Iterable[str]) -> list[Path]:
+    """Return the prepared corpora among the paths and URLs of files."""
+    return [path for path in map(Path, sorted(files)) if (path / MANIFEST).is_file()]

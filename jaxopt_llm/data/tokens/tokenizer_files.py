@@ -17,8 +17,14 @@ from jaxopt_llm.core.files import sync_directory, sync_file
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.template import find_template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
-from jaxopt_llm.data.tokens.tokenizer_classes import plain_name
-from jaxopt_llm.data.tokens.tokenizer_folder import MODEL_FILES, NAMED_TEMPLATES, SETTINGS, TOKENIZER_FILES, VOCABULARY
+from jaxopt_llm.data.tokens.tokenizer_folder import (
+    MODEL_FILES,
+    NAMED_TEMPLATES,
+    SETTINGS,
+    TOKENIZER_FILES,
+    VOCABULARY,
+    plain_name,
+)
 
 # Names for the special tokens of the byte tokenizer, which have none.
 BYTE_TOKENS: dict[int | None, str] = {ByteTokenizer.bos: "<|bos|>", ByteTokenizer.eos: "<|eos|>"}

@@ -10,7 +10,7 @@ import pytest
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.find import find_corpus_files
+from jaxopt_llm.data.reading.files import find_corpus_files
 from jaxopt_llm.data.tokens.prepared import read_shard_records
 from jaxopt_llm.data.tokens.template import find_template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer

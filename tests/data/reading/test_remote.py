@@ -18,8 +18,8 @@ from texts import write_jsonl, write_megatron, write_parquet, write_saved_datase
 from jaxopt_llm import prepare
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading import download, remote
-from jaxopt_llm.data.reading.find import find_corpus_files, find_files
+from jaxopt_llm.data.reading import storage
+from jaxopt_llm.data.reading.files import find_corpus_files, find_files
 from jaxopt_llm.data.tokens.corpus import Corpus, open_corpus
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.distributed import activity
@@ -229,9 +229,9 @@ def test_a_wait_for_a_download_that_advances_makes_progress(
 def test_without_locks_the_faster_process_wins(memory: MemoryFileSystem, cache: Path) -> None:
     memory.pipe("/b/1.txt", b"content")
     (file,) = find_files("memory://b/1.txt", DataConfig())
-    (entry,) = [download.CacheEntry(file.url, "1.txt", (download.RemoteFile("/b/1.txt", "1.txt", 7, "v"),))]
+    (entry,) = [storage.CacheEntry(file.url, "1.txt", (storage.RemoteFile("/b/1.txt", "1.txt", 7, "v"),))]
     for _ in range(2):
-        download._download(entry, memory, cache, "data.paths")
+        storage._download(entry, memory, cache, "data.paths")
     assert (cache / entry.digest / "1.txt").read_bytes() == b"content"
     assert len(entries(cache)) == 2
 
@@ -279,7 +279,7 @@ def test_messages_name_the_url(corpus: Path, memory: MemoryFileSystem, cache: Pa
 )
 def test_bad_urls(path: str, message: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     implementation = {"class": "no_such_package.System", "err": "Install no_such_package"}
-    monkeypatch.setitem(remote.known_implementations, "absent", implementation)
+    monkeypatch.setitem(storage.known_implementations, "absent", implementation)
     memory.pipe({"/b/info.json": b"{}", "/b/x.unknown": b"x"})
     if "half" in path:
         memory.pipe("/b/half.idx", b"x")

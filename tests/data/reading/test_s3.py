@@ -10,7 +10,7 @@ from texts import write_jsonl
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.find import File, find_files
+from jaxopt_llm.data.reading.files import File, find_files
 
 DOCUMENTS = [f"document {number} " * 9 for number in range(60)]
 

@@ -14,7 +14,7 @@ from texts import write_arrow, write_jsonl, write_saved_dataset
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.find import find_files
+from jaxopt_llm.data.reading.files import find_files
 from jaxopt_llm.data.tokens.corpus import open_all_documents
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 

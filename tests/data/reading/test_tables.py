@@ -19,8 +19,8 @@ from texts import write_jsonl, write_parquet
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading import json_rows, source, stream
-from jaxopt_llm.data.reading.find import File, find_files
+from jaxopt_llm.data.reading import files, json_rows, source
+from jaxopt_llm.data.reading.files import File, find_files
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import read_documents, split_into_parts
 from jaxopt_llm.data.tokens import prepared
@@ -131,7 +131,7 @@ def test_fields_of_more_than_128_kib_and_of_too_many_bytes(tmp_path: Path, monke
         path = tmp_path / f"a.{suffix}"
         path.write_bytes(encode([{"text": text}, {"text": "y"}]))
         assert contents(path) == [text.encode(), b"y"]
-    monkeypatch.setattr(stream, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 1000)
     monkeypatch.setattr(json_rows, "_BLOCK", 100)
     with pytest.raises(InputError, match="a.json, line 2: a document is larger than"):
         contents(tmp_path / "a.json")
@@ -207,7 +207,7 @@ def test_lines_and_rows_are_counted_from_the_start_of_the_file(
 ) -> None:
     """In any part of the file, compressed, and in the row groups of Parquet."""
     monkeypatch.setattr(source, "PART_BYTES", size)
-    monkeypatch.setattr(stream, "_BLOCK", 30)
+    monkeypatch.setattr(files, "_BLOCK", 30)
     lines = [json.dumps({"text": f"document {number}"}) for number in range(60)]
     lines[40:40] = ["", '{"text": ']
     path = tmp_path / "a.jsonl"

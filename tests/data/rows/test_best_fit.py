@@ -13,10 +13,9 @@ from chats import write_tokenizer
 from guides import read_blocks
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.data.rows import best_fit
-from jaxopt_llm.data.rows.best_fit import BestFit, Group, Lengths, Places, count_rows, round_up, split_rows
+from jaxopt_llm.data.rows import packing
 from jaxopt_llm.data.rows.loader import Loader
-from jaxopt_llm.data.rows.packing import PackedRows
+from jaxopt_llm.data.rows.packing import BestFit, Group, Lengths, PackedRows, Places, count_rows, round_up, split_rows
 from jaxopt_llm.data.tokens.corpus import open_all_documents
 from jaxopt_llm.data.tokens.pieces import IndexedPiece, TokenStream, join_all
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
@@ -79,7 +78,7 @@ def test_an_epoch_that_needs_fewer_rows_splits_some(monkeypatch: pytest.MonkeyPa
     lengths = np.array([53, 46, 44, 43, 38, 36, 31, 25, 22, 21, 18, 15])
     packings, added = Lengths(lengths, 100, 0), list[int]()
     assert packings.rows == 5
-    monkeypatch.setattr(best_fit, "split_rows", lambda groups, more: added.append(more) or split_rows(groups, more))
+    monkeypatch.setattr(packing, "split_rows", lambda groups, more: added.append(more) or split_rows(groups, more))
     for epoch in range(40):
         check_packing(packings.pack_epoch(0, epoch), packings, 100, 0)
     assert {*added} == {0, 1}

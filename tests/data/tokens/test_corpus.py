@@ -13,7 +13,7 @@ from texts import train_tokenizer, write_jsonl, write_megatron, write_parquet, w
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import source
-from jaxopt_llm.data.reading.find import find_files
+from jaxopt_llm.data.reading.files import find_files
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus
 from jaxopt_llm.data.tokens.pieces import fingerprint_file

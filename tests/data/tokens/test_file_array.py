@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokens.file_array import FileArray
+from jaxopt_llm.data.tokens.pieces import FileArray
 
 VALUES = np.sort(np.random.default_rng(0).integers(0, 10**6, 20_000)).astype("<i8")
 

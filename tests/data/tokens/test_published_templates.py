@@ -13,7 +13,7 @@ from templates import EOS, LEARNED, TEMPLATES
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading.find import find_files
+from jaxopt_llm.data.reading.files import find_files
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import Document, read_documents, split_into_parts
 from jaxopt_llm.data.tokens import sandbox

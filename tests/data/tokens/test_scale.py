@@ -14,13 +14,13 @@ import pytest
 from texts import write_jsonl, write_megatron
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.data.reading import find, source, stream, text_rows
+from jaxopt_llm.data.reading import files, source
 from jaxopt_llm.data.reading.skipped import Skipped
-from jaxopt_llm.data.tokens import file_array, pieces, prepared
+from jaxopt_llm.data.tokens import pieces, prepared
 from jaxopt_llm.data.tokens.corpus import open_corpus
-from jaxopt_llm.data.tokens.file_array import FileArray
 from jaxopt_llm.data.tokens.indexed import DelimitedPiece, open_megatron
 from jaxopt_llm.data.tokens.pieces import (
+    FileArray,
     IndexedPiece,
     Piece,
     TokenStream,
@@ -60,7 +60,7 @@ def array(path: Path, values: np.ndarray) -> FileArray:
 def test_more_files_than_descriptors(tmp_path: Path) -> None:
     for number in range(200):
         np.save(tmp_path / f"{number:03}.npy", np.array([number, number, 257], "<u2"))
-    with descriptors(file_array._MAX_OPEN + 20):
+    with descriptors(pieces._MAX_OPEN + 20):
         corpus = open_corpus(DataConfig(paths=(str(tmp_path),)), ByteTokenizer())
         for stream in (*(source.training for source in corpus.sources), corpus.held_out):
             for _ in range(2):
@@ -83,8 +83,8 @@ DOCUMENTS = 2**18
 
 def indexed(folder: Path) -> Piece:
     ends = np.arange(1, DOCUMENTS + 1) * 3
-    files = (np.zeros(ends[-1], "<u2"), ends, hash_indices(0, DOCUMENTS))
-    return IndexedPiece("indexed", *(array(folder / str(number), values) for number, values in enumerate(files)))
+    arrays = (np.zeros(ends[-1], "<u2"), ends, hash_indices(0, DOCUMENTS))
+    return IndexedPiece("indexed", *(array(folder / str(number), values) for number, values in enumerate(arrays)))
 
 
 def megatron(folder: Path) -> Piece:
@@ -97,7 +97,7 @@ def test_opening_needs_memory_only_for_held_out_documents(
     make: Callable[[Path], Piece], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = make(tmp_path)
-    monkeypatch.setattr(pieces, "_BLOCK", 2**10)
+    monkeypatch.setattr(pieces, "_KEYS", 2**10)
     streams: list[TokenStream] = []
 
     def work() -> None:
@@ -175,7 +175,7 @@ def test_text_is_read_whole_wherever_its_parts_are_cut(
     content = (tmp_path / "a.txt").read_bytes()
     config = DataConfig(separator=separator)
     monkeypatch.setattr(source, "PART_BYTES", size)
-    monkeypatch.setattr(text_rows, "_BLOCK", 40)
+    monkeypatch.setattr(source, "_BLOCK", 40)
     file = source.File("a.txt", tmp_path / "a.txt", "text")
     skipped = Skipped()
     found = [
@@ -205,15 +205,15 @@ def test_one_document_across_all_parts_is_read_about_once(
             read[0] += len(found)
             return found
 
-    def opened(file: find.File) -> BinaryIO:
+    def opened(file: files.File) -> BinaryIO:
         return Stream(file.path.read_bytes())
 
     monkeypatch.setattr(source, "PART_BYTES", 1000)
-    monkeypatch.setattr(text_rows, "_BLOCK", 100)
-    monkeypatch.setattr(stream, "open_stream", opened)
+    monkeypatch.setattr(source, "_BLOCK", 100)
+    monkeypatch.setattr(files, "open_stream", opened)
     path = tmp_path / name
     path.write_text('{"text": "' + "x" * 100_000 + '"}\n{"text": "y"}\n\n\n')
-    file, config = find.File(name, path, find.SUFFIXES[path.suffix]), DataConfig(separator="\n\n")
+    file, config = files.File(name, path, files.SUFFIXES[path.suffix]), DataConfig(separator="\n\n")
     parts = source.split_into_parts(file, config)
     assert len(parts) == 101
     found = [d.content for part in parts for d in source.read_documents(part, config, Skipped())]
@@ -222,7 +222,7 @@ def test_one_document_across_all_parts_is_read_about_once(
 
 
 def test_a_document_too_large_for_memory_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "a.txt").write_text("x" * 1001)
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1001])
     write_jsonl(tmp_path / "a.jsonl.gz", ["x" * 1001])

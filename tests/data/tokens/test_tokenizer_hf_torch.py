@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizer_shapes import SHAPES, texts
 
-from jaxopt_llm.data.tokens import tokenizer_classes
+from jaxopt_llm.data.tokens import tokenizer_folder
 from jaxopt_llm.data.tokens.tokenizer import JsonTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +56,7 @@ def test_the_class_is_the_one_that_transformers_chooses(
             wanted = transformers.AutoTokenizer.from_pretrained(tmp_path)
         except ValueError:  # it would need the code
             wanted = None
-        return tokenizer_classes.choose_class(model if model_type else {}, settings, byte_level), wanted
+        return tokenizer_folder.choose_class(model if model_type else {}, settings, byte_level), wanted
 
     for name in NAMES:
         for byte_level in (False, True):
@@ -70,11 +70,11 @@ def test_the_classes_of_model_types_are_those_of_transformers() -> None:
     from transformers.models.auto import tokenization_auto as auto
 
     named = {kind: str(name).removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items()}
-    ours = tokenizer_classes.REGISTERED
+    ours = tokenizer_folder.REGISTERED
     both = ours.keys() & named.keys()  # other releases of transformers know other types
     assert len(both) > len(ours) / 2
     assert {kind: named[kind] for kind in both} == {kind: ours[kind] for kind in both}
     wrong = {
-        kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if ours.get(kind) in tokenizer_classes.CLASSES
+        kind for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if ours.get(kind) in tokenizer_folder.CLASSES
     }
-    assert wrong == tokenizer_classes.CORRECTED & named.keys()
+    assert wrong == tokenizer_folder.CORRECTED & named.keys()

@@ -10,9 +10,8 @@ from commands import command, train
 from texts import write_jsonl
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.tokens import verification
-from jaxopt_llm.data.tokens.prepared import verify_corpus
-from jaxopt_llm.data.tokens.verification import Verification, find_prepared
+from jaxopt_llm.data.tokens import prepared
+from jaxopt_llm.data.tokens.prepared import Verification, find_prepared, verify_corpus
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_a_check_waits_only_if_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
         allowed.wait(60)
         raise InputError(f"{corpus} is damaged")
 
-    monkeypatch.setattr(verification, "verify_corpus", verify)
+    monkeypatch.setattr(prepared, "verify_corpus", verify)
     with Verification([Path("corpus")]) as checked:
         assert begun.wait(60)
         checked.check(False, no_beat)
@@ -65,7 +64,7 @@ def test_a_check_waits_only_if_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
             checked.check(True, no_beat)
         with pytest.raises(InputError):
             checked.check(False, no_beat)
-    monkeypatch.setattr(verification, "verify_corpus", wait_for_end)
+    monkeypatch.setattr(prepared, "verify_corpus", wait_for_end)
     with Verification([Path("corpus")]):
         pass
 
@@ -83,8 +82,8 @@ def test_a_check_that_waits_notes_the_progress_of_the_reading(monkeypatch: pytes
             cancelled()
             time.sleep(0.001)
 
-    monkeypatch.setattr(verification, "verify_corpus", read_slowly)
-    monkeypatch.setattr(verification, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(prepared, "verify_corpus", read_slowly)
+    monkeypatch.setattr(prepared, "LOOK_SECONDS", 0.02)
     with Verification([Path("corpus")]) as checked:
         checked.check(True, lambda: beats.append(time.monotonic()))
     assert len(beats) >= 3

@@ -1,18 +1,77 @@
-"""Search for the files of a corpus."""
+"""Files of a corpus: search for them, and streams of their bytes."""
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
-from jaxopt_llm.data.reading import remote, saved_dataset
-from jaxopt_llm.data.reading.storage import LocalStorage, Storage, is_prepared
+from jaxopt_llm.data.reading.storage import LocalStorage, RemoteStorage, Storage, check_backends, is_prepared, is_url
+
+# Folders that `save_to_disk` of the library `datasets` writes. The folder of a Dataset has state.json, which lists its
+# Arrow files in order, and dataset_info.json. Its other Arrow files are caches of later computations. The folder of a
+# DatasetDict has one such folder per split, and dataset_dict.json with the names of the splits.
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+DESCRIPTIONS = {_STATE, _SPLITS, "dataset_info.json"}
+_TRAIN = "train"
+
+
+def _select_saved(
+    paths: Sequence[PurePath], read: Callable[[PurePath], dict[str, Any]], describe: Callable[[PurePath], str]
+) -> list[PurePath]:
+    """Return the paths without descriptions, caches and splits other than `train`.
+
+    Args:
+        paths: files below a folder.
+        read: returns the JSON object in a file.
+        describe: returns the name of a file or folder for messages.
+
+    Raises:
+        InputError: there are several splits and none is named train, or a file that a description lists is missing.
+    """
+    kept = set(paths)
+    for path in paths:
+        if path.name == _SPLITS:
+            kept -= _find_other_splits(path.parent, read(path), kept, describe)
+    for path in paths:
+        if path.name == _STATE and path in kept and path.with_name("dataset_info.json") in kept:
+            kept -= _find_caches(path.parent, read(path), kept, describe)
+    return [path for path in paths if path in kept and path.name not in DESCRIPTIONS]
+
+
+def _find_other_splits(
+    folder: PurePath, description: dict[str, Any], paths: set[PurePath], describe: Callable[[PurePath], str]
+) -> set[PurePath]:
+    splits = description.get("splits")
+    if not isinstance(splits, list) or not splits:
+        return set()
+    if len(splits) > 1 and _TRAIN not in splits:
+        listed = ", ".join(map(str, splits))
+        raise InputError(f"{describe(folder)}: has the splits {listed}, and no {_TRAIN}; name the folder of a split")
+    chosen = _TRAIN if _TRAIN in splits else splits[0]
+    others = {folder / str(split) for split in splits if split != chosen}
+    return {path for path in paths if others.intersection(path.parents)}
+
+
+def _find_caches(
+    folder: PurePath, description: dict[str, Any], paths: set[PurePath], describe: Callable[[PurePath], str]
+) -> set[PurePath]:
+    files = description.get("_data_files")
+    if not isinstance(files, list):  # not the description of a data set
+        return set()
+    if description.get("_indices_data_files"):  # of a selection of rows, as versions before 1.16 wrote it
+        raise InputError(f"{describe(folder)}: a selection of rows, saved by an old version of datasets; save it again")
+    listed = [folder / str(file.get("filename")) for file in files if isinstance(file, dict)]
+    if missing := [path for path in listed if path not in paths]:
+        raise InputError(f"{describe(missing[0])}: listed in {_STATE}, but there is no such file; copy it too")
+    return {path for path in paths if path.parent == folder and path.suffix == ".arrow"} - {*listed}
+
 
 SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
@@ -55,7 +114,7 @@ def find_corpus_files(config: DataConfig, setting: str = "data.paths", pulse: Pu
     Raises:
         InputError: `find_files` raises it, or two paths contain the same file.
     """
-    remote.check_backends(config.paths, setting)
+    check_backends(config.paths, setting)
     found = [find_files(pattern, config, setting, pulse) for pattern in config.paths]
     seen: dict[str, tuple[str, Path]] = {}
     for pattern, files in zip(config.paths, found, strict=True):
@@ -97,7 +156,7 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths", pu
     Raises:
         InputError: there are no files, or none of a known format.
     """
-    storage: Storage = remote.RemoteStorage(pattern, setting) if remote.is_url(pattern) else LocalStorage(pattern)
+    storage: Storage = RemoteStorage(pattern, setting) if is_url(pattern) else LocalStorage(pattern)
     path = storage.path
     if storage.is_file(path):
         found, root = [path], path.parent
@@ -142,7 +201,7 @@ def _select_in_folder(storage: Storage, config: DataConfig, setting: str, pulse:
     paths = [
         path
         for path in storage.walk(storage.path)
-        if ("arrow" in formats and path.name in saved_dataset.DESCRIPTIONS)
+        if ("arrow" in formats and path.name in DESCRIPTIONS)
         or (config.format == "text" and storage.is_file(path))
         or _guess_format(storage, path) in formats
     ]
@@ -153,7 +212,7 @@ def _select_in_folder(storage: Storage, config: DataConfig, setting: str, pulse:
         (copy,) = storage.fetch([(path,)], pulse)
         return json_files.read_object(copy, "save the data set again", InputError)
 
-    return saved_dataset.select(paths, read, lambda path: f"{setting} {storage.url(path) or path}")
+    return _select_saved(paths, read, lambda path: f"{setting} {storage.url(path) or path}")
 
 
 def _find_left_out(storage: Storage) -> str | None:
@@ -179,3 +238,40 @@ def _guess_format(storage: Storage, path: PurePath) -> str | None:
         return "prepared"
     name = PurePath(path.stem) if path.suffix in COMPRESSED else path
     return SUFFIXES.get(name.suffix)
+
+
+# --- Streams of bytes, compressed or not, and the limit on the size of a document
+
+
+MAX_DOCUMENT_BYTES = 2**30  # memory holds several copies of a document
+_BLOCK = 2**20  # bytes read at once
+
+
+def open_stream(file: File) -> BinaryIO:
+    if not is_compressed(file):
+        return file.path.open("rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(file.path), compression="detect"))
+
+
+def check_size(where: object, document: bytes | bytearray) -> bytes:
+    """Return the document. Raises InputError if it is too large."""
+    if len(document) > MAX_DOCUMENT_BYTES:
+        reject_size(where)
+    return bytes(document)
+
+
+def reject_size(where: object) -> None:
+    problem = f"a document is larger than {MAX_DOCUMENT_BYTES / 2**30:g} GiB and must fit in memory"
+    raise InputError(f"{where}: {problem}; split it (a text file: with --data.separator)")
+
+
+def find_line(file: File, byte: int) -> int:
+    """Return the line of a byte, counted from 1. Reads the file up to the byte."""
+    line = 1
+    with open_stream(file) as stream:
+        while byte > 0 and (block := stream.read(min(byte, _BLOCK))):
+            line += block.count(b"\n")
+            byte -= len(block)
+    return line
