@@ -113,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-tests-on-cpu", action="store_true", help="try the tests marked gpu on the CPU, which proves no GPU right"
     )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, and no others")
-    parser.addoption("--slow-share", metavar="K/N", help="run part K of N of these, too (0/16 to 15/16)")
+    parser.addoption("--slow-share", metavar="K/N", help="run part K of N of these, too (0/8 to 7/8)")
     parser.addoption("--measure", action="store_true", help="measure all unmarked tests, and write tests/expensive.txt")
     parser.addoption("--quick", action="store_true", help="run the tests nearest to the change for at most two minutes")
 

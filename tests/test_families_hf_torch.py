@@ -309,13 +309,11 @@ def test_experts_are_read_as_the_classes_hold_them(name: str, cases: dict[str, C
     jax.tree.map(np.testing.assert_array_equal, found.params, case.here.params)
 
 
-# The second form of each family is a slow one: it differs in what the logits show already.
+# The further forms of a family differ in what the logits show already.
 ONE_EACH = {prefix: name for name, (prefix, _) in reversed(CASES.items())}.values()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ONE_EACH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name for name in CASES if name in ONE_EACH])
 def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     """Without what balances a router, which is another function there, and added on request."""
     case = cases[name]

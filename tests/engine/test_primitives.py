@@ -506,7 +506,6 @@ def keep_gradients() -> optax.GradientTransformation:
 
 
 MESHES: dict[str, tuple[dict[str, int], int]] = {  # a mesh, and the dimension that `tensor` divides
-    "data": ({"data": 8}, 0),
     "fsdp": ({"fsdp": 8}, 0),
     "tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 0),
     "tensor of the last dimension": ({"fsdp": 2, "tensor": 4}, -1),

@@ -89,6 +89,10 @@ def run(
     return Result(losses, gradients, jax.tree.map(np.asarray, program.to_checkpoint(state)["masters"]), resting)
 
 
+# A format of codes, and the least and the largest distance of gradients that it rounds.
+INT8, INT4 = ("int8", 1e-3, 0.01), ("int4", 0.03, 0.12)
+
+
 def run_alone(**settings: Any) -> Result:
     return run(MeshConfig(), ShardingConfig(), **settings)
 
@@ -126,25 +130,25 @@ def test_masters_and_moments_rest_divided_over_replicas(stage: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "over_data", "settings"),
+    ("format", "least", "most", "stage", "over_data", "settings"),
     [
-        pytest.param(3, True, {}, marks=pytest.mark.core),
-        (3, False, {}),
-        (3, True, {"in_backward": True}),
+        pytest.param(*INT8, 3, True, {}, marks=pytest.mark.core),
+        (*INT8, 3, False, {}),
+        (*INT8, 3, True, {"in_backward": True}),
+        (*INT4, 3, True, {}),
         *slow(
-            (3, True, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
-            (3, True, {"mesh": MeshConfig(pipeline=2, data=2, fsdp=2), "accumulation": 2}),
-            (1, True, {}),
-            (1, False, {"accumulation": 3}),
-            (2, True, {"accumulation": 3}),
-            (3, True, {"accumulation": 3}),
-            (0, False, {}),
+            (*INT4, 3, True, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
+            (*INT8, 3, True, {"mesh": MeshConfig(pipeline=2, data=2, fsdp=2), "accumulation": 2}),
+            (*INT8, 1, True, {}),
+            (*INT8, 1, False, {"accumulation": 3}),
+            (*INT4, 2, True, {"accumulation": 3}),
+            (*INT8, 3, True, {"accumulation": 3}),
+            (*INT8, 0, False, {}),
         ),
     ],
 )
-@pytest.mark.parametrize(("format", "least", "most"), [("int8", 1e-3, 0.01), ("int4", 0.03, 0.12)])
 def test_gradients_over_data_as_codes(
-    stage: Any, over_data: bool, settings: dict[str, Any], format: Any, least: float, most: float
+    format: Any, least: float, most: float, stage: Any, over_data: bool, settings: dict[str, Any]
 ) -> None:
     """They differ by the rounding of their blocks, and by no more: 1/254 or 1/14 of the largest value of a block."""
     sharding = ShardingConfig(stage, optimizer_over_data=over_data, data_gradients=format)
@@ -156,25 +160,25 @@ def test_gradients_over_data_as_codes(
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings"),
+    ("format", "least", "most", "stage", "settings"),
     [
-        pytest.param(3, {}, marks=pytest.mark.core),
+        pytest.param(*INT8, 3, {}, marks=pytest.mark.core),
+        (*INT4, 3, {}),
         *slow(
-            (2, {"accumulation": 3}),
-            (3, {"accumulation": 3}),
-            (3, {"in_backward": True}),
-            (3, {"rank": 32}),
-            (3, {"rank": 32, "targets": ("non_layer/*",)}),
-            (3, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
-            (3, {"mesh": MeshConfig(fsdp=2, expert=2, context=2)}),
-            (3, {"mesh": MeshConfig(pipeline=2, tensor=2, fsdp=2), "accumulation": 2}),
-            (3, {"mesh": MeshConfig(data=2, fsdp=2, expert=2), "model": WITH_EXPERTS}),
+            (*INT8, 2, {"accumulation": 3}),
+            (*INT4, 3, {"accumulation": 3}),
+            (*INT8, 3, {"in_backward": True}),
+            (*INT8, 3, {"rank": 32}),
+            (*INT4, 3, {"rank": 32, "targets": ("non_layer/*",)}),
+            (*INT8, 3, {"mesh": MeshConfig(data=2, fsdp=2, tensor=2)}),
+            (*INT8, 3, {"mesh": MeshConfig(fsdp=2, expert=2, context=2)}),
+            (*INT8, 3, {"mesh": MeshConfig(pipeline=2, tensor=2, fsdp=2), "accumulation": 2}),
+            (*INT4, 3, {"mesh": MeshConfig(data=2, fsdp=2, expert=2), "model": WITH_EXPERTS}),
         ),
     ],
 )
-@pytest.mark.parametrize(("format", "least", "most"), [("int8", 1e-3, 0.01), ("int4", 0.03, 0.12)])
 def test_gradients_over_fsdp_as_codes(
-    stage: Any, settings: dict[str, Any], format: Any, least: float, most: float
+    format: Any, least: float, most: float, stage: Any, settings: dict[str, Any]
 ) -> None:
     settings = dict(settings)
     mesh = settings.pop("mesh", HYBRID)
@@ -221,7 +225,7 @@ def test_adapters_move_exactly_and_the_weights_beside_them_as_codes(accumulation
     assert toy.distance(found.gradients, expected.gradients) < 0.03
 
 
-@pytest.mark.parametrize(("format", "least", "most"), [("int8", 1e-3, 0.01), *slow(("int4", 0.03, 0.12))])
+@pytest.mark.parametrize(("format", "least", "most"), [INT8, *slow(INT4)])
 def test_adapters_with_whole_blocks_send_codes(format: Any, least: float, most: float) -> None:
     """The last dimension of an adapter is its rank."""
     found, expected = run(HYBRID, ShardingConfig(3, data_gradients=format), rank=32), run_alone(rank=32)

@@ -19,7 +19,7 @@ QUICK_SECONDS = 75  # after which --quick starts no more tests; the start and th
 FAR = 99
 CONFTEST = ROOT / "tests/conftest.py"
 COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
-MOST_OF_SLOW = 12  # a run takes at most one in 12 of the slow tests
+MOST_BROUGHT = 48  # a change brings at most one in 48 of the slow tests, in addition to the part of the run
 EXPENSIVE = ROOT / "tests/expensive.txt"
 EXPENSIVE_SECONDS = 2.0  # of a CPU
 # Each run has a minute of faults in a job of several processes, whatever it takes.
@@ -48,13 +48,13 @@ def share_of(
 
     A change touches a test by name if it changes the test's file or a module that the file is named after. The part of
     a test depends only on its name, so a new test does not move other tests. A change to many files would select all
-    tests. Therefore at most one in MOST_OF_SLOW is returned; the second list has the touched tests that are left out.
+    tests. Therefore it brings at most one in MOST_BROUGHT; the second list has the touched tests that are left out.
     """
     touched = set(changed)
     near = {path for path in {item.path for item in items} if path in touched or touched & set(tested_by_name(path))}
     own = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     others = [item for item in items if item not in own and item.path in near]
-    room = max(len(items) // MOST_OF_SLOW - len(own), 0)
+    room = len(items) // MOST_BROUGHT
     if len(others) <= room:
         return own + others, []
     brought = [others[number * len(others) // room] for number in range(room)]

@@ -424,16 +424,15 @@ def one_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "placed",
+    ("matmul", "placed"),
     [
-        {"zero": 3, "fsdp": 2, "tensor": 2},
-        {"zero": 1, "data": 2, "fsdp": 2, "remat": "none"},
-        {"zero": 1, "pipeline": 2, "fsdp": 2, "remat": "save_qkv"},
-        {"zero": 3, "fsdp": 2, "remat": "none", "exempt": 1},
+        *((matmul, {"zero": 3, "fsdp": 2, "tensor": 2}) for matmul in QUANTISED),
+        ("int8", {"zero": 1, "data": 2, "fsdp": 2, "remat": "none"}),
+        ("fp8", {"zero": 1, "pipeline": 2, "fsdp": 2, "remat": "save_qkv"}),
+        ("int4_qat", {"zero": 3, "fsdp": 2, "remat": "none", "exempt": 1}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("matmul", QUANTISED)
 def test_all_placements_compute_the_same(matmul: Matmul, placed: dict[str, Any]) -> None:
     loss, expected = one_step(matmul, exempt=placed.get("exempt", 0))
     found_loss, found = one_step(matmul, **placed)
