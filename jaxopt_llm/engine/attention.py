@@ -12,13 +12,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxopt_llm.compiler.kernel_choice import choose_attention
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, AttentionRequest, Implementation, exclude_sizes
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.copied_heads import CopiedHeads
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.per_device import PerDevice
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.attention_choice import AUTO, choose_working
+from jaxopt_llm.training.attention_choice import choose_working
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.unread import describe_newly_unread
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.oom import make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
@@ -82,6 +83,8 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     if chosen := list_choices(setup.config, choice.config):
         reason = f"; chosen anew because {changes}" if changes else ""
         say(f"chosen: {format_choices(chosen)}{reason}")
+    for line in describe_newly_unread(choice.config, setup.config):
+        say(line)
     candidate, lowered, step = choice.compiled
     held_out = lowered.held_out and compile_program(candidate, lowered.held_out)
     outer_step = lowered.outer_step and compile_program(candidate, lowered.outer_step)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.corpus import Source
@@ -23,7 +24,7 @@ from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.training.kernel_check import check_attention
 from jaxopt_llm.training.started import Started, find_changes
 
-AUTO, CUDNN = "auto", "cudnn"
+CUDNN = "cudnn"
 LIMITS = (1, 2, 4, 8, DOCUMENTS_PER_ROW)  # of the documents in a row, from which the start of a run takes one
 MOST_WASTE = 0.02  # share of the tokens: cuDNN saves a larger share of a step
 # Share of the tokens that a smaller limit than DOCUMENTS_PER_ROW may add to the padding. The memory that cuDNN's
