@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxopt_llm.compiler.xla_options import Recomputed
 from jaxopt_llm.config import Intermediate, RematConfig
 
 QKV: tuple[Intermediate, ...] = ("query_latent", "latent", "rotary_key", "query", "key", "value")
@@ -26,6 +27,13 @@ checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)  # XLA merges 
 def saved_intermediates(remat: RematConfig) -> tuple[Intermediate, ...]:
     """Return the names that `remat.policy` keeps."""
     return SAVED_BY_POLICY[remat.policy] if isinstance(remat.policy, str) else remat.policy
+
+
+def name_recomputed(remat: RematConfig) -> Recomputed:
+    """Return what the backward computes again of each layer, apart from elementwise operations."""
+    if remat.policy == "none":
+        return "nothing"
+    return "a part" if saved_intermediates(remat) else "layers"
 
 
 def checkpoint_policy(remat: RematConfig) -> Any:

@@ -12,7 +12,7 @@ from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.config import Config
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.remat import saved_intermediates
+from jaxopt_llm.execution.remat import name_recomputed
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
@@ -78,7 +78,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         frozen=frozen,
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
-        recomputes_layers=not saved_intermediates(config.remat),
+        recomputed=name_recomputed(config.remat),
     )
     made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(

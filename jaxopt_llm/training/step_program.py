@@ -39,7 +39,7 @@ class ModelParts:
         variables: specs of its variables that are not parameters.
         make_advance: makes the loss, the backward and the update.
         batch: its batch as ShapeDtypeStructs with shardings.
-        recomputes_layers: whether the backward computes each layer again.
+        recomputed: what the backward computes again of each layer.
         loss: name of the loss, if there are several.
         others: what the other losses train, by name; `trained` are then the parameters of this loss, and `frozen` all
             others. See shares.py.
@@ -49,7 +49,7 @@ class ModelParts:
     frozen: Params
     make_advance: MakeAdvance
     batch: Any
-    recomputes_layers: bool
+    recomputed: xla_options.Recomputed
     variables: Params = field(default_factory=dict)
     loss: str = ""
     others: Shares = field(default_factory=dict)
@@ -107,7 +107,7 @@ def make_step_program(
         training.accumulation,
         placement.precision.matmul,
         config.xla,
-        recomputes_layers=parts.recomputes_layers,
+        recomputed=parts.recomputed,
         adapters=config.lora.rank > 0,
     )
     bind_schedule = functools.partial(_bind_schedule, config)
