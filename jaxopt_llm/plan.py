@@ -73,9 +73,9 @@ import jax
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.compiler import topology
-from jaxopt_llm.config import Config, MeshConfig, PipelineConfig
+from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, fields
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.unread import describe_unread
+from jaxopt_llm.config.unread import describe_newly_unread, describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -84,7 +84,7 @@ from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
-from jaxopt_llm.planning.context_exchange import resolve_exchange
+from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.free_memory import count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
@@ -207,6 +207,8 @@ def main() -> int:
         print(f"warning: {line}", file=sys.stderr)
     rates = _read_rates(options)
     plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host, rates, options.network)
+    for line in describe_newly_unread(fields.replace_fields(config, plan.chosen), config):
+        print(f"warning: {line}", file=sys.stderr)
     print(to_json(plan) if options.json else format_plan(plan))
     if options.save:
         charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
@@ -362,7 +364,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
 def _with_choices(config: Config, cluster: Cluster, limit: int) -> Config:
     """Return the recipe with what `auto` means by arithmetic: the search tries all policies and exchanges."""
     if config.mesh.devices == cluster.devices:
-        config = resolve_exchange(config, cluster)
+        config = resolve_context_exchange(config, cluster)
     (likely, *_), _ = list_candidates(config, cluster, limit)
     return dataclasses.replace(config, remat=likely.config.remat)
 

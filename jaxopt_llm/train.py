@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.compiler.chips import chip_of
 from jaxopt_llm.config.cli import Recipe
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import Preempted
@@ -42,14 +43,14 @@ from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning.context_exchange import FIELD as EXCHANGE
-from jaxopt_llm.planning.context_exchange import resolve_exchange
+from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.device_mesh import Devices, fill_mesh
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.run_programs import compile_fitting
-from jaxopt_llm.run.directory import read_started
+from jaxopt_llm.run.directory import find_changes, read_started
 from jaxopt_llm.run.initial_weights import open_initial_weights
 from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.messages import list_next_commands, print_report
@@ -69,7 +70,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         Preempted: a signal to any process asked for a stop before the last step. It is raised after the current step
             and its checkpoint; a skipped step has no checkpoint.
     """
-    directory = Path(requested.run.directory)
+    requested, directory = _resolve_exchange(requested, processes.first), Path(requested.run.directory)
     with (
         Watchdog(requested, processes) as watchdog,
         lock_directory(directory) if processes.first else contextlib.nullcontext(),
@@ -147,15 +148,30 @@ def main() -> int:
 
 
 def _take_devices(config: Config, flags: frozenset[str], processes: Processes) -> Config:
-    """Return the configuration with each `auto` that the visible devices decide replaced, and print the choices."""
+    """Return the configuration with the mesh of the visible devices in place of `auto`, and print it."""
     found = visible_devices()
     usable = processes.channel("mesh").exchange(str(count_usable_bytes(found[0])))[0]  # all need the same mesh
     filled, line = fill_mesh(config, Devices(len(found), processes.count, int(usable)), flags)
-    on_gpu = found[0].platform == "gpu"
-    resolved = resolve_exchange(filled, describe_cluster(filled.mesh.devices) if on_gpu else None)
     if processes.first and line:
         print(line, flush=True)
-    if processes.first and resolved != filled:
+    return filled
+
+
+def _resolve_exchange(config: Config, first: bool) -> Config:
+    """Return the configuration with the exchange of attention that `auto` means, and print it.
+
+    A run that continues on the same devices keeps its exchange. GPUs without figures (compiler/chips.py) take a ring.
+
+    first: whether this is the first process.
+    """
+    device, started = visible_devices()[0], read_started(Path(config.run.directory))
+    keeps = started is not None and not find_changes(started, config, device)
+    resolved = resolve_context_exchange(
+        config,
+        describe_cluster(config.mesh.devices) if chip_of(device.device_kind) else None,
+        started.config.sharding.context_exchange if started and keeps else AUTO,
+    )
+    if first and resolved != config:
         print(f"chosen: {EXCHANGE} {resolved.sharding.context_exchange}", flush=True)
     return resolved
 

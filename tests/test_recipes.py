@@ -26,7 +26,7 @@ from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.context_exchange import resolve_exchange
+from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.prediction import predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -160,7 +160,7 @@ def is_beaten_by_auto(config: Config, cluster: Cluster) -> bool:
 
     def seconds(config: Config) -> float:
         config = fields.replace_fields(config, {"remat.policy": "none"})
-        resolved = resolve_attention(resolve_exchange(config, cluster), cluster.chip.compute_capability)
+        resolved = resolve_attention(resolve_context_exchange(config, cluster), cluster.chip.compute_capability)
         return predict_seconds(resolved, cluster)
 
     return seconds(config) > seconds(fields.replace_fields(config, OPEN))

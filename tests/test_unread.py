@@ -10,7 +10,7 @@ from commands import ROOT, command, some_text, tiny, train
 
 from jaxopt_llm.config import Config, MeshConfig, cli, fields
 from jaxopt_llm.config.fields import get_field, replace_fields
-from jaxopt_llm.config.unread import describe_unread, find_unread, find_without_effect
+from jaxopt_llm.config.unread import describe_newly_unread, describe_unread, find_unread, find_without_effect
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step.program import make_program
@@ -109,6 +109,17 @@ def test_what_a_recipe_itself_gives_without_effect_is_named(tmp_path: Path) -> N
     config = cli.parse_config(["--config", str(recipe), "--training.steps", "3"], "train")
     assert config.lora.alpha == 8.0 and config.lora.problems()
     assert [*describe_unread(config)] == ["no effect: optimizer.momentum=0.5, because optimizer.name=adamw"]
+
+
+def test_what_a_choice_leaves_unread_is_named() -> None:
+    """Only that: the rest was named before the choice."""
+    given = {"model.moe.experts": 8, "mesh.expert": 2, "sharding.expert_room": 1.5, "optimizer.momentum": 0.5}
+    config = replace_fields(Config(), given)
+    assert not [*describe_newly_unread(replace_fields(config, {"sharding.expert_exchange": "all_to_all"}), config)]
+    gathers = replace_fields(config, {"sharding.expert_exchange": "gather"})
+    assert [*describe_newly_unread(gathers, config)] == [
+        "no effect: sharding.expert_room=1.5, because sharding.expert_exchange=gather"
+    ]
 
 
 def test_a_pretrained_model_decides_its_own_fields() -> None:

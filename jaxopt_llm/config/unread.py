@@ -45,6 +45,12 @@ def describe_unread(config: Config) -> Iterator[str]:
         yield f"no effect: {', '.join(settings)}, because {reason}"
 
 
+def describe_newly_unread(chosen: Config, requested: Config) -> Iterator[str]:
+    """Yield a line for each reason that applies only since values were chosen in place of `auto`."""
+    known = {*describe_unread(requested)}
+    yield from (line for line in describe_unread(chosen) if line not in known)
+
+
 def gathers_codes(config: Config) -> bool:
     """Return whether weights are gathered over one of the axes of `sharding.int8_gathers`."""
     mesh, sharding = config.mesh, config.sharding

@@ -232,7 +232,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
         frozen=tree.merge(frozen, tree.exclude(trained, shares[job.loss_name])),
         make_advance=functools.partial(_make_advance, model, placement),
         batch=batch,
-        recomputes_layers=model.recomputes,
+        recomputed="layers" if model.recomputes else "nothing",
         variables=nest_variables(job.frontend, list_variable_specs(job.frontend)),
         loss=job.loss_name,
         others={

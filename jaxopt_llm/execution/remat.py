@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxopt_llm.compiler.xla_options import Recomputed
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.intermediate import Intermediate, Role
 
@@ -32,6 +33,13 @@ def is_kept(remat: RematConfig, intermediate: Intermediate) -> bool:
     if isinstance(remat.policy, str):
         return intermediate.role in ROLES_BY_POLICY[remat.policy] or intermediate in remat.offload
     return intermediate in remat.policy or intermediate in remat.offload
+
+
+def name_recomputed(remat: RematConfig) -> Recomputed:
+    """Return what the backward computes again of each layer, apart from elementwise operations."""
+    if remat.policy == "none":
+        return "nothing"
+    return "layers" if keeps_inputs_only(remat) else "a part"
 
 
 def checkpoint_policy(remat: RematConfig) -> Any:

@@ -20,7 +20,7 @@ from jaxopt_llm.step.validation import size_problems
 FIELD = "sharding.context_exchange"
 
 
-def resolve_exchange(config: Config, cluster: Cluster | None) -> Config:
+def resolve_context_exchange(config: Config, cluster: Cluster | None, kept: str = AUTO) -> Config:
     """Replace `sharding.context_exchange=auto` by the exchange with the faster step, on a mesh that has `context`.
 
     A configuration with an `auto` elsewhere is compared with all activations saved.
@@ -28,24 +28,28 @@ def resolve_exchange(config: Config, cluster: Cluster | None) -> Config:
     Args:
         cluster: the GPUs; None for other devices, on which a ring is taken. Their links count with the usual rates: a
             run does not know others, and `plan` describes the program of a run.
+        kept: exchange of a run that continues on the same devices. It stays if the sizes and the kernel allow it.
     """
     if config.mesh.context == 1 or config.sharding.context_exchange != AUTO:
         return config
     legal = _list_legal(config)
-    if cluster is None:
-        return legal[0]
-    cluster = replace(cluster, links=USUAL_LINKS)
-    capability = cluster.chip.compute_capability
+    capability = cluster.chip.compute_capability if cluster else None
 
     def supports_kernel(setting: Config) -> bool:
         unsupported = find_unsupported(describe_attention(setting), capability)
         return not unsupported.get(setting.training.attention)  # `auto` is not among them
 
+    possible = [setting for setting in legal if supports_kernel(setting)] or legal
+    stays = [setting for setting in possible if setting.sharding.context_exchange == kept]
+    if stays or cluster is None:
+        return (stays or legal)[0]
+    usual = replace(cluster, links=USUAL_LINKS)
+
     def predict(setting: Config) -> float:
         policy = {"remat.policy": "none"} if config.remat.policy == AUTO else {}
-        return predict_seconds(fields.replace_fields(resolve_attention(setting, capability), policy), cluster)
+        return predict_seconds(fields.replace_fields(resolve_attention(setting, capability), policy), usual)
 
-    return min([setting for setting in legal if supports_kernel(setting)] or legal, key=predict)
+    return min(possible, key=predict)
 
 
 def _list_legal(config: Config) -> Sequence[Config]:

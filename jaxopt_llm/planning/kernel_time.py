@@ -59,6 +59,6 @@ def _efficiency(body: Computation, matmul: Instruction, chip: Chip) -> float:
     if implementation_and_direction := hlo.attention_kernel(body, matmul):
         return roofline.kernel_efficiency(chip, *implementation_and_direction)
     if grouped := hlo.grouped_matmul(body, matmul):
-        groups = grouped_rate.Groups(grouped.filled / grouped.groups, *grouped.shape[1:])
+        groups = grouped_rate.Groups(grouped.filled / grouped.groups, *grouped.shape[1:], PEAK_KEYS[grouped.dtype])
         return grouped_rate.find_efficiency(chip, grouped.leg, groups)
     return roofline.MATMUL_EFFICIENCY

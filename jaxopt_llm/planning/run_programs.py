@@ -6,11 +6,13 @@ import jax
 
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.chips import chip_of
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.unread import describe_newly_unread
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.oom import make_explainer
-from jaxopt_llm.planning.prediction import describe_cluster
+from jaxopt_llm.planning.prediction import STAND_IN, describe_cluster
 from jaxopt_llm.planning.settings_choice import (
     choose_settings,
     format_choices,
@@ -69,6 +71,8 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     limit = int(channel.exchange(str(count_usable_bytes(device)))[0])  # all processes need the same candidates
     limit = max(limit - copied, 0)
     where = describe_cluster(config.mesh.devices), limit, device.platform == "gpu"
+    if device.platform == "gpu" and not chip_of(device.device_kind):
+        say(f"{device.device_kind} has no figures in compiler/chips.py: `auto` is estimated with those of {STAND_IN}")
     candidates, left_out = list_candidates(config, *where)
     if left_out:
         say(left_out)
@@ -82,6 +86,8 @@ def compile_fitting(setup: Setup, checkpoints: Checkpoints, say: Callable[[str],
     if chosen := list_choices(setup.config, choice.config):
         reason = f"; chosen anew because {changes}" if changes else ""
         say(f"chosen: {format_choices(chosen)}{reason}")
+    for line in describe_newly_unread(choice.config, setup.config):
+        say(line)
     candidate, lowered, step = choice.compiled
     held_out = lowered.held_out and compile_program(candidate, lowered.held_out)
     outer_step = lowered.outer_step and compile_program(candidate, lowered.outer_step)

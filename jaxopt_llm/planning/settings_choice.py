@@ -19,7 +19,7 @@ from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost, keep_existing
-from jaxopt_llm.planning.search.exchange_choice import resolve_exchange
+from jaxopt_llm.planning.search.exchange_choice import resolve_expert_exchange
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.units import GIB
@@ -82,7 +82,7 @@ def list_candidates(config: Config, cluster: Cluster, limit: int, on_gpu: bool =
         limit: bytes of a device that XLA may use.
         on_gpu: False for CPUs, where only arithmetic decides: there is one candidate.
     """
-    *faster, last = _predict_all(resolve_exchange(config, cluster), cluster, limit, on_gpu)
+    *faster, last = _predict_all(resolve_expert_exchange(config, cluster), cluster, limit, on_gpu)
     left_out = [each for each in faster if not _may_fit(each)]
     candidates = [*filter(_may_fit, faster), replace(last, limit=limit)]
     if not on_gpu:

@@ -22,6 +22,7 @@ import numpy as np
 from jaxopt_llm import kernels
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
@@ -36,7 +37,7 @@ from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionRes
 from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.run.directory import Started, find_changes
 
-AUTO, CUDNN = "auto", "cudnn"
+CUDNN = "cudnn"
 LIMITS = (1, 2, 4, 8, DOCUMENTS_PER_ROW)  # of the documents in a row, from which the start of a run takes one
 MOST_WASTE = 0.02  # share of the tokens: cuDNN saves a larger share of a step
 # Share of the tokens that a smaller limit than DOCUMENTS_PER_ROW may add to the padding. The memory that cuDNN's

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -125,6 +126,8 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         InputError: the data cannot be read, the run directory holds another run, or processes differ in something that
             must be equal.
     """
+    is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
+    assert not is_open, "planning/context_exchange.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
     check_hub_commits(requested, processes)
     documents = open_documents(requested, processes)

@@ -25,7 +25,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.remat import keeps_inputs_only
+from jaxopt_llm.execution.remat import name_recomputed
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
@@ -76,7 +76,7 @@ class ModelParts:
         variables: specs of its variables that are not parameters.
         make_advance: makes the loss, the backward and the update.
         batch: its batch as ShapeDtypeStructs with shardings.
-        recomputes_layers: whether the backward computes each layer again.
+        recomputed: what the backward computes again of each layer.
         loss: name of the loss, if there are several.
         others: the shares of the other losses, by name. `trained` are then the parameters of this loss, and `frozen`
             all other parameters. See the docstring of this module.
@@ -86,7 +86,7 @@ class ModelParts:
     frozen: Params
     make_advance: MakeAdvance
     batch: Any
-    recomputes_layers: bool
+    recomputed: xla_options.Recomputed
     variables: Params = field(default_factory=dict)
     loss: str = ""
     others: Shares = field(default_factory=dict)
@@ -144,7 +144,7 @@ def make_step_program(
         training.accumulation,
         placement.precision.matmul,
         config.xla,
-        recomputes_layers=parts.recomputes_layers,
+        recomputed=parts.recomputed,
         adapters=config.lora.rank > 0,
     )
     bind_schedule = functools.partial(_bind_schedule, config)
@@ -319,7 +319,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         frozen=frozen,
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
-        recomputes_layers=keeps_inputs_only(config.remat),
+        recomputed=name_recomputed(config.remat),
     )
     made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(

@@ -8,10 +8,17 @@ from compiled_steps import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 from marks import slow
 from test_attention_bytes import TRITON
 
-from jaxopt_llm.compiler import hlo, instructions
+from jaxopt_llm.compiler import hlo, instructions, topology
 from jaxopt_llm.compiler.chips import CHIPS
-from jaxopt_llm.config import MeshConfig, ShardingConfig
+from jaxopt_llm.compiler.topology import gpu_topology
+from jaxopt_llm.config import MeshConfig, ShardingConfig, cli
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import breakdown
+from jaxopt_llm.planning.free_memory import count_chip_bytes
+from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.settings_choice import list_candidates
+from jaxopt_llm.step.program import make_program
 
 ON_64 = MeshConfig(fsdp=8, expert=8)
 LAYERS, EXPERTS, INNER, CHOSEN = 8, 8, 1024, 2
@@ -130,10 +137,10 @@ def test_a_shared_expert_is_computed_beside_the_exchange(exchange: str, least: i
     assert sum(each > 0 for each in beside) >= least
 
 
-def find_grouped_matmuls(step: Compiled) -> list[tuple[int, int]]:
+def find_grouped_matmuls(text: str) -> list[tuple[int, int]]:
     """Return the rows and the rows that an even load fills of each grouped matmul that runs."""
     found = []
-    for computation, instruction, run in instructions.walk_instructions(step.text):
+    for computation, instruction, run in instructions.walk_instructions(text):
         if instructions.count_runs(instruction, run) and (grouped := hlo.grouped_matmul(computation, instruction)):
             found.append((grouped.shape[0], round(grouped.filled)))
     return found
@@ -143,10 +150,27 @@ def find_grouped_matmuls(step: Compiled) -> list[tuple[int, int]]:
 def test_a_step_has_few_rows_for_its_choices(mesh: MeshConfig) -> None:
     """By default: at most 1.3 for each choice, in every product of experts. `gather` has four or eight."""
     choices = rows(mesh) // (mesh.size("fsdp") * mesh.expert) * SEQUENCE * CHOSEN
-    found = find_grouped_matmuls(mixed(mesh, exchange="auto"))
+    found = find_grouped_matmuls(mixed(mesh, exchange="auto").text)
     assert len(found) == 11 and {filled for _, filled in found} == {choices}
     assert max(length for length, _ in found) <= 1.3 * choices
-    assert min(length for length, _ in find_grouped_matmuls(mixed(mesh))) >= 4 * choices
+    assert min(length for length, _ in find_grouped_matmuls(mixed(mesh).text)) >= 4 * choices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mixtral_8x7b.py", "qwen3_30b_a3b.py", "deepseek_v2_lite.py"])
+def test_the_recipes_have_few_rows_for_their_choices(recipe: str) -> None:
+    """With the first settings that a run on eight H200s tries."""
+    host = Cluster("h200", 1, 8)
+    (first, *_), _ = list_candidates(cli.load_recipe(recipe), host, count_chip_bytes(host.chip))
+    config = first.config
+    placement = Placement(make_mesh(config.mesh, gpu_topology("h200", 1, 8)), config.sharding, config.precision)
+    program = make_program(config, placement, keep_frozen=False)
+    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
+    found = find_grouped_matmuls(str(topology.compile_without_gpu(lowered).as_text()))
+    rows_of_device = config.training.batch_size // config.training.accumulation // host.devices
+    choices = rows_of_device * config.training.sequence_length * config.model.moe.experts_per_token
+    assert len(found) == 9 and {filled for _, filled in found} == {choices}
+    assert choices <= min(found)[0] <= max(found)[0] <= 1.3 * choices
 
 
 def test_matrices_of_experts_are_cast_once_a_pass() -> None:

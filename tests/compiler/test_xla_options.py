@@ -12,6 +12,8 @@ from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.compiler.xla_options import (
     DISABLE_PASSES,
+    EARLY_COLLECTIVES,
+    KNOWS_EARLY_COLLECTIVES,
     NO_WRONG_PASSES,
     PARALLEL_COLLECTIVES,
     PIPELINED_ALL_GATHER,
@@ -56,8 +58,17 @@ def test_few_gradients_are_reduced_together_on_any_number_of_gpus() -> None:
 def test_recomputed_layers_on_one_host_get_one_collective_at_a_time() -> None:
     for hosts, expected in ((1, False), (2, True)):
         mesh = make_mesh(MeshConfig(fsdp=8 * hosts), gpu_topology("h100", hosts))
-        options = compiler_options(mesh, 1, recomputes_layers=True)
+        options = compiler_options(mesh, 1, recomputed="layers")
         assert (options.items() >= PARALLEL_COLLECTIVES.items()) == expected
+
+
+@pytest.mark.skipif(not KNOWS_EARLY_COLLECTIVES, reason="this option is for jax 0.11.2 and later")
+def test_collectives_begin_early_where_a_backward_between_hosts_computes_matmuls_again() -> None:
+    two, one = (make_mesh(MeshConfig(fsdp=8 * hosts), gpu_topology("h100", hosts)) for hosts in (2, 1))
+    ring = make_mesh(MeshConfig(fsdp=8, context=2), gpu_topology("h100", 2))
+    cases = ((two, "layers"), (two, "a part"), (two, "nothing"), (one, "a part"), (ring, "layers"))
+    found = [compiler_options(mesh, 2, recomputed=recomputed) for mesh, recomputed in cases]
+    assert [options.items() >= EARLY_COLLECTIVES.items() for options in found] == [True, True, False, False, False]
 
 
 def test_cublas_multiplies_where_it_adds_adapters_or_multiplies_codes() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from jaxopt_llm.config import Config, Kind, ModelConfig
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.kernels.attention_auto import AttentionCall, choose_fastest
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW, count_workspace
@@ -16,7 +17,6 @@ from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BL
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.self_attention import describe_call, kernel_head_dim
 
-AUTO = "auto"
 RING: Final = "ring"
 ALL_TO_ALL: Final = "all_to_all"
 

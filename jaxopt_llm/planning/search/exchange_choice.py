@@ -7,23 +7,23 @@ experts' matmuls reads and writes all rows, filled or not.
 
 import functools
 from dataclasses import replace
-from typing import Final, Literal
+from typing import Literal
 
 from jaxopt_llm.compiler.chips import USUAL_LINKS
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, seconds_in_memory
 from jaxopt_llm.planning.search.transfers import find_link_over
 from jaxopt_llm.planning.search.workload import STREAMED_BACKWARD, STREAMED_FORWARD
 
-AUTO: Final = "auto"
 Form = Literal["all_to_all", "gather"]
 FORMS: tuple[Form, ...] = ("all_to_all", "gather")  # `ragged` has not run on a GPU yet
 CROSSINGS = 4  # of the tokens in a layer: there and back, forward and backward
 
 
-def resolve_exchange(config: Config, cluster: Cluster) -> Config:
+def resolve_expert_exchange(config: Config, cluster: Cluster) -> Config:
     """Replace `auto` by the faster exchange, if the configuration has one.
 
     Links count with the usual rates: a run does not know others, and `plan` describes the program of a run.

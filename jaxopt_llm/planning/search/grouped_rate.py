@@ -59,11 +59,13 @@ class Groups:
     Attributes:
         rows: mean rows of a group that are filled.
         width, inner: sizes of a group's matrix, in any order.
+        dtype: of the operands.
     """
 
     rows: float
     width: int
     inner: int
+    dtype: str = "bfloat16"
 
 
 @functools.cache
@@ -102,6 +104,7 @@ def describe_rates(chip: Chip, groups: Groups, table: Sequence[Measurement] | No
     here = {
         "this GPU": of.device != chip.name,
         f"groups of {groups.rows:,.0f} rows": not rows[0] <= groups.rows <= rows[-1],
+        groups.dtype: of.dtype != groups.dtype,
         f"matrices of {groups.width} × {groups.inner}": _distance(of, groups) > math.log(NEAR),
     }
     forward, *backward = (f"{100 * find_efficiency(chip, leg, groups, table):.3g}%" for leg in LEGS)
@@ -114,13 +117,16 @@ def describe_rates(chip: Chip, groups: Groups, table: Sequence[Measurement] | No
 
 
 def _find_nearest(chip: Chip, groups: Groups, table: Sequence[Measurement]) -> Sequence[Measurement]:
-    """Return the measurements of one GPU and one matrix: of this chip if there are any, and of the nearest matrix."""
-    nearest = min(table, key=lambda each: (each.device != chip.name, _distance(each, groups)))
-    return [
-        each
-        for each in table
-        if (each.device, each.width, each.inner) == (nearest.device, nearest.width, nearest.inner)
-    ]
+    """Return the measurements of one GPU, one dtype and one matrix: of this chip and this dtype if there are any."""
+
+    def order(each: Measurement) -> tuple[bool, bool, float]:
+        return each.device != chip.name, each.dtype != groups.dtype, _distance(each, groups)
+
+    def find_series(each: Measurement) -> tuple[str, str, int, int]:
+        return each.device, each.dtype, each.width, each.inner
+
+    nearest = min(table, key=order)
+    return [each for each in table if find_series(each) == find_series(nearest)]
 
 
 def _distance(measured: Measurement, groups: Groups) -> float:

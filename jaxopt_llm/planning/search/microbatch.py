@@ -27,6 +27,10 @@ def accumulates_gradients(config: Config) -> bool:
 
 
 def adds_in_place(config: Config) -> bool:
-    """Return whether a layer's gradients are added to that sum where they are formed (execution/scan.py)."""
+    """Return whether a layer's gradients are added to that sum where they are formed (execution/scan.py).
+
+    Loops over spans of layers with different precisions, and over groups of layers, form stacks of gradients first.
+    """
     in_loop = config.mesh.pipeline == 1 and config.training.unroll != "all"
-    return in_loop and config.training.accumulation > 1 and config.precision.reduce_dtype == "float32"
+    is_plain = not config.precision.compute_dtype_layers and config.remat.every == 1
+    return in_loop and is_plain and config.training.accumulation > 1 and config.precision.reduce_dtype == "float32"

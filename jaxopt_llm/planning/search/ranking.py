@@ -17,7 +17,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
-from jaxopt_llm.planning.search.exchange_choice import resolve_exchange
+from jaxopt_llm.planning.search.exchange_choice import resolve_expert_exchange
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (
@@ -153,7 +153,7 @@ class SearchResult:
 
 def estimate(config: Config, cluster: Cluster, state: StateSizes) -> Candidate:
     """Estimate memory, work and time of a setting."""
-    resolved = resolve_exchange(resolve_attention(config, cluster.chip.compute_capability), cluster)
+    resolved = resolve_expert_exchange(resolve_attention(config, cluster.chip.compute_capability), cluster)
     return Candidate(config, resolved, cluster, state, compute_footprint(resolved, state))
 
 

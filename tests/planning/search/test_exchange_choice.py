@@ -7,7 +7,7 @@ import pytest
 
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.planning.search.exchange_choice import estimate_seconds, resolve_exchange
+from jaxopt_llm.planning.search.exchange_choice import estimate_seconds, resolve_expert_exchange
 from jaxopt_llm.planning.search.roofline import Cluster
 
 RECIPES = ("mixtral_8x7b.py", "qwen3_30b_a3b.py", "deepseek_v2_lite.py")
@@ -15,7 +15,7 @@ HOST = Cluster("h200", 1, 8)
 
 
 def choose(config: Config, cluster: Cluster) -> Any:
-    return resolve_exchange(config, cluster).sharding.expert_exchange
+    return resolve_expert_exchange(config, cluster).sharding.expert_exchange
 
 
 @pytest.mark.core
@@ -59,4 +59,4 @@ def test_bytes_and_rows_add_up() -> None:
 )
 def test_what_is_not_open_stays(changes: dict[str, Any]) -> None:
     config = replace_fields(cli.load_recipe("mixtral_8x7b.py"), changes)
-    assert resolve_exchange(config, HOST) is config
+    assert resolve_expert_exchange(config, HOST) is config

@@ -62,6 +62,19 @@ def test_no_rate_is_above_the_measured_ones() -> None:
     )
 
 
+def test_rates_of_dtypes_are_not_mixed() -> None:
+    """The own dtype decides, as far as it was measured."""
+    slower = {leg: 2 * time for leg, time in TABLE[0].seconds.items()}
+    table = [replace(TABLE[0], dtype="float32", seconds=slower), *TABLE]
+    groups = Groups(2048, *MATRIX)
+    ratio = H200.peak_flops["bfloat16"] / H200.peak_flops["float32"]
+    own = find_efficiency(H200, "dw", groups, TABLE)
+    assert find_efficiency(H200, "dw", groups, table) == own
+    assert find_efficiency(H200, "dw", replace(groups, dtype="float32"), table) == pytest.approx(own / 2 * ratio)
+    assert find_efficiency(H200, "dw", replace(groups, dtype="float16"), TABLE) == own
+    assert "not measured: float32" in describe_rates(H200, replace(groups, dtype="float32"), TABLE)
+
+
 def test_a_group_has_at_least_one_row() -> None:
     assert seconds(1 / 64) == seconds(1)
 
