@@ -1,4 +1,4 @@
-"""What other programs show of a run: records for TensorBoard and Weights & Biases, and a profile of some steps."""
+"""Data for other programs: the records of a run for TensorBoard and Weights & Biases, and a profile of some steps."""
 
 import contextlib
 import hashlib
