@@ -79,7 +79,10 @@ def _make_block(jaxpr: Jaxpr, start: int, stop: int, weights: Container[Any]) ->
     made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
     read = dict.fromkeys(var for eqn in equations for var in _list_variables(eqn.invars))
     return Block(
-        *(start, stop, moves, equations),
+        start,
+        stop,
+        moves,
+        equations,
         entering=[var for var in read if var not in made],
         leaving=[var for var in made if var in later],
     )
@@ -101,9 +104,9 @@ def _list_readers(jaxpr: Jaxpr, weights: Mapping[Any, str]) -> dict[int, str]:
     """
     readers: dict[int, str] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        found = {weights[var] for var in _list_variables(eqn.invars) if var in weights}
-        if found and not all(var in weights for var in eqn.outvars):
-            readers[index] = found.pop() if len(found) == 1 else ""
+        tags = {weights[var] for var in _list_variables(eqn.invars) if var in weights}
+        if tags and not all(var in weights for var in eqn.outvars):
+            readers[index] = tags.pop() if len(tags) == 1 else ""
     return readers
 
 

@@ -353,7 +353,10 @@ class PeriodRunner:
             # Only this reads the slice. From a slice with other readers, XLA would make a computation on the host.
             weights = offload.fetch_to_device(weights)
             placed = attach_shardings(
-                *(specs, weights, perturbations, context.placement),
+                specs,
+                weights,
+                perturbations,
+                context.placement,
                 keep_gathered=self.checkpoints,
                 matmul=matmul,
                 in_compute_dtype=adapter_paths(specs),
@@ -369,7 +372,7 @@ def model_segments(model: Model, unrolled: bool = False, adds_in_place: bool = F
     """Return all segments of a model, by their names in its parameters."""
     return {
         name: LocalSegment(
-            *(segment.kinds, model.specs[name], segment.per_layer), unrolled=unrolled, adds_in_place=adds_in_place
+            segment.kinds, model.specs[name], segment.per_layer, unrolled=unrolled, adds_in_place=adds_in_place
         )
         for name, segment in name_segments(model).items()
     }

@@ -100,7 +100,8 @@ def measure(directory: Path, config: Config, step: int) -> Difference:
 
 def compare(trained: NDArray[Any], original: NDArray[Any], dtype: str) -> Difference:
     """Return the differences of logits [S, V] over the codes and over the original weights."""
-    first, second = (np.asarray(jax.nn.log_softmax(each.astype(np.float64))) for each in (trained, original))
+    first = np.asarray(jax.nn.log_softmax(trained.astype(np.float64)))
+    second = np.asarray(jax.nn.log_softmax(original.astype(np.float64)))
     distance = np.abs(trained - original)
     return Difference(
         mean=float(distance.mean()),

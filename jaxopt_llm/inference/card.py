@@ -91,7 +91,7 @@ def list_changes(config: Config) -> dict[str, str]:
     if config.model.resize_vocabulary:
         changes["model.resize_vocabulary"] = config.model.resize_vocabulary
     for section in SECTIONS:
-        values, defaults = (dataclasses.asdict(getattr(each, section)) for each in (config, default))
+        values, defaults = dataclasses.asdict(getattr(config, section)), dataclasses.asdict(getattr(default, section))
         changes |= {f"{section}.{name}": value for name, value in values.items() if value != defaults[name]}
     return {
         name: json.dumps(value, ensure_ascii=False).replace("|", "\\|").replace("`", "'")
@@ -152,11 +152,11 @@ def _make_text(title: str, facts: Mapping[str, Any], notes: Iterable[str]) -> li
 def _read_losses(directory: Path, step: int) -> dict[str, str]:
     """Return the last losses that a run recorded up to a step."""
     run = read_run(directory, directory.name, {})
-    found = {}
+    losses = {}
     for field, name in (("loss", "training loss"), (EVAL_LOSS, "held-out loss")):
         if (curve := run.curves.get(field)) is None:
             continue
         steps = run.steps[curve.records]
         if len(reached := np.flatnonzero(steps <= step)):
-            found[name] = f"{curve.values[reached[-1]]:.4f} (step {int(steps[reached[-1]]):,})"
-    return found
+            losses[name] = f"{curve.values[reached[-1]]:.4f} (step {int(steps[reached[-1]]):,})"
+    return losses

@@ -145,7 +145,7 @@ def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
 def _make_generation_config(data: DataConfig, base: Path | None, ids: Settings) -> dict[str, Any]:
     """Return the generation_config.json: the settings of the base, and the token ids of the training."""
     folders = [folder for folder in (find_tokenizer_folder(data), base) if folder]
-    found = [read_json_object(folder / GENERATION_FILE) for folder in folders]
-    settings: dict[str, Any] = next((each for each in found if each), {})
+    configs = [read_json_object(folder / GENERATION_FILE) for folder in folders]
+    settings: dict[str, Any] = next((each for each in configs if each), {})
     kept = {name: settings[name] for name in GENERATION_FIELDS if settings.get(name) is not None}
     return kept | ids

@@ -104,7 +104,8 @@ def load_pretrained(
         CheckpointError: the run has no usable checkpoint.
     """
     path = hub.find_folder(Path(path), "")
-    adapter, base = (None if given is None else Path(given) for given in (adapter, base))
+    adapter = None if adapter is None else Path(adapter)
+    base = None if base is None else Path(base)
     if is_run_directory(path):
         return _load_run(path, adapter, step, base)
     if step is not None:

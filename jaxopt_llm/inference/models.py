@@ -444,13 +444,13 @@ def use_checkpoint(directory: Path, step: Step, use: Callable[[Checkpoints, int]
     """
     with Checkpoints(directory / "checkpoints") as checkpoints:
         while True:
-            found = checkpoints.latest_verified_step() if step is None else _find_verified(directory, step)
-            if found is None:
+            chosen = checkpoints.latest_verified_step() if step is None else _find_verified(directory, step)
+            if chosen is None:
                 raise CheckpointError(f"--checkpoint {directory}: the run has no checkpoint yet; train it first")
             try:
-                return use(checkpoints, found)
+                return use(checkpoints, chosen)
             except CheckpointError:
-                if isinstance(step, int) or (directory / "checkpoints" / str(found)).exists():
+                if isinstance(step, int) or (directory / "checkpoints" / str(chosen)).exists():
                     raise  # otherwise the run is in progress, wrote a newer checkpoint and deleted this one
 
 

@@ -254,11 +254,11 @@ def _compare(name: str, call: AttentionCall, group: int) -> str:
     if call.segments != 1:
         ids[0, 1:], ids[0, 97:], ids[1, 250:] = 1, 2, 1
     wide = [x.astype(jnp.float32) for x in arrays]
-    found, right = _run(name, call, ids, arrays), _run(FALLBACK, call, ids, wide)
+    results, right = _run(name, call, ids, arrays), _run(FALLBACK, call, ids, wide)
     if call.parts > 1 and not attention.IMPLEMENTATIONS[name].skips_keys:
-        found |= _run_rectangles(name, call, arrays)
+        results |= _run_rectangles(name, call, arrays)
         right |= _run_rectangles(FALLBACK, call, wide)
-    wrong = {each: _distance(found[each], right[each]) for each in right}
+    wrong = {each: _distance(results[each], right[each]) for each in right}
     # A comparison with NaN is False.
     listed = [f"{each} by {distance:.2g}" for each, distance in wrong.items() if not distance <= TOLERANCE]
     return f"is wrong on this GPU ({', '.join(listed)} of its norm)" if listed else ""
@@ -314,5 +314,5 @@ def _run_rectangles(name: str, call: AttentionCall, arrays: list[jax.Array]) -> 
         return dict(zip(names, run(*arrays), strict=True))
 
 
-def _distance(found: jax.Array, right: jax.Array) -> float:
-    return float(jnp.linalg.norm(found.astype(jnp.float32) - right) / jnp.linalg.norm(right))
+def _distance(result: jax.Array, right: jax.Array) -> float:
+    return float(jnp.linalg.norm(result.astype(jnp.float32) - right) / jnp.linalg.norm(right))

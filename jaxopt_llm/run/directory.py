@@ -144,17 +144,17 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
     except (InputError, ValueError, KeyError, TypeError, OSError) as error:
         problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
-    found = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
-    changed = [change.split()[0] for change in found]
+    changes = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
+    changed = [change.split()[0] for change in changes]
     can_allow = all(fields.METADATA[name].resume != "never" for name in changed)
     if read_tokenizer_digest(directory) != tokenizer.sha256:
-        found.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
+        changes.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
         can_allow = False
-    if found:
+    if changes:
         names = [*config.run.allow_change, *changed]
         allow = f", or allow the change with --run.allow-change {' '.join(names)}" if can_allow else ""
         raise InputError(
-            f"run.directory={directory} holds another run: {'; '.join(found)}; set another --run.directory{allow}"
+            f"run.directory={directory} holds another run: {'; '.join(changes)}; set another --run.directory{allow}"
         )
     if (read_base_digest(directory) is None) != stores_frozen_weights(config):
         raise InputError(

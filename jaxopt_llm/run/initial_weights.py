@@ -173,7 +173,8 @@ def read_parameters(weights: Weights, specs: StateSpecs, placement: Placement) -
 def read_leaf(weights: Weights, path: str, spec: tree.Leaf, sharding: tree.Leaf, placement: Placement) -> tree.Leaf:
     """Read one parameter, quantised if its spec is. The factors of its adapter are None."""
     if isinstance(spec, LoraWeight):
-        spec, sharding = (replace(each, lora_a=None, lora_b=None) for each in (spec, sharding))
+        spec = replace(spec, lora_a=None, lora_b=None)
+        sharding = replace(sharding, lora_a=None, lora_b=None)
         if spec.magnitude is None and isinstance(spec.base, ParamSpec):
             return replace(spec, base=weights.read(path, spec.base, sharding.base))
     if isinstance(spec, ParamSpec):

@@ -69,10 +69,10 @@ class ReplicaCheck:
         """
         if not self._every or self._checked == step:
             return
-        found = find_differences(state, compute_sums(state))
-        if found:
-            devices = np.unique(np.concatenate([*found.values()]))
-            self._report(step, "copies of the same values differ", list(found), devices, state)
+        different = find_differences(state, compute_sums(state))
+        if different:
+            devices = np.unique(np.concatenate([*different.values()]))
+            self._report(step, "copies of the same values differ", list(different), devices, state)
         self._checked = step
 
     def _report(self, step: int, what: str, paths: list[str], indices: np.ndarray, state: TrainState) -> None:
@@ -119,15 +119,15 @@ def find_differences(state: TrainState, sums: Sums) -> dict[str, np.ndarray]:
 
     If no value has a majority, such as with two copies, all devices of the group are returned.
     """
-    found: dict[str, np.ndarray] = {}
+    different: dict[str, np.ndarray] = {}
     for path, leaf in tree.leaves_with_path(state):
         for group in map(np.array, group_devices(leaf.sharding, leaf.shape)):
             values = sums[path][group]
             value, count = collections.Counter(values.tolist()).most_common(1)[0]
             if count < len(group):
                 wrong = group[values != value] if 2 * count > len(group) else group
-                found[path] = np.concatenate([found.get(path, np.zeros(0, int)), wrong])
-    return found
+                different[path] = np.concatenate([different.get(path, np.zeros(0, int)), wrong])
+    return different
 
 
 def compute_sums(state: TrainState) -> Sums:

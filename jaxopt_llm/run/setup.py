@@ -111,8 +111,8 @@ def check_inputs(config: Config, first: bool) -> None:
             f"data.paths: name the data on which to train {config.model.pretrained}, files, folders or globs, with "
             "--data.paths"
         )
-    if config.training.attention == "triton" and (found := attention_triton.installation_problems()):
-        raise InputError(f"training.attention=triton: {'; '.join(found)}")
+    if config.training.attention == "triton" and (problems := attention_triton.installation_problems()):
+        raise InputError(f"training.attention=triton: {'; '.join(problems)}")
     if first:
         dashboards.import_packages(config.logging)
     check_backends(config.data.paths, "data.paths")
@@ -178,8 +178,8 @@ def resolve_length(config: Config, rows: int) -> Config:
     stored = None if schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     lengths = {"training.steps": steps, "training.epochs": 0.0}
     config = fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})
-    if found := config.schedule.problems():
-        raise InputError("; ".join(found))
+    if problems := config.schedule.problems():
+        raise InputError("; ".join(problems))
     return config
 
 

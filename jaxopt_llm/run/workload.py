@@ -132,31 +132,13 @@ class DecoderWorkload:
             verification: the verification of its prepared data.
             explain_oom: see Workload.
         """
-        self._verification, self.explain_oom = verification, explain_oom
-        self._setup, self._programs, self._initial = setup, programs, initial
+        config = setup.config
+        self.config, self.directory, self.processes = config, setup.directory, setup.processes
+        self.unit, self.units_per_step = "tokens", config.training.batch_size * config.training.sequence_length
+        self.utilisation = utilisation_per_token(config, setup.program, setup.placement)
+        self.explain_oom = explain_oom
+        self._setup, self._programs, self._initial, self._verification = setup, programs, initial, verification
         self._sampler = Sampler(setup)
-
-    @property
-    def config(self) -> Config:
-        return self._setup.config
-
-    @property
-    def directory(self) -> Path:
-        return self._setup.directory
-
-    @property
-    def processes(self) -> Processes:
-        return self._setup.processes
-
-    unit = "tokens"
-
-    @property
-    def units_per_step(self) -> int:
-        return self.config.training.batch_size * self.config.training.sequence_length
-
-    @functools.cached_property
-    def utilisation(self) -> dict[str, float]:
-        return utilisation_per_token(self.config, self._setup.program, self._setup.placement)
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""

@@ -35,12 +35,12 @@ class _Evaluation:
     def list_equations(self, atoms: Sequence[Any]) -> list[JaxprEqn]:
         """Return the equations that these values need."""
         needed = {atom for atom in atoms if not isinstance(atom, Literal)}
-        found = []
+        equations = []
         for eqn in reversed(self.jaxpr.eqns):
             if needed & {*eqn.outvars}:
-                found.append(eqn)
+                equations.append(eqn)
                 needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-        return found
+        return equations
 
     def can_read(self, atom: Any) -> bool:
         """Return whether a value needs only the inputs that are known."""
@@ -105,11 +105,11 @@ def update_by_parts(
     names = [var for index, var in enumerate(jaxpr.invars) if index not in hosted]
     known = dict(zip([*jaxpr.constvars, *names], [*closed.consts, *inputs], strict=True))
     outside = _Evaluation(jaxpr, known)
-    found = dict(enumerate(flat))
-    found |= {index: outside.read(jaxpr.outvars[index]) for index in groups[0]}
+    leaves = dict(enumerate(flat))
+    leaves |= {index: outside.read(jaxpr.outvars[index]) for index in groups[0]}
     for group in groups[1:]:
-        found |= _update_group(outside, group, {index: found[index] for index in group}, good)
-    return jax.tree.unflatten(structure, [found[index] for index in range(len(flat))])
+        leaves |= _update_group(outside, group, {index: leaves[index] for index in group}, good)
+    return jax.tree.unflatten(structure, [leaves[index] for index in range(len(flat))])
 
 
 def _update_group(

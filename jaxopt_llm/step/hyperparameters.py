@@ -205,14 +205,14 @@ def _name_key(key: Any) -> Any:
 
 def read_rates(moments: tree.Tree) -> dict[str, Any]:
     """Return the learning rates by label."""
-    found: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
 
     def note(label: str, rate: Any, scheduled: bool) -> Any:
-        found[label] = rate
+        rates[label] = rate
         return rate
 
     map_rates(note, moments)
-    return found
+    return rates
 
 
 def make_rate_metrics(moments: tree.Tree) -> dict[str, jax.Array]:

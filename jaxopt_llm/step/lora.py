@@ -36,16 +36,16 @@ def problems(
         is_quantised: selects the parameters that `lora.base` quantises.
     """
     paths = [path for path, _ in tree.leaves_with_path(specs)]
-    found = [f"training.trainable: {each}" for each in _pattern_problems(paths, paths, trainable, "parameter")]
+    mistakes = [f"training.trainable: {each}" for each in _pattern_problems(paths, paths, trainable, "parameter")]
     if not config.rank:
-        return found
+        return mistakes
     matrices = {path: spec for path, spec in tree.leaves_with_path(specs) if spec.contracting}
-    found += [f"lora.targets: {each}" for each in _pattern_problems(paths, [*matrices], config.targets, "matrix")]
+    mistakes += [f"lora.targets: {each}" for each in _pattern_problems(paths, [*matrices], config.targets, "matrix")]
     adapted = {path: spec for path, spec in matrices.items() if _first_target(path, config.targets)}
     both = [path for path in adapted if tree.first_match(path, trainable)]
     if both:
-        found.append(f"{both[0]} is in training.trainable and in lora.targets: remove it from one of them")
-    return found or [
+        mistakes.append(f"{both[0]} is in training.trainable and in lora.targets: remove it from one of them")
+    return mistakes or [
         *_rank_problems(adapted, config),
         *_table_problems([path for path, spec in adapted.items() if not is_quantised(path, spec)], adapted, config),
         *_expert_problems(adapted, config),
@@ -62,21 +62,21 @@ def _pattern_problems(paths: list[str], selectable: list[str], patterns: tuple[s
         kind: noun for a selectable parameter.
     """
     effective = {_first_target(path, patterns) for path in selectable}
-    found = []
+    mistakes = []
     for index, pattern in enumerate(patterns):
         matches = [path for path in paths if _first_target(path, (pattern,))]
         if pattern in effective and pattern not in patterns[:index]:
             continue
         if not matches:
-            found.append(f"{pattern} matches no parameter")
+            mistakes.append(f"{pattern} matches no parameter")
         elif set(matches).isdisjoint(selectable):
-            found.append(f"{pattern} matches no {kind}, only {matches[0]}")
+            mistakes.append(f"{pattern} matches no {kind}, only {matches[0]}")
         else:
-            found.append(f"{pattern} has no effect, because earlier patterns match all its parameters")
-    if not found:
+            mistakes.append(f"{pattern} has no effect, because earlier patterns match all its parameters")
+    if not mistakes:
         return []
     kinds = {path if path.startswith("non_layer/") else path.rsplit("/", 1)[-1]: path for path in reversed(selectable)}
-    return [f"{'; '.join(found)}; correct or remove it (examples: {', '.join(sorted(kinds.values()))})"]
+    return [f"{'; '.join(mistakes)}; correct or remove it (examples: {', '.join(sorted(kinds.values()))})"]
 
 
 def _first_target(path: str, targets: tuple[str, ...]) -> str | None:
@@ -180,8 +180,8 @@ def freeze_model(model: M, config: LoraConfig, precision: PrecisionConfig) -> tu
     Raises:
         InputError: the sizes of the model do not support `lora.base`.
     """
-    if found := _nf4_problems(model.specs, config, is_block_matrix):
-        raise InputError(found[0])
+    if mistakes := _nf4_problems(model.specs, config, is_block_matrix):
+        raise InputError(mistakes[0])
     specs = tree.map_with_path(lambda path, spec: _freeze(path, spec, config, precision, is_block_matrix), model.specs)
     return model.with_specs(specs), specs
 

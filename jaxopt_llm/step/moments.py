@@ -60,8 +60,8 @@ def choose_block_size(spec: ParamSpec) -> int | None:
         return None
     size, axis = spec.shape[-1], spec.axes[-1]
     device_counts = DEVICE_COUNTS if axis and PARAMETER_AXES[axis] else (1,)
-    found = [values for devices in device_counts for values in BLOCK_SIZES if size % (devices * values) == 0]
-    return next((values for values in found if values >= SUFFICIENT_BLOCK_SIZE), max(found, default=None))
+    sizes = [values for devices in device_counts for values in BLOCK_SIZES if size % (devices * values) == 0]
+    return next((values for values in sizes if values >= SUFFICIENT_BLOCK_SIZE), max(sizes, default=None))
 
 
 def find_uncompressed(specs: tree.Tree) -> list[str]:

@@ -38,10 +38,10 @@ def group_problems(config: OptimizerConfig, specs: tree.Tree) -> list[str]:
     specs = param.select_learned(specs, specs)
     if not jax.tree.leaves(specs):
         return []
-    found = _pattern_problems("optimizer.rate_groups", config.rate_groups, specs)
+    problems = _pattern_problems("optimizer.rate_groups", config.rate_groups, specs)
     if config.decay_groups:
-        found += _pattern_problems("optimizer.decay_groups", config.decay_groups, specs)
-    return found
+        problems += _pattern_problems("optimizer.decay_groups", config.decay_groups, specs)
+    return problems
 
 
 def is_elementwise(config: OptimizerConfig) -> bool:
@@ -206,7 +206,7 @@ def _adafactor(specs: tree.Tree) -> optax.GradientTransformation:
         return factored_rms.init(jax.tree.map(to_matrix, specs, params))
 
     def update(updates: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        matrices, parameters = (jax.tree.map(to_matrix, specs, each) for each in (updates, params))
+        matrices, parameters = jax.tree.map(to_matrix, specs, updates), jax.tree.map(to_matrix, specs, params)
         matrices, state = factored_rms.update(matrices, state, parameters)
         return jax.tree.map(from_matrix, specs, matrices), state
 
@@ -239,15 +239,15 @@ def _pattern_problems(name: str, groups: Sequence[str], specs: tree.Tree) -> lis
     patterns = [parse_group(group)[0] for group in groups]
     paths = [path for path, _ in tree.leaves_with_path(specs)]
     first = {path: tree.first_match(path, patterns) for path in paths}
-    found = [f"no pattern matches {path}; end with *=1" for path, pattern in first.items() if pattern is None][:1]
+    problems = [f"no pattern matches {path}; end with *=1" for path, pattern in first.items() if pattern is None][:1]
     for index, pattern in enumerate(patterns):
         if pattern in first.values() and pattern not in patterns[:index]:
             continue
         matches = any(tree.first_match(path, (pattern,)) for path in paths)
-        found.append(
+        problems.append(
             f"{pattern} has no effect, because earlier patterns match all its parameters; move it forward or remove it"
             if matches
             else f"{pattern} matches no parameter; correct or remove it"
         )
     trained = f" (trained: {paths[0]} and {len(paths) - 1} more)" if paths else ""
-    return [f"{name}: {'; '.join(found)}{trained}"] if found else []
+    return [f"{name}: {'; '.join(problems)}{trained}"] if problems else []

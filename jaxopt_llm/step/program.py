@@ -313,7 +313,8 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     model, trainable, frozen = adapt_model(model, config.lora, placement.precision, training.trainable)
     batch_sharding = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
-    ids, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding) for dtype in (jnp.int32, jnp.bool))
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding)
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,

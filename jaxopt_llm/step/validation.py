@@ -20,9 +20,9 @@ from jaxopt_llm.step import lora, moments, optimizer
 
 def validate(config: Config) -> None:
     """Raise one InputError that names all problems, before any device is used or any array allocated."""
-    found = wrong_types(config) or [*config.problems(), *_allow_change_problems(config)]
-    if not found:
-        found = [
+    problems = wrong_types(config) or [*config.problems(), *_allow_change_problems(config)]
+    if not problems:
+        problems = [
             *lora.problems(param_specs(config.model), config.lora, config.training.trainable),
             *size_problems(config.model, config.training, config.mesh, config.sharding),
             *(
@@ -33,18 +33,18 @@ def validate(config: Config) -> None:
             *_in_backward_problems(config),
             *_quantisation_problems(config),
         ]
-    if not found:
+    if not problems:
         decoder = Decoder(config.model)
         trained = lora.adapt_model(decoder, config.lora, config.precision, config.training.trainable)[1]
         mesh = make_abstract_mesh(config.mesh)
         placement = Placement(mesh, config.sharding, config.precision)
-        found = [
+        problems = [
             *optimizer.group_problems(config.optimizer, trained),
             *moments.problems(config.optimizer.state_dtype, trained, placement),
             *quantised.problems(config.precision.matmul, decoder.specs, placement),
         ]
-    if found:
-        raise InputError("; ".join(found))
+    if problems:
+        raise InputError("; ".join(problems))
 
 
 def _allow_change_problems(config: Config) -> list[str]:
@@ -102,20 +102,20 @@ def _list_intermediates(model: ModelConfig) -> list[str]:
 
 def _quantisation_problems(config: Config) -> list[str]:
     """Check precision.matmul and its exempt layers against the other settings."""
-    exempt, layers, found = config.precision.compute_dtype_layers, config.model.layers, []
+    exempt, layers, problems = config.precision.compute_dtype_layers, config.model.layers, []
     threshold = config.precision.outlier_threshold
     if threshold and config.model.moe.experts:
-        found.append(
+        problems.append(
             f"precision.outlier_threshold={threshold} does not support experts: set --precision.outlier-threshold 0"
         )
     name, remedy = f"precision.compute_dtype_layers={exempt}", "set --precision.compute-dtype-layers 0"
     if exempt and 2 * exempt >= layers:
-        found.append(f"{name} at each end exempts all of model.layers={layers}: set at most {(layers - 1) // 2}")
+        problems.append(f"{name} at each end exempts all of model.layers={layers}: set at most {(layers - 1) // 2}")
     if exempt and config.mesh.pipeline > 1:
-        found.append(f"{name} does not support mesh.pipeline={config.mesh.pipeline}: {remedy}")
+        problems.append(f"{name} does not support mesh.pipeline={config.mesh.pipeline}: {remedy}")
     if exempt and config.remat.every > 1:
-        found.append(f"{name} does not support remat.every={config.remat.every}: {remedy} or --remat.every 1")
-    return found
+        problems.append(f"{name} does not support remat.every={config.remat.every}: {remedy} or --remat.every 1")
+    return problems
 
 
 def _in_backward_problems(config: Config) -> list[str]:
@@ -140,30 +140,30 @@ def size_problems(
     """Check the rows of a microbatch, the sequence, the experts, and the sizes that mesh.tensor splits."""
     batch = {"training.accumulation": training.accumulation} | {f"mesh.{axis}": mesh.size(axis) for axis in BATCH_AXES}
     over = " × ".join(f"{name}={size}" for name, size in batch.items() if size > 1)
-    found = _divisibility_problems(
+    problems = _divisibility_problems(
         f"training.batch_size={training.batch_size}", training.batch_size, math.prod(batch.values()), over
     )
     fewer = _choose_accumulation(training, mesh.batch_shards)
-    if found and fewer:
-        found = [f"{found[0]}; or set --training.accumulation {fewer}"]
+    if problems and fewer:
+        problems = [f"{problems[0]}; or set --training.accumulation {fewer}"]
 
     length = training.sequence_length
     exchanges = ("ring", "all_to_all") if sharding.context_exchange == AUTO else (sharding.context_exchange,)
     by_exchange = [_context_problems(model, length, mesh, each) for each in exchanges]
     fewest = min(by_exchange, key=len)
-    found += fewest
+    problems += fewest
 
     if experts := model.moe.experts:
         over_expert = f"mesh.expert={mesh.expert}"
-        found += _divisibility_problems(f"model.moe.experts={experts}", experts, mesh.expert, over_expert)
+        problems += _divisibility_problems(f"model.moe.experts={experts}", experts, mesh.expert, over_expert)
 
     def over_tensor(tensor: int) -> list[str]:
         return tensor_problems(model, length, sharding.sequence_parallel, tensor, mesh.context)
 
     if split := over_tensor(mesh.tensor):
         fewer = next(tensor for tensor in range(mesh.tensor - 1, 0, -1) if not over_tensor(tensor))
-        found += [*split, f"or set mesh.tensor={fewer}, which divides all of these sizes"]
-    return found
+        problems += [*split, f"or set mesh.tensor={fewer}, which divides all of these sizes"]
+    return problems
 
 
 def _choose_accumulation(training: TrainingConfig, shards: int) -> int:
@@ -179,8 +179,8 @@ def _context_problems(model: ModelConfig, length: int, mesh: MeshConfig, exchang
     """Check the sequence that `context` splits, and what an exchange of attention requires."""
     zigzag = mesh.context > 1 and exchange == "ring"
     parts, over = (2 if zigzag else 1) * mesh.context, f"{'2 × ' * zigzag}mesh.context={mesh.context}"
-    found = _divisibility_problems(f"training.sequence_length={length}", length, parts, over)
-    return found + (_heads_problems(model, mesh) if mesh.context > 1 and not zigzag else [])
+    problems = _divisibility_problems(f"training.sequence_length={length}", length, parts, over)
+    return problems + (_heads_problems(model, mesh) if mesh.context > 1 and not zigzag else [])
 
 
 def _heads_problems(model: ModelConfig, mesh: MeshConfig) -> list[str]:
@@ -204,20 +204,20 @@ def tensor_problems(
     names = ["mlp_width"] * dense + ["moe.expert_width", "moe.shared_expert_width"] * bool(model.moe.experts)
     widths = {f"model.{name}={get_field(model, name)}": get_field(model, name) for name in names}
     vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
-    found = _divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=kv_heads)
+    problems = _divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=kv_heads)
     for name, width in widths.items():
-        found += _divisibility_problems(name, width, tensor, over)
-    found += _divisibility_problems(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE)
+        problems += _divisibility_problems(name, width, tensor, over)
+    problems += _divisibility_problems(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE)
     # Fewer key-value heads than `tensor` are replicated; see Placement.replicates.
     if kv_heads > tensor and kv_heads % tensor:
         valid = [n for n in range(1, heads + 1) if heads % n == 0 and (n < tensor or n % tensor == 0)]
         below, above = [n for n in valid if n < kv_heads], [n for n in valid if n > kv_heads]
-        found.append(_message(f"model.kv_heads={kv_heads}", over, [*below[-1:], *above[:1]]))
+        problems.append(_message(f"model.kv_heads={kv_heads}", over, [*below[-1:], *above[:1]]))
     if sequence_parallel:
         length = f"training.sequence_length={sequence_length}, which sharding.sequence_parallel splits,"
         over = f"mesh.context={context} × {over}" if context > 1 else over
-        found += _divisibility_problems(length, sequence_length, context * tensor, over)
-    return found
+        problems += _divisibility_problems(length, sequence_length, context * tensor, over)
+    return problems
 
 
 def _divisibility_problems(name: str, size: int, divisor: int, over: str, step: int = 1) -> list[str]:

@@ -139,3 +139,16 @@ def test_rollbacks_without_an_end_end_the_run(read: list[int], tmp_path: Path) -
     with pytest.raises(TrainingDiverged, match="a spike after training.skip_limit=2 returns to step 5"):
         jaxopt_llm.fit(engine, always, STEPS, tmp_path)
     assert [each["event"] for each in read_lines(tmp_path, "events.jsonl")].count("rollback") == 2
+
+
+def test_a_checkpoint_that_is_due_at_a_skipped_step_is_that_of_the_next_one(read: list[int], tmp_path: Path) -> None:
+    jaxopt_llm.fit(make_engine(SPIKE, on_spike="skip"), make_batch, STEPS, tmp_path)
+    saved = [each["step"] for each in read_lines(tmp_path, "events.jsonl") if each["event"] == "checkpoint"]
+    assert saved == [SPIKE + 1, STEPS]
+
+
+def test_a_finished_run_that_is_started_again_adds_nothing_to_its_history(tmp_path: Path) -> None:
+    for _ in range(2):
+        jaxopt_llm.fit(make_engine(), make_batch, 2, tmp_path)
+    events = [(each["step"], each["event"]) for each in read_lines(tmp_path, "events.jsonl")]
+    assert [event for event in events if event[1] != "checkpoint"] == [(0, "start"), (2, "end")]

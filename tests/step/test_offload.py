@@ -20,12 +20,11 @@ from jaxopt_llm.config import (
     ScheduleConfig,
     TrainingConfig,
 )
-from jaxopt_llm.evaluate import evaluate
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.offload import HOST
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
-from jaxopt_llm.run.compile import make_held_out_loss
+from jaxopt_llm.run.compile import make_held_out_loss, measure_loss
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
@@ -135,6 +134,8 @@ def test_initial_values_and_the_held_out_loss_are_the_same_to_the_bit(
     for parameters in (False, True):
         of, placement = program("adapters over int8", "zero3", OffloadConfig(parameters=parameters))
         states.append(begin(of, placement))
-        losses.append(evaluate(make_held_out_loss(of.model, of.executor, placement), states[-1], [batch(of, 0)]).mean)
+        losses.append(
+            measure_loss(make_held_out_loss(of.model, of.executor, placement), states[-1], [batch(of, 0)]).mean
+        )
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert losses[0] == losses[1]
