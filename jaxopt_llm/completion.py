@@ -14,28 +14,13 @@ from pathlib import Path
 
 import shtab
 
+from jaxopt_llm.__main__ import COMMANDS
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 
 SHELLS = ("bash", "zsh")
 USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
-# The commands that have a parser of their own flags.
-PARSERS = (
-    "supervise",
-    "generate",
-    "chat",
-    "evaluate",
-    "prepare",
-    "plan",
-    "convert",
-    "report",
-    "import-config",
-)
-MODULES = {
-    "chat": "generate",
-    "import-config": "import_config",
-}  # of the commands with another name
 # The settings that are flags of a command, by how their names begin.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "train": ("",),
@@ -51,9 +36,11 @@ def make_completion_parser() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(prog="jaxopt-llm")
     commands = parser.add_subparsers()
-    for name in (*PARSERS, "train"):
-        module = importlib.import_module(f"jaxopt_llm.{MODULES.get(name, name)}")
-        parents = [module.make_parser()] if name in PARSERS else []
+    for name, (path, _, _) in COMMANDS.items():
+        if name in ("checkpoint", "completion"):  # their arguments are words
+            continue
+        module = importlib.import_module(f"jaxopt_llm.{path}")
+        parents = [module.make_parser()] if hasattr(module, "make_parser") else []  # train's flags are settings alone
         command = commands.add_parser(name, help=name, parents=parents, add_help=not parents)
         if name in ("train", "plan"):
             recipes = sorted(path.name for path in cli.RECIPES.glob("*.py"))

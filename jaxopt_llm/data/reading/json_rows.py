@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
@@ -18,8 +18,8 @@ from jaxopt_llm.data.reading.skipped import Malformed, Position
 # First rows of a file. At least one of them must have the text column, and the first JSON object among them tells the
 # form of the conversations.
 _FIRST_ROWS = 100
-_BLOCK = 2**18  # characters of an array that are read at once
-_LONGEST_TOKEN = 16  # characters; more than -Infinity and than the two escapes of a surrogate pair
+_MAX_ARRAY = 2**32  # characters
+_BLOCK = 2**18  # bytes read at once in the search for the first one that is no whitespace
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 _FIRST_BYTES = 256
@@ -116,83 +116,44 @@ def _parse(line: bytes) -> Any:
 
 
 def _read_array(file: File) -> Iterator[tuple[Position, Any]]:
-    with files.open_stream(file) as source:
-        array = _Array(file, source)
-        mark, row = array.take(), 0
-        if array.peek() == "]":
-            mark = array.take()
-        while mark != "]":
-            row += 1
-            yield Position(file, "row", row), array.read_value()
-            mark = array.take()
-            if mark not in (",", "]"):
-                array.fail("a comma or the end of the array is missing")
-        if array.peek():
-            array.fail("text follows the end of the array")
+    """Yield the position and the value of each item of a JSON array, whose text is held in memory."""
+    with (
+        files.open_stream(file) as source,
+        io.TextIOWrapper(source, "utf-8-sig", errors="surrogateescape", newline="\n") as stream,
+    ):
+        text = stream.read(_MAX_ARRAY + 1)
+    if len(text) > _MAX_ARRAY:
+        problem = f"the array has more than {_MAX_ARRAY:,} characters and must fit in memory"
+        raise InputError(f"{file}: {problem}; write one JSON object per line without brackets")
 
+    def skip_space(at: int) -> int:
+        space = _WHITESPACE.match(text, at)
+        return at if space is None else space.end()
 
-class _Array:
-    """Scanner of a JSON array. Memory holds one block of the file, or one value if it is larger.
-
-    Attributes:
-        _text: characters of the file, from line `_line` on.
-        _at: index in `_text` of the first character that has not been consumed.
-    """
-
-    def __init__(self, file: File, source: BinaryIO) -> None:
-        self._file = file
-        self._source = io.TextIOWrapper(source, "utf-8-sig", errors="surrogateescape", newline="\n")
-        self._text, self._at, self._line = "", 0, 1
-
-    def peek(self) -> str:
-        """Return the next character that is not whitespace; empty at the end of the file."""
-        while True:
-            space = _WHITESPACE.match(self._text, self._at)
-            assert space is not None
-            self._at = space.end()
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._read_more():
-                return ""
-
-    def take(self) -> str:
-        """Return the next character that is not whitespace, and consume it."""
-        mark = self.peek()
-        self._at += len(mark)
-        return mark
-
-    def read_value(self) -> Any:
-        self.peek()
-        while True:
-            safe = len(self._text) - _LONGEST_TOKEN  # a token that ends after this may continue in the next block
-            try:
-                value, end = json_files.parse_prefix(self._text, self._at)
-            except json.JSONDecodeError as error:
-                line = self._line + error.lineno - 1
-                is_cut = error.pos > safe or error.msg.startswith("Unterminated string")
-                if not (is_cut and self._read_more()):
-                    self.fail(f"not valid JSON: {error.msg}", line)
-            except ValueError as error:
-                self.fail(str(error))
-            else:
-                size = end - self._at
-                if end > safe and self._read_more():
-                    continue
-                self._at += size
-                return value
-
-    def fail(self, problem: str, line: int | None = None) -> NoReturn:
+    def fail(problem: str, line: int | None = None) -> NoReturn:
         """Raise InputError. Unlike in JSON lines, the rows after the problem cannot be found."""
-        where = self._line + self._text.count("\n", 0, self._at) if line is None else line
+        where = text.count("\n", 0, at) + 1 if line is None else line
         remedy = "repair the array, or write one JSON object per line without brackets"
-        raise InputError(f"{self._file}, line {where}: {problem}, so the rest cannot be read; {remedy}")
+        raise InputError(f"{file}, line {where}: {problem}, so the rest cannot be read; {remedy}")
 
-    def _read_more(self) -> bool:
-        """Remove the consumed text, and read at least as much as remains. Returns False at the end of the file."""
-        self._line += self._text.count("\n", 0, self._at)
-        self._text, self._at = self._text[self._at :], 0
-        if len(self._text) > files.MAX_DOCUMENT_BYTES:
-            files.reject_size(f"{self._file}, line {self._line}")
-        more = self._source.read(max(_BLOCK, len(self._text)))
-        self._text += more
-        return bool(more)
+    row, mark = 0, ","
+    at = skip_space(skip_space(0) + 1)  # after the bracket
+    if text.startswith("]", at):
+        at, mark = at + 1, "]"
+    while mark == ",":
+        at, row = skip_space(at), row + 1
+        try:
+            value, at = json_files.parse_prefix(text, at)
+        except json.JSONDecodeError as error:
+            fail(f"not valid JSON: {error.msg}", error.lineno)
+        except ValueError as error:
+            fail(str(error))
+        yield Position(file, "row", row), value
+        at = skip_space(at)
+        mark = text[at : at + 1]
+        if mark not in (",", "]"):
+            fail("a comma or the end of the array is missing")
+        at += 1
+    at = skip_space(at)
+    if at < len(text):
+        fail("text follows the end of the array")

@@ -4,13 +4,15 @@ A chat template is a program, and comes with weights from any source. The sandbo
 and with them from files and the network. It does not bound time and memory: a template can compute without end.
 """
 
+import hashlib
 import itertools
 import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from jaxopt_llm.config.data import RESERVED_ARGUMENTS
 from jaxopt_llm.data.tokens.turns import (
     EXAMPLES,
     PROBES,
@@ -90,7 +93,35 @@ class SafeNamespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
 
+@dataclass(frozen=True)
 class Template:
+    """Chat template of a tokenizer.
+
+    Attributes:
+        path: the file of the template, for messages.
+        source: the template, in Jinja.
+        special: special tokens by the names that the template uses: bos_token, eos_token, ...
+        ends: special tokens that can end a turn.
+        date: the date that the template writes as the current date.
+        arguments: further variables of the template.
+        tool_source: the template for conversations with tools; None if it is the same one.
+    """
+
+    path: Path
+    source: str
+    special: dict[str, str]
+    ends: tuple[str, ...]
+    date: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    tool_source: str | None = None
+
+    @property
+    def sha256(self) -> str:
+        parts = [self.source, self.special, self.ends, self.date, self.arguments, self.tool_source]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class _Compiled:
     """Compiled template."""
 
     def __init__(self, source: str, date: str) -> None:
@@ -149,30 +180,17 @@ class Rendered:
 class Renderer:
     """Renderer of conversations.
 
-    Args:
-        template: the template, in Jinja.
-        tool_template: the template for conversations with tools; None if it is the same one.
-        variables: special tokens by name, and arguments for all conversations.
-        eos: the tokenizer's token for the end of a text, or empty.
-        reserved: names that the arguments of a conversation must not have.
-        ends: special tokens that can end a turn.
-        date: current date for `strftime_now`, or empty.
+    Raises:
+        jinja2.TemplateError: the template cannot be compiled.
     """
 
-    def __init__(
-        self,
-        template: str,
-        tool_template: str | None,
-        variables: dict[str, Any],
-        eos: str,
-        reserved: list[str],
-        ends: list[str],
-        date: str,
-    ) -> None:
-        self._template = Template(template, date)
-        self._tool_template = self._template if tool_template is None else Template(tool_template, date)
-        self._variables, self._reserved, self._specials = variables, {*reserved}, Specials(ends, eos)
-        self._endings: dict[tuple[Template, bool], Any] = {}
+    def __init__(self, template: Template) -> None:
+        self._template = self._tool_template = _Compiled(template.source, template.date)
+        if template.tool_source is not None:
+            self._tool_template = _Compiled(template.tool_source, template.date)
+        self._variables = template.special | template.arguments
+        self._specials = Specials(template.ends, template.special.get("eos_token", ""))
+        self._endings: dict[tuple[_Compiled, bool], Any] = {}
 
     def render(
         self,
@@ -187,7 +205,7 @@ class Renderer:
             Refused: the template rejects the conversation or cannot write it.
             Lost: the template leaves out a part.
         """
-        if wrong := sorted(self._reserved & {*(arguments or {})}):
+        if wrong := sorted(RESERVED_ARGUMENTS & {*(arguments or {})}):
             raise Refused(f"the arguments of the row have names that are reserved: {', '.join(wrong)}")
         failures: list[Exception] = []
         for given in _fill_contents(_alias_reasoning(messages)):
@@ -232,7 +250,7 @@ class Renderer:
 
     def _find_owners(
         self,
-        template: Template,
+        template: _Compiled,
         messages: list[dict[str, Any]],
         tools: list[Any] | None,
         arguments: dict[str, Any],
@@ -262,14 +280,14 @@ class Renderer:
                 failures.append(error)
         raise failures[0]
 
-    def _find_ending(self, template: Template, has_tools: bool) -> Any:
+    def _find_ending(self, template: _Compiled, has_tools: bool) -> Any:
         key = template, has_tools
         if key not in self._endings:
             render = self._bind(template, {})
             self._endings[key] = find_ending(render, self._specials, has_tools)
         return self._endings[key]
 
-    def _bind(self, template: Template, arguments: dict[str, Any]) -> Callable[..., str]:
+    def _bind(self, template: _Compiled, arguments: dict[str, Any]) -> Callable[..., str]:
         """Return a function that renders messages and tools, with or without the generation prompt."""
         variables = self._variables | arguments
 
@@ -280,7 +298,7 @@ class Renderer:
 
 
 def _render(
-    template: Template,
+    template: _Compiled,
     messages: list[dict[str, Any]],
     tools: list[Any] | None,
     prompts: bool,

@@ -1,16 +1,13 @@
 """Chat templates: search for the template of a tokenizer, and rendering of conversations."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import RESERVED_ARGUMENTS, TEMPLATE_FILE, parse_arguments
+from jaxopt_llm.config.data import TEMPLATE_FILE, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
@@ -18,40 +15,13 @@ from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Malformed, Skipped
 from jaxopt_llm.data.reading.source import Document, read_documents, reject
 from jaxopt_llm.data.tokens import sandbox
+from jaxopt_llm.data.tokens.sandbox import Template
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, find_tokenizer_folder, read_json_object
 from jaxopt_llm.data.tokens.tokenizer_folder import NAMED_TEMPLATES, SETTINGS
 from jaxopt_llm.data.tokens.turns import Lost, Refused
 
 T = TypeVar("T")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
-
-
-@dataclass(frozen=True)
-class Template:
-    """Chat template of a tokenizer.
-
-    Attributes:
-        path: the file of the template, for messages.
-        source: the template, in Jinja.
-        special: special tokens by the names that the template uses: bos_token, eos_token, ...
-        ends: special tokens that can end a turn.
-        date: the date that the template writes as the current date.
-        arguments: further variables of the template.
-        tool_source: the template for conversations with tools; None if it is the same one.
-    """
-
-    path: Path
-    source: str
-    special: dict[str, str]
-    ends: tuple[str, ...]
-    date: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    tool_source: str | None = None
-
-    @property
-    def sha256(self) -> str:
-        parts = [self.source, self.special, self.ends, self.date, self.arguments, self.tool_source]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
@@ -132,19 +102,7 @@ class Renderer:
 
     def __init__(self, template: Template) -> None:
         self._template = template
-
-        def compile_template() -> sandbox.Renderer:
-            return sandbox.Renderer(
-                template.source,
-                template.tool_source,
-                template.special | template.arguments,
-                template.special.get("eos_token", ""),
-                sorted(RESERVED_ARGUMENTS),
-                list(template.ends),
-                template.date,
-            )
-
-        self._sandbox = self._run(compile_template, "when it was compiled")
+        self._sandbox = self._run(lambda: sandbox.Renderer(template), "when it was compiled")
 
     def render(self, document: Document, config: DataConfig, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents of a conversation, with the same key.

@@ -30,119 +30,17 @@ from jaxopt_llm.data.tokens.tokenizer_folder import (
 )
 from jaxopt_llm.data.tokens.tokenizer_folder import read_json_object as read_json_object
 
-# --- A tokenizer of the library `tokenizers`, put together from its files as transformers 5 does it
+# --- Assembly of a tokenizer of the library `tokenizers` from its files, as transformers 5 does it
 
 
 ENCODING = ("normalizer", "pre_tokenizer")
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # clean_up_tokenization_spaces
 
-Ids = NDArray[np.int32]
 T = TypeVar("T")
 
 
 class Refused(Exception):
     """Error of the library for the content of the files, with its message."""
-
-
-class LibraryTokenizer:
-    """Tokenizer of a tokenizer.json, put together as transformers does it. Any thread may call it.
-
-    Attributes:
-        vocabulary: id of each token.
-        special_tokens: tokens that do not stand for text.
-        named_tokens: special tokens by their names in transformers: bos_token, eos_token, ...
-        added_tokens: ids and descriptions of all added tokens.
-        prefix: ids that transformers adds before a text.
-        suffix: ids that transformers adds after a text.
-        replaced: parts of the file that were replaced.
-    """
-
-    def __init__(self, name: str, parts: Sequence[bytes], assembly: Assembly) -> None:
-        """Load a tokenizer.
-
-        Args:
-            name: what the user calls it, for messages.
-            parts: see `TokenizerFiles`.
-            assembly: what is built from them.
-
-        Raises:
-            Refused: the library does not accept the content.
-        """
-        self._name = name
-        with _quiet_panics():
-            _call(lambda: self._load(parts, assembly))
-
-    def _load(self, parts: Sequence[bytes], assembly: Assembly) -> None:
-        self._library, in_file, self.replaced = _build(parts, assembly)
-        named = _add_tokens(self._library, assembly, in_file)
-        self.named_tokens = {name: str(token) for name, token in named.items() if token is not None}
-        library = self._library
-        library.no_truncation()
-        library.no_padding()
-        self.vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
-        prefix, suffix = self._find_ends(assembly.adds_ends)
-        self.prefix, self.suffix = tuple(prefix), tuple(suffix)
-        library.post_processor = None  # it does not change the ids, but can change token offsets
-        library.encode_special_tokens = assembly.splits_special
-        self._cleans_up = assembly.cleans_up and not isinstance(library.model, BPE)
-        added = library.get_added_tokens_decoder()
-        self.special_tokens = [token.content for token in added.values() if token.special]
-        self.added_tokens = [(index, repr(token)) for index, token in sorted(added.items())]
-
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids [N] of each text."""
-
-        def encode() -> list[Ids]:
-            encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(each.ids, np.int32) for each in encoded]
-
-        return self._ask(encode)
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
-        """Return the ids [N] of each text, and the index of the first character of each token, [N]."""
-
-        def encode() -> list[tuple[Ids, NDArray[np.int64]]]:
-            encoded = self._library.encode_batch(texts, add_special_tokens=False)
-            starts = ([first for first, _ in each.offsets] for each in encoded)
-            return [
-                (np.array(each.ids, np.int32), np.array(own, np.int64))
-                for each, own in zip(encoded, starts, strict=True)
-            ]
-
-        return self._ask(encode)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, without special tokens."""
-        text = str(self._ask(lambda: self._library.decode([int(i) for i in ids], skip_special_tokens=True)))
-        for spaced in SPACED if self._cleans_up else ():
-            text = text.replace(spaced, spaced.strip() if spaced != " ' " else "'")
-        return text
-
-    def _ask(self, compute: Callable[[], T]) -> T:
-        try:
-            return _call(compute)
-        except Refused as error:
-            problem = f"the tokenizer failed ({error})"
-            raise InputError(f"{self._name}: {problem}; download its files again, or name another one") from error
-
-    def _find_ends(self, adds_ends: tuple[bool, bool] | None) -> tuple[list[int], list[int]]:
-        """Return the ids that transformers adds before and after a text."""
-        if adds_ends is not None:
-            (adds_bos, adds_eos), named = adds_ends, self.named_tokens
-            bos, eos = ([self.vocabulary[named[name]]] if name in named else [] for name in ("bos_token", "eos_token"))
-            return bos * adds_bos, eos * adds_eos
-        processor, self._library.post_processor = self._library.post_processor, None
-        if processor is None:
-            return [], []
-        for probe in ("a", "0", *self._library.get_vocab(with_added_tokens=False)):
-            if text := self._library.encode(probe).ids:
-                break
-        self._library.post_processor = processor
-        whole = self._library.encode(probe)
-        own = [index for index, added in enumerate(whole.special_tokens_mask) if not added]
-        if whole.ids[own[0] : own[-1] + 1] != text:
-            raise ValueError("its post-processor does more than to add tokens before and after a text")
-        return whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
 
 
 def _build(
@@ -341,7 +239,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """Tokenizer of a Hugging Face folder: a tokenizer.json and the files next to it, read as transformers 5 reads them.
 
-    A special token that is spelled out in a text becomes that token, as in transformers.
+    A special token that is spelled out in a text becomes that token, as in transformers. Any thread may call it.
 
     Args:
         path: the tokenizer.json, or the folder that holds it.
@@ -354,37 +252,72 @@ class JsonTokenizer:
 
     def __init__(self, path: Path, bos: str = "", eos: str = "") -> None:
         file = path / VOCABULARY if path.is_dir() else path
+        self._name = f"data.tokenizer={path}"
         try:
-            files = read_tokenizer_files(file, f"data.tokenizer={path}")
-            self._library = LibraryTokenizer(f"data.tokenizer={path}", files.parts, files.assembly)
+            files = read_tokenizer_files(file, self._name)
+            with _quiet_panics():
+                prefix, suffix = _call(lambda: self._load(files, file))
         except (OSError, ValueError, Refused) as error:
             remedy = "name a tokenizer.json, or a folder that holds one, with --data.tokenizer"
-            raise InputError(
-                f"data.tokenizer={path}: not a readable tokenizer.json ({describe_error(error)}); {remedy}"
-            ) from error
-        vocabulary = self._library.vocabulary
-        self.vocabulary: Mapping[str, int] = vocabulary
-        if not vocabulary:
-            raise InputError(f"data.tokenizer={path}: the vocabulary is empty; name another tokenizer")
-        self.vocabulary_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.special_tokens: Sequence[str] = self._library.special_tokens
-        self.named_tokens: Mapping[str, str] = self._library.named_tokens
+            problem = f"not a readable tokenizer.json ({describe_error(error)})"
+            raise InputError(f"{self._name}: {problem}; {remedy}") from error
+        if not self.vocabulary:
+            raise InputError(f"{self._name}: the vocabulary is empty; name another tokenizer")
+        self.vocabulary_size = max(self.vocabulary.values()) + 1  # ids may have gaps
         for setting, token in {"bos": bos, "eos": eos}.items():
-            if token and token not in vocabulary:
+            if token and token not in self.vocabulary:
                 choices = f"one of its tokens, for example a special token: {self.special_tokens}"
                 raise InputError(f"data.{setting}={token}: {file} has no such token; choose {choices}")
-        self.eos_ids: Sequence[int] = [vocabulary[eos]] if eos else self._find_eos_ids(files, path)
+        self.eos_ids: Sequence[int] = [self.vocabulary[eos]] if eos else self._find_eos_ids(files, path)
         self.eos: int = self.eos_ids[0]
-        self.prefix: tuple[int, ...] = (vocabulary[bos],) if bos else self._library.prefix
+        self.prefix: tuple[int, ...] = (self.vocabulary[bos],) if bos else tuple(prefix)
         self.bos = self.prefix[0] if self.prefix else None
-        suffix = () if eos else self._library.suffix
-        self.suffix: tuple[int, ...] = suffix if suffix[-1:] == (self.eos,) else (*suffix, self.eos)
+        ends = () if eos else tuple(suffix)
+        self.suffix: tuple[int, ...] = ends if ends[-1:] == (self.eos,) else (*ends, self.eos)
         self.class_name = GENERIC_CLASS if files.chosen == BACKEND else files.chosen
-        replaced = " and ".join(self._library.replaced)
-        self.note = replaced and f"{files.chosen} of transformers 5 replaces the {replaced} of {file.name}"
-        assembly, added = files.assembly, self._library.added_tokens
-        told = (assembly.pipeline, assembly.splits_special, added, self.prefix, self.suffix, *map(len, files.parts))
-        self.sha256 = hashlib.sha256(b"".join([*files.parts, json.dumps(told).encode()])).hexdigest()
+        added = self._library.get_added_tokens_decoder()
+        described = [(index, repr(token)) for index, token in sorted(added.items())]
+        pipeline, splits = files.assembly.pipeline, files.assembly.splits_special
+        facts = (pipeline, splits, described, self.prefix, self.suffix, *map(len, files.parts))
+        self.sha256 = hashlib.sha256(b"".join([*files.parts, json.dumps(facts).encode()])).hexdigest()
+
+    def _load(self, files: TokenizerFiles, file: Path) -> tuple[list[int], list[int]]:
+        """Put the tokenizer together. Return the ids that transformers adds before and after a text."""
+        assembly = files.assembly
+        self._library, in_file, replaced = _build(files.parts, assembly)
+        parts = " and ".join(replaced)
+        self.note = parts and f"{files.chosen} of transformers 5 replaces the {parts} of {file.name}"
+        library, named = self._library, _add_tokens(self._library, assembly, in_file)
+        self.named_tokens: Mapping[str, str] = {name: str(token) for name, token in named.items() if token is not None}
+        library.no_truncation()
+        library.no_padding()
+        self.vocabulary: Mapping[str, int] = library.get_vocab(with_added_tokens=True)
+        ends = self._find_ends(assembly.adds_ends)
+        library.post_processor = None  # it does not change the ids, but can change token offsets
+        library.encode_special_tokens = assembly.splits_special
+        self._cleans_up = assembly.cleans_up and not isinstance(library.model, BPE)
+        added = library.get_added_tokens_decoder().values()
+        self.special_tokens: Sequence[str] = [token.content for token in added if token.special]
+        return ends
+
+    def _find_ends(self, adds_ends: tuple[bool, bool] | None) -> tuple[list[int], list[int]]:
+        """Return the ids that transformers adds before and after a text."""
+        if adds_ends is not None:
+            (adds_bos, adds_eos), named = adds_ends, self.named_tokens
+            bos, eos = ([self.vocabulary[named[name]]] if name in named else [] for name in ("bos_token", "eos_token"))
+            return bos * adds_bos, eos * adds_eos
+        processor, self._library.post_processor = self._library.post_processor, None
+        if processor is None:
+            return [], []
+        for probe in ("a", "0", *self._library.get_vocab(with_added_tokens=False)):
+            if text := self._library.encode(probe).ids:
+                break
+        self._library.post_processor = processor
+        whole = self._library.encode(probe)
+        own = [index for index, added in enumerate(whole.special_tokens_mask) if not added]
+        if whole.ids[own[0] : own[-1] + 1] != text:
+            raise ValueError("its post-processor does more than to add tokens before and after a text")
+        return whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
 
     def _find_eos_ids(self, files: TokenizerFiles, path: Path) -> list[int]:
         """Return the ids of eos_token. If there is none: eos_token_id of the model's files, or a common name."""
@@ -396,18 +329,42 @@ class JsonTokenizer:
         if known := [vocabulary[token] for token in _EOS_NAMES if token in self.special_tokens]:
             return known[:1]
         raise InputError(
-            f"data.tokenizer={path}: the tokenizer does not declare an EOS token; declare it as eos_token in "
+            f"{self._name}: the tokenizer does not declare an EOS token; declare it as eos_token in "
             f"tokenizer_config.json, or set --data.eos to one of its special tokens: {self.special_tokens}"
         )
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer]]:
-        return [*self._library.encode([text.decode() for text in texts])]
+        decoded = [text.decode() for text in texts]
+
+        def encode() -> list[NDArray[np.integer]]:
+            encoded = self._library.encode_batch_fast(decoded, add_special_tokens=False)
+            return [np.array(each.ids, np.int32) for each in encoded]  # fails for an id beyond 32 bits
+
+        return self._ask(encode)
 
     def encode_with_offsets(self, texts: Sequence[bytes]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
-        return [*self._library.encode_with_offsets([text.decode() for text in texts])]
+        decoded = [text.decode() for text in texts]
+
+        def encode() -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+            encoded = self._library.encode_batch(decoded, add_special_tokens=False)
+            starts = ([first for first, _ in each.offsets] for each in encoded)
+            pairs = zip(encoded, starts, strict=True)
+            return [(np.array(each.ids, np.int32), np.array(own, np.int64)) for each, own in pairs]
+
+        return self._ask(encode)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._library.decode(ids)
+        text: str = self._ask(lambda: self._library.decode([int(i) for i in ids], skip_special_tokens=True))
+        for spaced in SPACED if self._cleans_up else ():
+            text = text.replace(spaced, spaced.strip() if spaced != " ' " else "'")
+        return text
+
+    def _ask(self, compute: Callable[[], T]) -> T:
+        try:
+            return _call(compute)
+        except Refused as error:
+            problem = f"the tokenizer failed ({error})"
+            raise InputError(f"{self._name}: {problem}; download its files again, or name another one") from error
 
 
 def find_tokenizer_folder(config: DataConfig) -> Path | None:

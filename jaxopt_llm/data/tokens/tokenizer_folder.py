@@ -230,7 +230,7 @@ Token = str | dict[str, Any]  # the text of a token, or its text as "content" wi
 
 @dataclass(frozen=True)
 class Assembly:
-    """Instructions for putting a tokenizer together from its files; see `LibraryTokenizer`.
+    """Instructions for putting a tokenizer together from its files; see `JsonTokenizer`.
 
     Attributes:
         pipeline: parts that replace those of tokenizer.json; None: its own parts. See `TokenizerClass.build`.

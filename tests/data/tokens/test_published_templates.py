@@ -272,7 +272,7 @@ NEEDS_BOTH = "{% if messages[0].content != 'Be kind.' %}{{ raise_exception('not 
 
 def ends(source: str, rows: list[Row], tokens: list[str] = ROLES) -> list[list[str]]:
     """Return what is learned of each row by one renderer."""
-    renderer = sandbox.Renderer(source, None, {}, "", [], tokens, "")
+    renderer = sandbox.Renderer(sandbox.Template(Path(), source, {}, tuple(tokens), ""))
     conversations = [renderer.render(**row).documents for row in rows]
     return [[text[a:b] for text, spans in documents for a, b in spans] for documents in conversations]
 
@@ -288,7 +288,7 @@ def test_an_ending_is_found_with_another_example(check: str) -> None:
     expected = ["ein<|user|>", "zwei<|user|>"]
     assert ends(source, [plain]) == [expected]
     assert ends(source, [tooled]) == [expected]
-    renderer = sandbox.Renderer(source, None, {}, "", [], ROLES, "")
+    renderer = sandbox.Renderer(sandbox.Template(Path(), source, {}, tuple(ROLES), ""))
     assert renderer.find_turn_end() == "<|user|>"
 
 
