@@ -73,8 +73,8 @@ class LayerCost:
     def arrays(self) -> dict[int, float]:
         """Numbers of each array between the products, of one token.
 
-        An array without a name is divided as the largest one that its kernel reads; so is the operand of a product,
-        which may be gathered afterwards.
+        An array without a name is divided as the largest one that its kernel reads, and rows of experts as those that
+        they come from. So is the operand of a product, which may be gathered afterwards.
         """
         unit = BYTES[self.placement.precision.compute_dtype] * TOKENS
         found, sizes = find_kernels(self.trace), dict(zip(self.trace.marks, self.elements, strict=True))
@@ -85,6 +85,9 @@ class LayerCost:
             arrays[array] = size / unit
             if mark and not (maker and mark.name.role == "input"):
                 arrays[array] = sizes[mark]
+            elif array in found.rows:
+                rows = next(mark for mark in self.trace.marks if "expert_rows" in mark.name.axes)
+                arrays[array] *= sizes[rows] * TOKENS / math.prod(rows.shape)
             elif maker and maker.reads:
                 largest = max(maker.reads, key=found.bytes.__getitem__)
                 arrays[array] *= arrays[largest] * unit / found.bytes[largest]

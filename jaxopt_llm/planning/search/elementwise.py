@@ -64,6 +64,7 @@ class Elementwise:
     bytes: of each array, for the traced row.
     made: the arrays that products make.
     grouped: for each array that products of groups read, the number of these products.
+    rows: the arrays that such products make.
     """
 
     kernels: tuple[Kernel, ...]
@@ -71,6 +72,7 @@ class Elementwise:
     bytes: Mapping[int, int]
     made: Set[int]
     grouped: Mapping[int, int]
+    rows: Set[int]
 
     def count_forward(self, sizes: Mapping[int, float], again: frozenset[int] | None = None) -> float:
         """Return what the kernels read and write in a forward; of a second one, those that make these values again.
@@ -117,12 +119,12 @@ def find_kernels(trace: BlockTrace) -> Elementwise:
     for operation in trace.operations:
         finder.read(operation)
     finder.write(trace.operations[-1].outputs[0])
-    grouped = Counter(
-        finder.arrays[operation.inputs[0]]
-        for operation in trace.operations
-        if operation.product is not None and operation.primitive == "ragged_dot_general"
+    products = [each for each in trace.operations if each.primitive == "ragged_dot_general"]
+    return Elementwise(
+        *(tuple(finder.kernels.values()), finder.marks, finder.bytes, finder.made),
+        grouped=Counter(finder.arrays[each.inputs[0]] for each in products),
+        rows={each.outputs[0] for each in products},
     )
-    return Elementwise(tuple(finder.kernels.values()), finder.marks, finder.bytes, finder.made, grouped)
 
 
 class _Finder:
