@@ -1,4 +1,4 @@
-"""The worked examples of docs/extending.md: applied to a copy of the repository, and their tests run there."""
+"""The worked examples of docs/extending*.md: applied to a copy of the repository, and their tests run there."""
 
 import os
 import re
@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "extending.md"
+PAGES = [ROOT / "docs" / name for name in ("extending.md", "extending_kernels.md")]
+TEXT = "".join(page.read_text() for page in PAGES)
 BLOCK = re.compile(r'^```(diff|python) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-NAMES = ("relu2", "every_switch", "arcee", "dense", "signum", "half_rate")
+NAMES = ("relu2", "gated", "every_switch", "arcee", "dense", "signum", "half_rate")
+MAX_FILES, MAX_LINES = 4, 300  # of a model switch, tests included; of the page
 
 
 def apply_block(kind: str, file: Path, text: str) -> str:
@@ -31,7 +33,7 @@ def apply_block(kind: str, file: Path, text: str) -> str:
     before = file.read_text()
     count = before.count(old)
     if count != 1:
-        return f"docs/extending.md quotes lines that {file.name} has {count} times; correct the page:\n{old}"
+        return f"docs quote lines that {file.name} has {count} times; correct the page:\n{old}"
     file.write_text(before.replace(old, new))
     return ""
 
@@ -46,7 +48,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy / name)
-    wrong = [apply_block(kind, copy / name, text) for kind, name, text in BLOCK.findall(PAGE.read_text())]
+    wrong = [apply_block(kind, copy / name, text) for kind, name, text in BLOCK.findall(TEXT)]
     assert not any(wrong), "\n".join(filter(None, wrong))
     yield copy
     shutil.rmtree(copy)
@@ -65,10 +67,20 @@ def test_the_diffs_quote_lines_of_the_repository(extended: Path) -> None:
     assert "signum" in (extended / "jaxopt_llm" / "training" / "optimizer.py").read_text()
 
 
+def test_a_model_switch_touches_few_files() -> None:
+    page = PAGES[0].read_text()
+    assert page.count("\n") <= MAX_LINES
+    switches = [section for section in page.split("\n## ") if section.startswith("A model switch")]
+    assert len(switches) == 2
+    for section in switches:
+        files = {name for _, name, _ in BLOCK.findall(section)}
+        assert len(files) <= MAX_FILES and any(name.startswith("tests/") for name in files)
+
+
 @pytest.mark.slow
 def test_the_tests_of_the_examples_pass(extended: Path) -> None:
     """All tests that the page names, in one process: it imports JAX once."""
-    files = sorted(set(re.findall(r"(tests/\S+\.py)", "\n".join(re.findall(r"pytest ([^`]*)`", PAGE.read_text())))))
+    files = sorted(set(re.findall(r"(tests/\S+\.py)", "\n".join(re.findall(r"pytest ([^`]*)`", TEXT)))))
     assert len(files) == 8
     done = run(extended, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", " or ".join(NAMES), *files)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,7 +91,16 @@ def test_the_tests_of_the_examples_pass(extended: Path) -> None:
 
 @pytest.mark.slow
 def test_the_examples_are_settings_of_the_commands(extended: Path) -> None:
-    switches = ("--model.mlp", "relu2", "--optimizer.name", "signum", "--training.attention", "dense")
+    switches = (
+        "--model.mlp",
+        "relu2",
+        "--model.attention-gate",
+        "True",
+        "--optimizer.name",
+        "signum",
+        "--training.attention",
+        "dense",
+    )
     staged = ("--mesh.pipeline", "2", "--training.accumulation", "2", "--pipeline.schedule", "half_rate")
     plan = ("-m", "jaxopt_llm.plan", "--config", "quickstart.py", "--gpu", "h100", "--gpus-per-host", "2")
     done = run(extended, *plan, *switches, *staged)

@@ -98,6 +98,22 @@ MODELS |= {
     "latent": replace_fields(toy.UNIFORM, {**LATENT, "mla.query_rank": 16}),
     "deepseek": replace_fields(MODELS["shared"], {**LATENT, "moe.capacity_factor": 0.0}),
 }
+
+
+def list_values(name: str) -> list[Any]:
+    """Return the values of a switch; [] for a field that is no choice."""
+    hint = get_type_hints(ModelConfig)[name]
+    return [False, True] if hint is bool else list(get_args(hint)) if get_origin(hint) is Literal else []
+
+
+def add_new_switches(models: dict[str, ModelConfig], model: ModelConfig) -> ModelConfig:
+    """Return the model with a value that no model has of each switch that has one."""
+    used = {field.name: {getattr(each, field.name) for each in models.values()} for field in fields(ModelConfig)}
+    missing = {name: [value for value in list_values(name) if value not in values] for name, values in used.items()}
+    return replace(model, **{name: values[0] for name, values in missing.items() if values})
+
+
+MODELS["segments"] = add_new_switches(MODELS, MODELS["segments"])
 ROWS, LENGTH = 24, 16
 LOSS_CHUNK = 7  # tokens: less than any device has, and no divisor of what it has
 DEVICES = 8
@@ -379,12 +395,10 @@ def test_initial_values_are_equal(zero: int, split: dict[str, int], adapt: str) 
 
 
 def test_the_models_have_every_switch() -> None:
-    """A new switch goes into one of MODELS; one with a projection also into GPT of test_tensor_bytes.py."""
-    hints = get_type_hints(ModelConfig)
+    """A new value is added to one of the models; a second one of the same switch goes into MODELS."""
     for field in fields(ModelConfig):
-        values = {True, False} if hints[field.name] is bool else set(get_args(hints[field.name]))
-        if get_origin(hints[field.name]) is Literal or hints[field.name] is bool:
-            assert {getattr(model, field.name) for model in MODELS.values()} == values, field.name
+        if values := list_values(field.name):
+            assert {getattr(model, field.name) for model in MODELS.values()} == {*values}, field.name
 
 
 def test_the_cover_has_many_meshes() -> None:

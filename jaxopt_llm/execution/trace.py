@@ -104,7 +104,7 @@ class Product:
 
     @property
     def returns_tokens(self) -> bool:
-        """Whether its result, of experts, goes back to the tokens."""
+        """True for the product of experts that makes what goes back to the tokens."""
         return self.of_experts and self.result is not None and "expert_rows" not in self.result.name.axes
 
     @property
@@ -117,16 +117,23 @@ class Product:
 class Operation:
     """Equation of the trace, with the values that it reads and makes; only active values count.
 
+    bytes: of each value that it makes.
     needs: those of the values that its backward reads.
     marks: the intermediates that it names.
+    product: index of the product that it is; None if it is no product.
+    trains: whether it reads trained weights.
+    is_view: whether it brings an array into another form, and computes nothing.
     """
 
     primitive: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    needs: tuple[int, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    product: int | None = None
+    bytes: tuple[int, ...]
+    needs: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    product: int | None
+    trains: bool
+    is_view: bool
 
 
 @dataclass(frozen=True)
@@ -136,11 +143,13 @@ class Backward:
     saved: intermediates that it reads as they were kept.
     recomputed: intermediates that it computes again.
     products: indices of the products that it computes again.
+    values: all values that it computes again.
     """
 
     saved: tuple[Mark, ...]
     recomputed: tuple[Mark, ...]
     products: frozenset[int]
+    values: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +184,7 @@ class BlockTrace:
             saved=tuple(mark for each in self.operations if each in saved for mark in each.marks),
             recomputed=tuple(mark for each in self.operations if each in again for mark in each.marks),
             products=frozenset(each.product for each in again if each.product is not None),
+            values=frozenset(value for each in again for value in each.outputs),
         )
 
     @functools.cached_property
@@ -292,7 +302,11 @@ class _Reader:
             marks = _list_marks(inner)
             if any(mark.name.role == "attention" for mark in marks):
                 return self._add(eqn, inputs, inputs, marks)
-            return self._read(inner, [], inputs)
+            if product := _find_grouped_product(inner):
+                operands: dict[Any, _Value] = dict(zip(inner.invars, inputs, strict=True))
+                eqn, inputs = product, [operands[var] for var in product.invars]
+            else:
+                return self._read(inner, [], inputs)
         name = eqn.primitive.name
         active = [each for each in inputs if each.number is not None]
         if not active:
@@ -342,7 +356,8 @@ class _Reader:
         product: int | None = None,
     ) -> list[_Value]:
         origin = marks[0] if marks else None
-        if not marks and eqn.primitive.name in VIEWS:
+        is_view = _is_view(eqn)
+        if not marks and is_view:
             origin = next((each.origin for each in inputs if each.number is not None), None)
         outputs = [self._make_active(origin) for _ in eqn.outvars]
         numbers = tuple(each.number for each in outputs if each.number is not None)
@@ -351,7 +366,11 @@ class _Reader:
             needs += numbers  # the backward of attention reads its result, too
         needs = tuple(dict.fromkeys(needs))
         reads = tuple(each.number for each in inputs if each.number is not None)
-        self.operations.append(Operation(eqn.primitive.name, reads, numbers, needs, tuple(marks), product))
+        sizes = tuple(math.prod(typeof(var).shape) * typeof(var).dtype.itemsize for var in eqn.outvars)
+        trains = self._is_trained(inputs)
+        self.operations.append(
+            Operation(eqn.primitive.name, reads, numbers, sizes, needs, tuple(marks), product, trains, is_view)
+        )
         return outputs
 
     def _find_results(self) -> dict[int, Mark]:
@@ -379,6 +398,11 @@ def _find_call(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
+def _find_grouped_product(jaxpr: Jaxpr) -> JaxprEqn | None:
+    """Return the product of a call that multiplies groups of rows; the call also hides the rows of no group."""
+    return next((eqn for eqn in jaxpr.eqns if eqn.primitive.name == "ragged_dot_general"), None)
+
+
 def _list_marks(jaxpr: Jaxpr) -> list[Mark]:
     return [
         _mark(eqn)
@@ -390,6 +414,13 @@ def _list_marks(jaxpr: Jaxpr) -> list[Mark]:
 def _mark(eqn: JaxprEqn) -> Mark:
     shape = typeof(eqn.invars[0])
     return Mark(eqn.params["name"], shape.shape, shape.dtype)
+
+
+def _is_view(eqn: JaxprEqn) -> bool:
+    """Return whether an equation brings an array into another form, without computing."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "slice"):
+        return eqn.primitive.name in VIEWS
+    return typeof(eqn.invars[0]).size == typeof(eqn.outvars[0]).size
 
 
 def _count_summed(eqn: JaxprEqn) -> int:

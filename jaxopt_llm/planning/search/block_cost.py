@@ -1,7 +1,9 @@
 """One block in the arithmetic of memory and time: its trace (execution/trace.py), divided over the devices.
 
 All sizes are those of one token on one device, in numbers of the compute dtype. If layers differ, they are the mean.
+Blocks are made once for a model and a way to divide it, and are kept; so are the sums that a search asks for.
 """
+# ruff: noqa: B019
 
 import functools
 import math
@@ -10,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from jaxopt_llm.config import Config, LoraConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig, ShardingConfig
 from jaxopt_llm.execution import remat as policies
-from jaxopt_llm.execution.trace import Backward, BlockTrace, Mark, Product, trace_blocks
+from jaxopt_llm.execution.trace import TOKENS, Backward, BlockTrace, Mark, Product, trace_blocks
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.search.elementwise import find_kernels
 from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.step.lora import adapt_model
@@ -66,6 +69,40 @@ class LayerCost:
                 found.setdefault(product.reads, []).append(index)
         return found
 
+    @functools.cached_property
+    def arrays(self) -> dict[int, float]:
+        """Numbers of each array between the products, of one token.
+
+        An array without a name is divided as the largest one that its kernel reads, and rows of experts as those that
+        they come from. So is the operand of a product, which may be gathered afterwards.
+        """
+        unit = BYTES[self.placement.precision.compute_dtype] * TOKENS
+        found, sizes = find_kernels(self.trace), dict(zip(self.trace.marks, self.elements, strict=True))
+        makers = {kernel.array: kernel for kernel in found.kernels}
+        arrays: dict[int, float] = {}
+        for array, size in found.bytes.items():
+            mark, maker = found.marks.get(array), makers.get(array)
+            arrays[array] = size / unit
+            if mark and not (maker and mark.name.role == "input"):
+                arrays[array] = sizes[mark]
+            elif array in found.rows:
+                rows = next(mark for mark in self.trace.marks if "expert_rows" in mark.name.axes)
+                arrays[array] *= sizes[rows] * TOKENS / math.prod(rows.shape)
+            elif maker and maker.reads:
+                largest = max(maker.reads, key=found.bytes.__getitem__)
+                arrays[array] *= arrays[largest] * unit / found.bytes[largest]
+        return arrays
+
+    def count_streamed(self, remat: RematConfig) -> tuple[float, float]:
+        """Return the numbers that the kernels between products read and write in a forward, and in a backward."""
+        kernels, again = find_kernels(self.trace), self.follow_backward(remat).values
+        backward = kernels.count_forward(self.arrays, again) + kernels.count_gradients(self.arrays)
+        return kernels.count_forward(self.arrays), backward
+
+    @property
+    def has_experts(self) -> bool:
+        return any(product.of_experts for product in self.trace.products)
+
     def _is_divided(self, product: Product, contracted: bool) -> bool:
         return any(
             "tensor" in axes and (dim in spec.contracting) is contracted
@@ -97,14 +134,17 @@ class BlockCost:
         """Return the mean over all layers of a number of each."""
         return sum(layer.share * count(layer) for layer in self.layers)
 
+    @functools.cache
     def count_elements(self, *names: str) -> float:
         """Return the numbers of these intermediates."""
         return self.average(lambda layer: layer.count(tuple(mark for mark in layer.trace.marks if mark.name in names)))
 
+    @functools.cache
     def count_saved(self, remat: RematConfig) -> float:
         """Return the numbers that are saved on the device for the backward, those of the block's input included."""
         return self.average(lambda layer: layer.count(_list_on_device(layer, remat)))
 
+    @functools.cache
     def count_offloaded(self, remat: RematConfig) -> float:
         """Return the numbers that wait for the backward on the host."""
         return self.average(lambda layer: layer.count(layer.follow_backward(remat).saved)) - self.count_saved(remat)
@@ -115,10 +155,41 @@ class BlockCost:
             lambda layer: sum(number for index, number in enumerate(layer.multiplied) if of(layer, index))
         )
 
-    def count_recomputed(self, remat: RematConfig) -> float:
-        """Return the numbers that the products which a backward computes again multiply a token with."""
-        return self.count_multiplied(lambda layer, index: index in layer.follow_backward(remat).products)
+    @functools.cache
+    def count_recomputed(self, remat: RematConfig, of_experts: bool = False) -> float:
+        """Return the numbers that the products which a backward computes again multiply a token with.
 
+        Args:
+            of_experts: only those of experts.
+        """
+
+        def is_counted(layer: LayerCost, index: int) -> bool:
+            runs_again = index in layer.follow_backward(remat).products
+            return runs_again and (not of_experts or layer.trace.products[index].of_experts)
+
+        return self.count_multiplied(is_counted)
+
+    @functools.cache
+    def count_forward(self, trained: bool = False, of_experts: bool = False) -> float:
+        """Return the numbers that the products of a forward multiply a token with.
+
+        Args:
+            trained, of_experts: only those with trained weights, and only those of experts.
+        """
+
+        def is_counted(layer: LayerCost, index: int) -> bool:
+            product = layer.trace.products[index]
+            return (not trained or product.trained) and (not of_experts or product.of_experts)
+
+        return self.count_multiplied(is_counted)
+
+    @functools.cache
+    def count_streamed(self, remat: RematConfig) -> tuple[float, float]:
+        """Return the numbers that the kernels between products read and write in a forward, and in a backward."""
+        forward = self.average(lambda layer: layer.count_streamed(remat)[0])
+        return forward, self.average(lambda layer: layer.count_streamed(remat)[1])
+
+    @functools.cache
     def recomputes_attention(self, remat: RematConfig) -> bool:
         """Return whether a backward computes the scores again."""
         marks = (mark for layer in self.layers for mark in layer.follow_backward(remat).recomputed)

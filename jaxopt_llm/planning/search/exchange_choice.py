@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Literal
 
 from jaxopt_llm.compiler.chips import USUAL_LINKS
-from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.precision import Float
+from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, seconds_in_memory
 from jaxopt_llm.planning.search.transfers import find_link_over
-from jaxopt_llm.planning.search.workload import STREAMED_BACKWARD, STREAMED_FORWARD
 
 Form = Literal["all_to_all", "gather"]
 FORMS: tuple[Form, ...] = ("all_to_all", "gather")  # `ragged` has not run on a GPU yet
@@ -37,27 +38,24 @@ def resolve_expert_exchange(config: Config, cluster: Cluster) -> Config:
 
 
 @functools.cache
-def _find_fastest(model: ModelConfig, mesh: MeshConfig, room: float, dtype: str, cluster: Cluster) -> Form:
+def _find_fastest(model: ModelConfig, mesh: MeshConfig, room: float, dtype: Float, cluster: Cluster) -> Form:
     def estimate(form: Form) -> float:
         sharding = ShardingConfig(expert_exchange=form, expert_room=room)
-        return estimate_seconds(Config(model=model, mesh=mesh, sharding=sharding), dtype, cluster)
+        precision = PrecisionConfig(compute_dtype=dtype)
+        return estimate_seconds(Config(model=model, mesh=mesh, sharding=sharding, precision=precision), cluster)
 
     return min(FORMS, key=estimate)
 
 
-def estimate_seconds(config: Config, dtype: str, cluster: Cluster) -> float:
-    """Return the time per token of a device that the exchange and its rows take in one MoE layer.
+def estimate_seconds(config: Config, cluster: Cluster) -> float:
+    """Return the time per token of a device that the exchange and the kernels between products take in one MoE layer.
 
-    It is that of one forward and one backward. What no exchange changes is left out.
-
-    dtype: the compute dtype.
+    It is that of one forward and one backward. What the matmuls take is left out, because no exchange changes it.
     """
     model, mesh = config.model, config.mesh
-    cost, value = MoECost.from_config(config), BYTES[dtype]
+    cost, value = MoECost.from_config(config), BYTES[config.precision.compute_dtype]
     link, rate = find_link_over(("expert",), cost.dispatch, mesh, cluster)
     sent = CROSSINGS * cost.exchanged * value * model.width * (mesh.expert - 1) / mesh.expert
-    of_row = sum(
-        streamed["rows"] * model.width + streamed["mlp"] * model.moe.expert_width / mesh.tensor
-        for streamed in (STREAMED_FORWARD, STREAMED_BACKWARD)
-    )
-    return sent / (LINK_EFFICIENCY[link] * rate) + seconds_in_memory(value * cost.rows * of_row, cluster.chip)
+    (layer,) = (layer for layer in BlockCost.from_config(config).layers if layer.has_experts)
+    streamed = value * sum(layer.count_streamed(config.remat))
+    return sent / (LINK_EFFICIENCY[link] * rate) + seconds_in_memory(streamed, cluster.chip)

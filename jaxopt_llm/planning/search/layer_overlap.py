@@ -9,10 +9,11 @@ In a layer with experts the gathers of their weights are the longest. XLA begins
 layer waits until they have ended, because its own weights come after them.
 """
 
+import functools
 from dataclasses import dataclass
 
 from jaxopt_llm.compiler.chips import Chip
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.passes import Passes
@@ -34,22 +35,29 @@ class LayerOverlap:
 
 def find_layer_overlap(config: Config, chip: Chip, block: BlockCost, passes: Passes) -> LayerOverlap:
     """Return the overlap of the transfers of layers."""
-    first, last = block.count_multiplied(_is_first), block.count_multiplied(_is_last)
-    whole = block.count_multiplied()
-
-    def runs_again(layer: LayerCost, index: int) -> bool:
-        return _is_first(layer, index) and index in layer.follow_backward(config.remat).products
-
-    # A backward begins with the last weights, unless it first runs the layer again from its beginning.
-    first_of_backward = block.count_multiplied(runs_again) or last
+    first, first_of_backward, beside = _count_at_ends(block, config.remat)
+    whole = block.count_forward()
     alone = passes.forwards * first + passes.backwards * first_of_backward
-    attention = block.count_multiplied(lambda layer, index: layer.trace.products[index].module == "attention")
-    flops = 2 * count_tokens(config) * (last + attention) * passes.layers * passes.backwards
+    flops = 2 * count_tokens(config) * beside * passes.layers * passes.backwards
     return LayerOverlap(
         gathered_alone=1.0 if config.model.moe.experts else alone / (whole * (passes.forwards + passes.backwards)),
         reduced_alone=first / whole,
         reducing=seconds_of_matmuls(flops, chip, config.precision.compute_dtype),
     )
+
+
+@functools.cache
+def _count_at_ends(block: BlockCost, remat: RematConfig) -> tuple[float, float, float]:
+    """Return the sizes of the first weights of a forward, of a backward, and of those next to which reductions run."""
+
+    def runs_again(layer: LayerCost, index: int) -> bool:
+        return _is_first(layer, index) and index in layer.follow_backward(remat).products
+
+    first, last = block.count_multiplied(_is_first), block.count_multiplied(_is_last)
+    attention = block.count_multiplied(lambda layer, index: layer.trace.products[index].module == "attention")
+    # A backward begins with the last weights, unless it first runs the layer again from its beginning.
+    first_of_backward = block.count_multiplied(runs_again) or last
+    return first, first_of_backward, last + attention
 
 
 def _is_first(layer: LayerCost, index: int) -> bool:

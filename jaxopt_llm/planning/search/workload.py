@@ -1,12 +1,12 @@
 """Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
-from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
+from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
@@ -25,11 +25,6 @@ from jaxopt_llm.planning.search.transfers import estimate_transfers
 # and read by the matmul with the values. Backward: scores and the softmax's gradient are written and read in float32,
 # the results of both are written in 16 bits, and three matmuls read them.
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 20, 26
-# Elements that the kernels between a block's matmuls read and write per token, as multiples of the residual stream
-# (norms, residual sums), of queries and keys (rotary positions), of the MLP's width (activation function) and of the
-# expert rows (selection of tokens and rows).
-STREAMED_FORWARD = {"residual": 10, "heads": 2, "mlp": 3, "rows": 3}
-STREAMED_BACKWARD = {"residual": 22, "heads": 4, "mlp": 9, "rows": 7}  # elementwise results are first recomputed
 MERGE_BYTES = 12  # bytes per element to add the results or gradients of a ring's part to the others', in float32
 PAIR_BYTES = 4  # bytes per element to copy chunks of a part for a kernel that skips no keys
 LOGIT_BYTES = 22  # bytes read and written per logit, from the matmul that makes it to the matmuls of its gradient
@@ -43,7 +38,7 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
 
     matmuls = _count_multiplied(block, passes, config.remat)
     of_experts = _count_multiplied(block, passes, config.remat, of_experts=True)
-    repeated = matmuls["forward"] - passes.first_forwards * block.count_multiplied()
+    repeated = matmuls["forward"] - passes.first_forwards * block.count_forward()
     grouped = {leg: 2 * layers * tokens * count for leg, count in of_experts.items()}
     of_kernel = sum(grouped.values()) if config.training.grouped_matmul != "xla" else 0.0
 
@@ -87,18 +82,11 @@ def _count_multiplied(
     Args:
         of_experts: only those of experts.
     """
-
-    def count(where: Callable[[LayerCost, int], bool] = lambda layer, index: True) -> float:
-        def is_counted(layer: LayerCost, index: int) -> bool:
-            return (not of_experts or layer.trace.products[index].of_experts) and where(layer, index)
-
-        return block.count_multiplied(is_counted)
-
-    again = count(lambda layer, index: index in layer.follow_backward(remat).products)
+    whole, again = block.count_forward(of_experts=of_experts), block.count_recomputed(remat, of_experts)
     return {
-        "forward": passes.forwards * count() + passes.backwards * again,
-        "dx": passes.backwards * count(),
-        "dw": passes.backwards * count(lambda layer, index: layer.trace.products[index].trained),
+        "forward": passes.forwards * whole + passes.backwards * again,
+        "dx": passes.backwards * whole,
+        "dw": passes.backwards * block.count_forward(trained=True, of_experts=of_experts),
     }
 
 
@@ -132,18 +120,8 @@ def _streamed_bytes(
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
     attention = AttentionCost.from_config(config)
 
-    def between_matmuls(multiples: dict[str, int]) -> float:
-        """Return the bytes that the kernels between a block's matmuls move per token."""
-        elements = {
-            "residual": block.residual,
-            "heads": block.count_elements("query", "key"),
-            "mlp": block.count_elements("mlp_up"),
-            "rows": block.count_elements("expert_rows"),
-        }
-        return compute * sum(multiples[name] * elements[name] for name in elements)
-
-    forward, backward = between_matmuls(STREAMED_FORWARD), between_matmuls(STREAMED_BACKWARD)
-    streamed = layers * tokens * (passes.forwards * forward + passes.backwards * backward)
+    forward, backward = block.count_streamed(config.remat)
+    streamed = layers * tokens * compute * (passes.forwards * forward + passes.backwards * backward)
     # Weights are cast and written whole in each pass. Gradients are written, and read for their reduction.
     streamed += state.layers.weights / passes.chunks * 2 * compute * (passes.forwards + passes.backwards)
     streamed += state.layers.trained / passes.chunks * 2 * reduced * passes.backwards
