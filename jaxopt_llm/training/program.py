@@ -22,9 +22,10 @@ from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.sequence import count_key_parts
+from jaxopt_llm.parallel.zero import has_compute_copy
 from jaxopt_llm.training import saved_state
 from jaxopt_llm.training.decoder_step import make_decoder_advance
-from jaxopt_llm.training.local_steps import inside_group, place_groups
+from jaxopt_llm.training.local_steps import has_groups, inside_group, place_groups
 from jaxopt_llm.training.lora import adapt_model
 from jaxopt_llm.training.state import TrainState
 from jaxopt_llm.training.step_program import ModelParts, StepProgram, make_step_program
@@ -79,6 +80,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
         recomputes_layers=not saved_intermediates(config.remat),
+        keeps_largest=_keeps_largest(config, placement),
     )
     made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(
@@ -89,6 +91,16 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         to_checkpoint=saved_state.make_checkpoint_converter(made.specs, placement),
         batch_sharding=batch_sharding,
     )
+
+
+def _keeps_largest(config: Config, placement: Placement) -> bool:
+    """Return whether the update finds the largest magnitudes of the masters from which the model rounds to fp8.
+
+    A compute copy has other values than the masters. In the backward, and in steps of groups of devices, each period
+    finds its own.
+    """
+    special = has_compute_copy(placement) or config.optimizer.in_backward or has_groups(config)
+    return placement.precision.matmul == "fp8" and not special
 
 
 def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionChoice]:

@@ -17,7 +17,14 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload, zero
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.training.state import STORED, StateSpecs, TrainState, make_compute_copy, state_shardings
+from jaxopt_llm.training.state import (
+    STORED,
+    StateSpecs,
+    TrainState,
+    find_largest_masters,
+    make_compute_copy,
+    state_shardings,
+)
 
 
 def checkpoint_specs(specs: StateSpecs) -> dict[str, Params]:
@@ -119,7 +126,7 @@ def _layout_only(spec: ParamSpec) -> ParamSpec:
 
 
 def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tree.Tree) -> TrainState:
-    """Return the state after `step` from its checkpoint trees, and make the compute copy again.
+    """Return the state after `step` from its checkpoint trees, and make again what is a function of the masters.
 
     It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
 
@@ -162,4 +169,6 @@ def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tr
     shardings = state_shardings(specs, placement)
     converted = {name: convert_tree(name) for name in STORED}
     compute = make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({**converted, "compute": compute})
+    largest = find_largest_masters(specs, converted["masters"], shardings.largest)
+    state = {**converted, "compute": compute, "largest": largest}
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(state)

@@ -14,6 +14,7 @@ from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.linear.quantised import find_largest
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload, zero
@@ -50,6 +51,8 @@ class TrainState:
         average: average of the masters, placed as the moments (ema.py); None without `training.ema_decay`.
         groups: GROUP_FIELDS of each group of devices, [G, ...]; empty without local steps (local_steps.py), which give
             `masters` and `moments` another meaning.
+        largest: largest magnitude of each master that fp8 rounds, from which comes the scale of its codes: the update
+            finds it, and no other kernel reads the masters for it. None where the step does not need it.
     """
 
     step: tree.Leaf
@@ -62,6 +65,7 @@ class TrainState:
     variables: Params = field(default_factory=dict)
     average: Params | None = None
     groups: dict[str, tree.Tree] = field(default_factory=dict)
+    largest: Params | None = None
 
     @property
     def trainable(self) -> Params:
@@ -81,7 +85,7 @@ class TrainState:
     @property
     def updatable(self) -> update.Updatable:
         """Return the part that the update changes."""
-        return update.Updatable(self.masters, self.moments, self.compute, self.average)
+        return update.Updatable(self.masters, self.moments, self.compute, self.average, self.largest)
 
     @property
     def averaged_masters(self) -> Params:
@@ -96,6 +100,7 @@ class StateSpecs:
     Attributes:
         keep_frozen: checkpoints also hold the frozen parameters. If False, a resume reads them from their source.
         one_group: with local steps, specs of the state of one group; otherwise None.
+        largest: None if the state has none. Checkpoints never hold them: a resume finds them in the masters.
     """
 
     masters: Params
@@ -108,6 +113,7 @@ class StateSpecs:
     average: Params | None = None
     groups: dict[str, tree.Tree] = field(default_factory=dict)
     one_group: "StateSpecs | None" = None
+    largest: Params | None = None
 
 
 def make_state_specs(
@@ -148,6 +154,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         variables=zero.variable_sharding(specs.variables, placement),
         average=zero.optimizer_state_sharding(specs.average, placement),
         groups=zero.master_sharding(specs.groups, placement),
+        largest=zero.parameter_sharding(specs.largest, placement),
     )
 
 
@@ -162,6 +169,7 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
 
     compute = jax.tree.map(copy_shape, specs.masters) if zero.has_compute_copy(placement) else None
     stored = {name: jax.tree.map(shape, getattr(specs, name)) for name in STORED}
+    stored["largest"] = jax.tree.map(shape, specs.largest)
     state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), compute=compute, **stored)
     # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
     # the abstract mesh keeps it.
@@ -187,6 +195,20 @@ def make_compute_copy(specs: Params, masters: Params, shardings: Params | None, 
         return jax.jit(convert, out_shardings=sharding)(master)
 
     return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
+
+
+def find_largest_masters(specs: StateSpecs, masters: Params, shardings: Params | None) -> Params | None:
+    """Return the largest magnitude of each master that has a spec in `specs.largest`; None without specs."""
+
+    def find(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
+        def largest(master: jax.Array) -> jax.Array:
+            return find_largest(offload.fetch_to_device(master), spec.leading)
+
+        return jax.jit(largest, out_shardings=sharding)(master)
+
+    if specs.largest is None:
+        return None
+    return jax.tree.map(find, specs.largest, shardings, tree.restrict(masters, specs.largest))
 
 
 def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
@@ -236,7 +258,7 @@ def initialize_state(
         )
 
     shardings = state_shardings(specs, placement)
-    drawn = replace(shardings, compute=None, average=None)
+    drawn = replace(shardings, compute=None, average=None, largest=None)
     sharding_by_path = dict(tree.leaves_with_path(drawn))
     halves = {"masters": specs.masters, "frozen": specs.frozen}
     given_halves = {name: tree.restrict(given, half) for name, half in halves.items()}
@@ -261,7 +283,8 @@ def initialize_state(
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
     compute = make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
-    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average))
+    largest = find_largest_masters(specs, whole.masters, shardings.largest)
+    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average), largest=largest)
 
 
 def _divide_into_programs(

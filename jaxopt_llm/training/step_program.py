@@ -14,6 +14,7 @@ import optax
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import tree
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.training import state as training_state
@@ -43,6 +44,7 @@ class ModelParts:
         loss: name of the loss, if there are several.
         others: what the other losses train, by name; `trained` are then the parameters of this loss, and `frozen` all
             others. See shares.py.
+        keeps_largest: whether the state holds the largest magnitudes of the trained matrices (TrainState).
     """
 
     trained: Params
@@ -53,6 +55,7 @@ class ModelParts:
     variables: Params = field(default_factory=dict)
     loss: str = ""
     others: Shares = field(default_factory=dict)
+    keeps_largest: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def make_step_program(
         specs = training_state.make_state_specs(
             *(trained, frozen, optimizers, placement.precision, keep_frozen), averages=training.ema_decay > 0
         )
-        return replace(specs, variables=parts.variables)
+        largest = leaves.largest_specs(trained) if parts.keeps_largest else None
+        return replace(specs, variables=parts.variables, largest=largest)
 
     specs = make_specs(parts.trained, parts.frozen, optimizers)
     advance = parts.make_advance(bind, specs, _make_settings(config, whole is None))
