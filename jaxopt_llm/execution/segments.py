@@ -36,7 +36,7 @@ from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import mark
 from jaxopt_llm.model.linear.dropout import with_noise
-from jaxopt_llm.model.linear.leaves import adapter_paths
+from jaxopt_llm.model.linear.leaves import adapter_paths, join_scaled
 from jaxopt_llm.model.model import Model, Params, Segment
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
@@ -362,7 +362,7 @@ class PeriodRunner:
                 in_compute_dtype=adapter_paths(specs),
             )
             constants = {name: values[position] for name, values in per_layer.items()}
-            placed = with_noise(placed, context.noise, constants["index"])
+            placed = with_noise(join_scaled(placed), context.noise, constants["index"])
             return self.model.block(self.segment.kinds[position], placed, x, context, constants, cache)
 
         return run

@@ -71,11 +71,13 @@ class PlacedWeight:
 
     perturbation: zeros of the weight's shape, with the dtype and sharding of its gradient, which is the perturbation's
         cotangent. None: no gradient is formed.
+    largest: the largest magnitude of the array, float32, where it is known before the products (ScaledWeight).
     """
 
     array: jax.Array
     perturbation: jax.Array | None
     shardings: WeightShardings = struct.field(pytree_node=False)
+    largest: jax.Array | None = None
 
 
 def cast_masters(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> tree.Tree:

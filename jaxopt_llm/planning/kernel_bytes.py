@@ -18,6 +18,7 @@ _NO_WORK = (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = "dynamic-update-slice"
 _VIEWS = ("bitcast", "reshape")
+_BY_VALUE = ("abs", "convert")  # of each value on its own: a slice of the result needs only that slice of the operand
 
 
 def walk_kernels(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
@@ -88,13 +89,13 @@ def _count_read(module: Module, body: Computation, name: str, is_original: bool 
             continue
         if user.opcode in _SLICES and user.operands[0] == name:
             read += user.results[0].bytes
-        elif user.is_root and user.opcode in (*_VIEWS, "convert"):  # the fusion returns all of it
+        elif user.is_root and user.opcode in (*_VIEWS, *_BY_VALUE):  # the fusion returns all of it
             return whole
         elif user.opcode in _VIEWS:
             read += _count_read(module, body, user.name, is_original)
-        elif user.opcode == "convert":  # of a whole stack, of which only a slice is used
-            converted = _count_read(module, body, user.name, is_original=False)
-            read += converted * whole // max(user.results[0].bytes, 1)
+        elif user.opcode in _BY_VALUE:  # of a whole stack, of which only a slice may be used
+            computed = _count_read(module, body, user.name, is_original=False)
+            read += computed * whole // max(user.results[0].bytes, 1)
         elif user.opcode == "fusion":
             inner = module[list_callees(user)[0]]
             inputs = [each for each in inner.values() if each.opcode == "parameter"]

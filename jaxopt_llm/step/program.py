@@ -32,11 +32,13 @@ from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.activations import count_key_parts
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.zero import has_compute_copy
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step import update
 from jaxopt_llm.step.hyperparameters import Hyperparameters, make_schedule, read_hyperparameters
@@ -80,6 +82,7 @@ class ModelParts:
         loss: name of the loss, if there are several.
         others: the shares of the other losses, by name. `trained` are then the parameters of this loss, and `frozen`
             all other parameters. See the docstring of this module.
+        keeps_largest: whether the state holds the largest magnitudes of the trained matrices (TrainState).
     """
 
     trained: Params
@@ -90,6 +93,7 @@ class ModelParts:
     variables: Params = field(default_factory=dict)
     loss: str = ""
     others: Shares = field(default_factory=dict)
+    keeps_largest: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def make_step_program(
         specs = training_state.make_state_specs(
             trained, frozen, optimizers, placement.precision, keep_frozen, averages=training.ema_decay > 0
         )
-        return replace(specs, variables=parts.variables)
+        largest = leaves.largest_specs(trained) if parts.keeps_largest else None
+        return replace(specs, variables=parts.variables, largest=largest)
 
     specs = make_specs(parts.trained, parts.frozen, optimizers)
     advance = parts.make_advance(bind, specs, _make_settings(config, whole is None))
@@ -321,6 +326,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
         recomputed=name_recomputed(config.remat),
+        keeps_largest=_keeps_largest(config, placement),
     )
     made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(
@@ -331,6 +337,16 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
         to_checkpoint=training_state.make_checkpoint_converter(made.specs, placement),
         batch_sharding=batch_sharding,
     )
+
+
+def _keeps_largest(config: Config, placement: Placement) -> bool:
+    """Return whether the update finds the largest magnitudes of the masters from which the model rounds to fp8.
+
+    A compute copy has other values than the masters. In the backward, and in steps of groups of devices, each period
+    finds its own.
+    """
+    special = has_compute_copy(placement) or config.optimizer.in_backward or has_groups(config)
+    return placement.precision.matmul == "fp8" and not special
 
 
 def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionChoice]:

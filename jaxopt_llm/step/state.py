@@ -21,6 +21,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution.by_layer import Rows, gather_periods, share_stack, split_stack
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.linear.quantised import find_largest
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload, zero
@@ -62,6 +63,8 @@ class TrainState:
         average: average of the masters, placed as the moments (update.py); None without `training.ema_decay`.
         groups: GROUP_FIELDS of each group of devices, [G, ...]; empty without local steps (local_steps.py), which give
             `masters` and `moments` another meaning.
+        largest: largest magnitude of each master that fp8 rounds, from which comes the scale of its codes: the update
+            finds it, and no other kernel reads the masters for it. None where the step does not need it.
     """
 
     step: tree.Leaf
@@ -74,6 +77,7 @@ class TrainState:
     variables: Params = field(default_factory=dict)
     average: Params | None = None
     groups: dict[str, tree.Tree] = field(default_factory=dict)
+    largest: Params | None = None
 
     @property
     def trainable(self) -> Params:
@@ -93,7 +97,7 @@ class TrainState:
     @property
     def updatable(self) -> update.Updatable:
         """Return the part that the update changes."""
-        return update.Updatable(self.masters, self.moments, self.compute, self.average)
+        return update.Updatable(self.masters, self.moments, self.compute, self.average, self.largest)
 
     @property
     def averaged_masters(self) -> Params:
@@ -108,6 +112,7 @@ class StateSpecs:
     Attributes:
         keep_frozen: checkpoints also hold the frozen parameters. If False, a resume reads them from their source.
         one_group: with local steps, specs of the state of one group; otherwise None.
+        largest: None if the state has none. Checkpoints never hold them: a resume finds them in the masters.
     """
 
     masters: Params
@@ -120,6 +125,7 @@ class StateSpecs:
     average: Params | None = None
     groups: dict[str, tree.Tree] = field(default_factory=dict)
     one_group: "StateSpecs | None" = None
+    largest: Params | None = None
 
 
 def make_state_specs(
@@ -160,6 +166,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         variables=zero.variable_sharding(specs.variables, placement),
         average=zero.optimizer_state_sharding(specs.average, placement),
         groups=zero.master_sharding(specs.groups, placement),
+        largest=zero.parameter_sharding(specs.largest, placement),
     )
 
 
@@ -174,6 +181,7 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
 
     compute = jax.tree.map(copy_shape, specs.masters) if zero.has_compute_copy(placement) else None
     stored = {name: jax.tree.map(shape, getattr(specs, name)) for name in STORED}
+    stored["largest"] = jax.tree.map(shape, specs.largest)
     state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), compute=compute, **stored)
     # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
     # the abstract mesh keeps it.
@@ -199,6 +207,20 @@ def make_compute_copy(specs: Params, masters: Params, shardings: Params | None, 
         return jax.jit(convert, out_shardings=sharding)(master)
 
     return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
+
+
+def find_largest_masters(specs: StateSpecs, masters: Params, shardings: Params | None) -> Params | None:
+    """Return the largest magnitude of each master that has a spec in `specs.largest`; None without specs."""
+
+    def find(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
+        def largest(master: jax.Array) -> jax.Array:
+            return find_largest(offload.fetch_to_device(master), spec.leading)
+
+        return jax.jit(largest, out_shardings=sharding)(master)
+
+    if specs.largest is None:
+        return None
+    return jax.tree.map(find, specs.largest, shardings, tree.restrict(masters, specs.largest))
 
 
 def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
@@ -248,7 +270,7 @@ def initialize_state(
         )
 
     shardings = state_shardings(specs, placement)
-    drawn = replace(shardings, compute=None, average=None)
+    drawn = replace(shardings, compute=None, average=None, largest=None)
     sharding_by_path = dict(tree.leaves_with_path(drawn))
     halves = {"masters": specs.masters, "frozen": specs.frozen}
     given_halves = {name: tree.restrict(given, half) for name, half in halves.items()}
@@ -273,7 +295,8 @@ def initialize_state(
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
     compute = make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
-    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average))
+    largest = find_largest_masters(specs, whole.masters, shardings.largest)
+    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average), largest=largest)
 
 
 def _divide_into_programs(
@@ -397,7 +420,7 @@ def _layout_only(spec: ParamSpec) -> ParamSpec:
 
 
 def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tree.Tree) -> TrainState:
-    """Return the state after `step` from its checkpoint trees, and make the compute copy again.
+    """Return the state after `step` from its checkpoint trees, and make again what is a function of the masters.
 
     It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
 
@@ -440,4 +463,6 @@ def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tr
     shardings = state_shardings(specs, placement)
     converted = {name: convert_tree(name) for name in STORED}
     compute = make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({**converted, "compute": compute})
+    largest = find_largest_masters(specs, converted["masters"], shardings.largest)
+    state = {**converted, "compute": compute, "largest": largest}
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(state)

@@ -25,8 +25,8 @@ from jaxopt_llm.execution.executor import Executor, sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.linear import outliers
-from jaxopt_llm.model.linear.leaves import is_wrapped
+from jaxopt_llm.model.linear import leaves, outliers
+from jaxopt_llm.model.linear.leaves import ScaledWeight, is_wrapped
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel import offload
@@ -301,7 +301,7 @@ def make_decoder_advance(
     if settings.in_backward:
         advance = update_in_backward(model, bind, specs, placement, settings)
     else:
-        differentiate = differentiate_decoder(model, executor, placement)
+        differentiate = differentiate_decoder(model, executor, placement, specs.largest)
         advance = update_after_backward(differentiate, bind, specs, placement, settings)
     if settings.dropout_seed is None:
         return advance
@@ -333,15 +333,28 @@ def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
     return dict(statistics if outliers.LEFT in statistics else experts.router_metrics(statistics))
 
 
-def differentiate_decoder(model: Model, executor: Executor, placement: Placement) -> Differentiate:
-    """Return the function that computes the gradients of the mean loss over tokens."""
+def differentiate_decoder(
+    model: Model, executor: Executor, placement: Placement, largest_specs: Params | None
+) -> Differentiate:
+    """Return the function that computes the gradients of the mean loss over tokens.
+
+    largest_specs: specs of `TrainState.largest`.
+    """
+    if largest_specs is not None:
+        model = model.with_specs(leaves.map_scaled(ScaledWeight, largest_specs, model.specs))
 
     def differentiate(state: TrainState, batch: Batch, scale: jax.Array | float) -> Differentiated:
         per_token = _invert_tokens(batch)
         # `trainable` is the compute copy where there is one, and the masters otherwise.
+        trainable, frozen, largest = state.trainable, state.frozen, state.largest
+        if largest is not None:
+            trainable = leaves.map_scaled(lambda weight, _: ScaledWeight(weight, None), largest, trainable)
+            frozen = leaves.map_scaled(lambda _, magnitude: ScaledWeight(None, magnitude), largest, frozen)
         loss, _, auxiliary, gradients = executor.loss_and_gradients(
-            model, state.trainable, state.frozen, batch, scale * per_token, placement
+            model, trainable, frozen, batch, scale * per_token, placement
         )
+        if largest is not None:
+            gradients = leaves.map_scaled(lambda gradient, _: gradient.array, largest, gradients)
         metrics = _make_metrics(auxiliary.statistics)
         return Differentiated(loss * per_token, gradients, scale, metrics, state.variables)
 

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
+from jaxopt_llm.model.linear.quantised import find_largest
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
@@ -45,12 +46,14 @@ class Updatable(NamedTuple):
 
     compute: compute copy of the masters; None if there is none.
     average: average of the masters (see `move_average`); None if there is none.
+    largest: largest magnitudes of the masters (TrainState); None if there are none.
     """
 
     masters: tree.Tree
     moments: tree.Tree
     compute: tree.Tree = None
     average: tree.Tree = None
+    largest: tree.Tree = None
 
 
 class Scalars(NamedTuple):
@@ -280,7 +283,7 @@ def _update_stacks(
     """
     counts = jax.tree.map(lambda leaf: None if _is_count(leaf) else 0, state.moments)
     moments = jax.tree.map(lambda leaf: leaf[0] if _is_count(leaf) else leaf, state.moments)
-    axes = Updatable(0, counts, None, 0)
+    axes = Updatable(0, counts, None, 0, 0)
     new = jax.vmap(update, (axes, 0, None), axes)(state._replace(moments=moments), gradients, scalars)
     return new._replace(
         moments=jax.tree.map(lambda leaf, old: jnp.broadcast_to(leaf, old.shape), new.moments, state.moments)
@@ -333,13 +336,16 @@ def update_period(
     scalars: Scalars,
 ) -> Updatable:
     """Return the state of one period, or of "non_layer", after a step."""
-    fetched = offload.fetch_to_device(state._replace(compute=None))
+    fetched = offload.fetch_to_device(state._replace(compute=None, largest=None))
     gradients = jax.tree.map(lambda x: x * scalars.factor, gradients)
     updates, moments = optimizer.update(gradients, fetched.moments, fetched.masters)
     # The selection is per period: for whole stacks the device would hold the old state in addition to the new one.
     new = _settle(fetched, optax.apply_updates(fetched.masters, updates), moments, scalars)
     if state.compute is not None:
         new = new._replace(compute=cast_masters(specs, new.masters, placement))
+    if state.largest is not None:  # here the kernel that writes the masters has them at hand
+        masters = tree.restrict(new.masters, state.largest)
+        new = new._replace(largest=jax.tree.map(find_largest, masters))
     return offload.store_like(new, state)
 
 

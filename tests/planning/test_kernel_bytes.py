@@ -58,8 +58,22 @@ def count(text: str) -> int:
             "bf16[1,1024]",
             (FLOAT32 + BFLOAT16) // 4,
         ),
+        (  # What finds the largest magnitude of one layer's weights.
+            "%y = f32[4,1024]{1,0} abs(%x)\n  ROOT %z = f32[1,1024]{1,0} slice(%y), slice={[2:3], [0:1024]}",
+            "f32[1,1024]",
+            2 * FLOAT32 // 4,
+        ),
     ],
-    ids=["cast", "cast, viewed", "view, cast", "view", "cast in a tuple", "cast, updated", "layer of a cast"],
+    ids=[
+        "cast",
+        "cast, viewed",
+        "view, cast",
+        "view",
+        "cast in a tuple",
+        "cast, updated",
+        "layer of a cast",
+        "layer of magnitudes",
+    ],
 )
 def test_a_fusion_reads_what_its_results_need(body: str, result: str, moved: int) -> None:
     text = f"""HloModule m

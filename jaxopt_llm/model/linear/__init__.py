@@ -47,6 +47,7 @@ Leaf classes (leaves.py). A weight of shape [D, F], contracted over D, is one of
     Int8Weight    codes int8 [D, F], scales float32 [1, F]
     Nf4Weight     codes uint8 [D/2, F], scales [D/64, F] (float32; uint8 with double quantisation), tops float32 [1, F]
     LoraWeight    base (one of the above) [D, F], lora_a [D, r], lora_b [F, r], magnitude [F] (DoRA) or None
+    ScaledWeight  array [D, F], its largest magnitude, for fp8; only up to where shardings are attached
 
 A LoRA product is x · base + scale · (dropout(x) · A) · Bᵀ: two thin matmuls next to the base's, so A · B is never
 formed. Where a device holds the weights whole, the thin matmuls are merged with those of the base and of other weights

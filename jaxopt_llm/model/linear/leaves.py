@@ -7,6 +7,7 @@ checkpointed and counted like any other array. The fields hold whatever the tree
 A "bare" parameter is the plain array that a leaf class stands for, at the path without the leaf's own fields.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -55,6 +56,20 @@ QuantisedWeight = Int8Weight | Nf4Weight
 
 
 @struct.dataclass
+class ScaledWeight:
+    """Trained weight with the largest magnitude of its values, from which fp8 derives the scale.
+
+    A step makes it of its state (`TrainState.largest`) for the executor, whose trainable half is the array and whose
+    frozen half is the magnitude. Specs of states and checkpoints have the array alone.
+
+    largest: float32, a scalar, or one for each row of a stack.
+    """
+
+    array: tree.Leaf
+    largest: tree.Leaf
+
+
+@struct.dataclass
 class LoraWeight:
     """Weight as base + scale × A·B (Hu et al. 2021, arXiv:2106.09685).
 
@@ -91,6 +106,46 @@ def select_adapters(specs: tree.Tree) -> tree.Tree:
 def adapter_paths(specs: tree.Tree) -> frozenset[str]:
     """Return the paths of the arrays of adapters. The type of a leaf tells them: a parameter may have any name."""
     return frozenset(path for path, _ in tree.leaves_with_path(select_adapters(specs)))
+
+
+# --- weights with their largest magnitudes
+
+
+def largest_specs(specs: tree.Tree) -> tree.Tree | None:
+    """Return the specs of the magnitudes that the update finds, None where it finds none; None if that is everywhere.
+
+    These are matrices in stacks, of several stacks of one shape only the first. XLA joins the updates of two stacks of
+    one shape into one kernel, and if it also reduces both, copies one of them and its moments: more bytes than to read
+    the stack again. Adapters are not rounded.
+    """
+    adapters, shapes = adapter_paths(specs), set[tuple[int, ...]]()
+
+    def largest(path: str, spec: ParamSpec) -> ParamSpec | None:
+        if not (spec.leading and spec.contracting) or path in adapters or spec.shape in shapes:
+            return None
+        shapes.add(spec.shape)
+        return ParamSpec(spec.shape[: spec.leading], spec.axes[: spec.leading], layers=spec.layers)
+
+    found = tree.map_with_path(largest, specs)
+    return found if shapes else None
+
+
+def map_scaled(make: Callable[[tree.Leaf, tree.Leaf], tree.Leaf], largest: tree.Tree, weights: tree.Tree) -> tree.Tree:
+    """Return `weights` with `make(weight, its largest magnitude)` wherever `largest` has a leaf and not None."""
+    return jax.tree.map(
+        lambda magnitude, weight: weight if magnitude is None else make(weight, magnitude),
+        *(largest, weights),
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def join_scaled(placed: tree.Tree) -> tree.Tree:
+    """Return placed weights with each ScaledWeight as one PlacedWeight that knows its largest magnitude."""
+
+    def join(leaf: tree.Leaf) -> tree.Leaf:
+        return replace(leaf.array, largest=leaf.largest.array) if isinstance(leaf, ScaledWeight) else leaf
+
+    return jax.tree.map(join, placed, is_leaf=lambda leaf: isinstance(leaf, ScaledWeight))
 
 
 # --- spec -> specs

@@ -42,10 +42,15 @@ class Quantised:
 Operand = jax.Array | Quantised
 
 
-def quantise_weight(matmul: Matmul, array: jax.Array, summed: tuple[int, ...]) -> Quantised:
-    """Quantise a weight. summed: the dimensions that the product sums over."""
+def quantise_weight(
+    matmul: Matmul, array: jax.Array, summed: tuple[int, ...], largest: jax.Array | None = None
+) -> Quantised:
+    """Quantise a weight.
+
+    summed: the dimensions that the product sums over. largest: the weight's largest magnitude, float32, if it is known.
+    """
     if matmul == "fp8":
-        return to_float8(array, E4M3)
+        return to_float8(array, E4M3, largest=largest)
     if matmul == "int4_qat":
         return to_grouped_integers(array, summed[-1], MAX_CODES[matmul])
     return to_integers(array, summed, MAX_CODES[matmul])
@@ -66,8 +71,15 @@ def quantise_gradient(matmul: Matmul, dy: jax.Array, grouped: bool) -> Operand:
     return to_float8(dy, E5M2, grouped) if matmul == "fp8" else dy
 
 
-def to_float8(array: jax.Array, dtype: jnp.dtype, grouped: bool = False) -> Quantised:
-    largest = jnp.max(jnp.abs(array.astype(jnp.float32)))
+def find_largest(array: jax.Array, leading: int = 0) -> jax.Array:
+    """Return the largest magnitude of each row of a stack, float32. leading: dimensions of the stack; 0 for none."""
+    return jnp.max(jnp.abs(array.astype(jnp.float32)), axis=tuple(range(leading, array.ndim)))
+
+
+def to_float8(array: jax.Array, dtype: jnp.dtype, grouped: bool = False, largest: jax.Array | None = None) -> Quantised:
+    """Round to float8, with one scale. largest: `find_largest(array)`, if it is known."""
+    if largest is None:
+        largest = find_largest(array)
     if grouped:
         largest = jax.lax.pmax(largest, GROUP_AXIS)
     scale = jnp.maximum(largest, SMALLEST) / float(jnp.finfo(dtype).max)

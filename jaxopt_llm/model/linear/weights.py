@@ -242,7 +242,7 @@ def _gather_operand(weight: BaseWeight, summed: tuple[int, ...]) -> Operand:
         return gather_weight(weight)
     if shardings.matmul == "int4_qat":  # gathered first: a device's shard may not consist of whole groups
         return quantised.quantise_weight(shardings.matmul, gather_weight(weight), summed)
-    operand = quantised.quantise_weight(shardings.matmul, weight.array, summed)
+    operand = quantised.quantise_weight(shardings.matmul, weight.array, summed, weight.largest)
     scales = PlacedWeight(operand.scales, None, _scale_shardings(shardings, operand.scales.shape))
     codes = gather_array(replace(weight, array=operand.codes), operand.codes.dtype)
     return Quantised(codes, gather_array(scales, jnp.float32))
