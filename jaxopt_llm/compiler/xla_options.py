@@ -59,7 +59,9 @@ PARALLEL_COLLECTIVES: Options = {"xla_gpu_experimental_parallel_collective_overl
 # hosts, by the roofline of `plan`, without and with it:
 # - 70B on 128 H100s, save_attention, 2 microbatches: 26.51 and 25.58 (1.18 and 0.25 exposed).
 # - 8B on 64 H100s, save_attention, 4 microbatches: 6.79 and 6.70.
-# - 8B on 64 H100s, remat none: 1.49 and 1.54; in 4 microbatches 5.96 and 6.00. So it is set with recomputation only.
+# - 8B on 64 H100s, save_attention, without microbatches: 1.68 and 1.72.
+# - 8B on 64 H100s, remat none: 1.49 and 1.54; in 4 microbatches 5.96 and 6.00.
+# So it is set for sums over microbatches with recomputation only.
 # It is not set where other axes exchange activations, which was not compared over several hosts. On one host 8B and 10B
 # are 3% slower with it, Qwen3 1.7% and Mixtral 0.5%; DeepSeek-V2-Lite is 2.5% faster, and 8B at 128k 0.8%.
 EARLY_COLLECTIVES: Options = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
@@ -165,8 +167,8 @@ def _default_options(mesh: Mesh | AbstractMesh, microbatches: int, no_triton: bo
     hides_more = SCHEDULES_WELL and not (recomputed == "layers" and _is_one_host(mesh))
     if hides_more or max(mesh.shape["context"], mesh.shape["expert"]) > 1:
         several |= PARALLEL_COLLECTIVES
-    is_zero_alone = mesh.size == mesh.shape["data"] * mesh.shape["fsdp"]
-    if KNOWS_EARLY_COLLECTIVES and is_zero_alone and recomputed != "nothing" and not _is_one_host(mesh):
+    is_zero_alone = mesh.size == mesh.shape["data"] * mesh.shape["fsdp"] and not _is_one_host(mesh)
+    if KNOWS_EARLY_COLLECTIVES and is_zero_alone and microbatches > 1 and recomputed != "nothing":
         several |= EARLY_COLLECTIVES
     storage = mesh.shape["fsdp"] * mesh.shape["expert"] * mesh.shape["context"]
     if SCHEDULES_WELL and storage > 1:

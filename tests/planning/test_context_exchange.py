@@ -86,7 +86,7 @@ def test_a_resume_reads_the_exchange_with_which_the_run_began(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(fields.to_json(began))
     (tmp_path / "device.json").write_text(json.dumps({"kind": jax.devices()[0].device_kind}))
     wanted = {"run.directory": str(tmp_path)}
-    changed = wanted | {"mesh.context": 4, "mesh.fsdp": 2}
+    changed = wanted | {"mesh.context": 4}
     found = [train._resolve_exchange(with_settings(each), first=True) for each in (wanted, changed)]
     assert [each.sharding.context_exchange for each in found] == ["all_to_all", "ring"]
 
