@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Auxiliary, Model, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import reduce_groups
 from jaxopt_llm.parallel.placement import Placement

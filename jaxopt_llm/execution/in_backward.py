@@ -25,9 +25,8 @@ from jaxopt_llm.execution.by_layer import select_period
 from jaxopt_llm.execution.executor import split_into_groups, sum_of_squares, vmap_over_groups
 from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, attach_non_layer, model_segments, no_perturbations
 from jaxopt_llm.model import param
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Auxiliary, Model, Params
 from jaxopt_llm.parallel.gathering import make_perturbations, reduce_groups
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import gradient_group_axes, inside_gradient_group

@@ -43,9 +43,8 @@ from jaxopt_llm.execution.pipeline_stage import (
 )
 from jaxopt_llm.execution.schedules import Ends, make_forward_table, make_table
 from jaxopt_llm.execution.segments import no_perturbations
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Auxiliary, Model, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.activations import constrain_sent, is_split_over_stages
 from jaxopt_llm.parallel.gathering import make_perturbations

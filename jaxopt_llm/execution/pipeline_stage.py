@@ -20,9 +20,8 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.execution.schedules import Ends, Table, Work
 from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, name_segments, no_perturbations, run_segments
 from jaxopt_llm.model import param
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Auxiliary, Model, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.activations import (
     constrain_sent,

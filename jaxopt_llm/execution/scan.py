@@ -30,10 +30,9 @@ from jaxopt_llm.execution.segments import (
     no_perturbations,
     run_segments,
 )
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Model, Params, Segment
+from jaxopt_llm.model.model import Auxiliary, Model, Params, Segment
 from jaxopt_llm.parallel.activations import uses_zigzag
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement

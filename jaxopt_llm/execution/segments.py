@@ -32,12 +32,11 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution.by_layer import read_rows, select_period
 from jaxopt_llm.execution.remat import checkpoint, checkpoint_policy
 from jaxopt_llm.model import param
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import mark
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.linear.leaves import adapter_paths, join_scaled
-from jaxopt_llm.model.model import Model, Params, Segment
+from jaxopt_llm.model.model import Auxiliary, Model, Params, Segment
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.placement import Placement

@@ -18,13 +18,12 @@ from jaxopt_llm.kernels.attention_types import attention_scope, make_document_ra
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.model import Params, Segment
+from jaxopt_llm.model.model import Auxiliary, Params, Segment
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.model.self_attention import AttentionOptions, Cache, self_attention

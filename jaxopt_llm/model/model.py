@@ -9,13 +9,30 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxopt_llm.config import Kind, RopeConfig
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.parallel.placement import Placement
+
+
+@struct.dataclass
+class Auxiliary:
+    """Auxiliary sums of a block, with the same structure for all kinds of block.
+
+    loss: float32, already weighted, and summed over tokens, so that it has the same denominator as the main loss.
+    statistics: sums for the metrics.
+    """
+
+    loss: jax.Array
+    statistics: dict[str, jax.Array]
+
+    def __add__(self, other: "Auxiliary") -> "Auxiliary":
+        return jax.tree.map(jnp.add, self, other)
+
 
 Params = dict[str, Any]
 

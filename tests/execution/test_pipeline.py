@@ -16,11 +16,10 @@ from jaxopt_llm.config import ModelConfig, PipelineConfig, RematConfig
 from jaxopt_llm.core.tree import leaves_with_path
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import Auxiliary, Params
 from jaxopt_llm.parallel.zero import parameter_sharding
 
 ROWS, LENGTH = 32, 16

@@ -17,11 +17,10 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.kernels.attention_types import KeyRanges, make_document_ranges
 from jaxopt_llm.model import param
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import list_segments
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import Auxiliary, Model, Params
 
 pytestmark = pytest.mark.core
 

@@ -13,12 +13,12 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core.metric import Max
 from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
-from jaxopt_llm.model.auxiliary import Auxiliary
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import ACTIVATIONS, INPUT_PROJECTIONS, Function, mlp, mlp_specs, recomputed
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
+from jaxopt_llm.model.model import Auxiliary
 from jaxopt_llm.model.moe import exchange, router
 from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan
 from jaxopt_llm.model.moe.exchange import combine, dispatch, dispatch_weights

@@ -31,10 +31,30 @@ from jaxopt_llm.planning.search.roofline import (
 )
 from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate_settings, list_mesh_problems
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
-from jaxopt_llm.planning.search.stopping import is_settled
 from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.step.local_steps import has_groups
 from jaxopt_llm.step.validation import validate
+
+# Error of the estimate that is possible after one setting was compiled; after n settings an n-th of it is.
+PRIOR_ERROR = 0.03
+# Share of a step that is worth another compilation. The roofline itself is less accurate than this.
+MIN_GAIN = 0.01
+
+
+def is_settled(next_estimate: float, alike: Sequence[tuple[float, float]], best: float) -> bool:
+    """Return whether a remaining setting is unlikely to be faster than the best compiled one by more than MIN_GAIN.
+
+    The ratios of the compiled to the estimated times show the error of the estimate. The ratio of a remaining setting
+    may be as low as the lowest of them, and a little lower while only few have been compiled.
+
+    Args:
+        next_estimate: estimated time of the remaining setting.
+        alike: estimated and compiled times of settings that fit, whose estimates err as this one's may.
+        best: shortest compiled time of a setting that fits.
+    """
+    lowest_ratio = min(compiled / estimated for estimated, compiled in alike) - PRIOR_ERROR / len(alike)
+    return next_estimate * lowest_ratio > best * (1 - MIN_GAIN)
+
 
 MAX_COMPILED = 12  # settings
 MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given ones is legal

@@ -24,6 +24,8 @@ from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.networks import search_networks
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
+    MIN_GAIN,
+    PRIOR_ERROR,
     SearchResult,
     estimate,
     estimate_all,
@@ -32,7 +34,6 @@ from jaxopt_llm.planning.search.ranking import (
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
-from jaxopt_llm.planning.search.stopping import MIN_GAIN, PRIOR_ERROR
 from jaxopt_llm.planning.speed import compute_speed
 from jaxopt_llm.planning.step_plan import Plan
 from jaxopt_llm.planning.units import GIB

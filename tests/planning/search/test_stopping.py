@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxopt_llm.planning.search.stopping import MIN_GAIN, PRIOR_ERROR, is_settled
+from jaxopt_llm.planning.search.ranking import MIN_GAIN, PRIOR_ERROR, is_settled
 
 
 @pytest.mark.parametrize("measured", [1, 2, 4, 8])
