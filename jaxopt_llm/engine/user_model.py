@@ -16,6 +16,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxopt_llm.compiler.kernel_choice import choose_attention
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.checks import (
@@ -40,7 +41,7 @@ from jaxopt_llm.parallel.activations import PerDevice
 from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.run.attention_choice import AUTO, choose_working
+from jaxopt_llm.run.attention_choice import choose_working
 
 # --- Implementations of `jaxopt_llm.attention` in a loss
 #
