@@ -64,7 +64,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_diffs_quote_lines_of_the_repository(extended: Path) -> None:
     """The slow tests run the tests of the examples; a changed line is found by every run."""
-    assert "signum" in (extended / "jaxopt_llm" / "training" / "optimizer.py").read_text()
+    assert "signum" in (extended / "jaxopt_llm" / "step" / "optimizer.py").read_text()
 
 
 def test_a_model_switch_touches_few_files() -> None:

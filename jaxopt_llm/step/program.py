@@ -346,7 +346,8 @@ def _keeps_largest(config: Config, placement: Placement) -> bool:
     finds its own.
     """
     special = has_compute_copy(placement) or config.optimizer.in_backward or has_groups(config)
-    return placement.precision.matmul == "fp8" and not special
+    staged = config.mesh.pipeline > 1  # the stages exchange perturbations of whole weights
+    return placement.precision.matmul == "fp8" and not (special or staged)
 
 
 def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionChoice]:

@@ -27,7 +27,6 @@ ROWS, LENGTH, STEPS = 8, 16, 3
 class Setting:
     name: str
     mesh: dict[str, int]
-    accumulation: int = 1
     unroll: str = "none"
     trainable: tuple[str, ...] = ()
 
@@ -42,7 +41,6 @@ class Setting:
         training = TrainingConfig(
             batch_size=ROWS,
             sequence_length=LENGTH,
-            accumulation=self.accumulation,
             unroll=self.unroll,  # type: ignore[arg-type]
             trainable=self.trainable,
         )
@@ -55,7 +53,6 @@ SETTINGS = [
     Setting("whole stacks", {"zero_stage": 3, "fsdp": 2, "tensor": 2}),
     *slow(
         Setting("unrolled", {"zero_stage": 0}, unroll="all"),
-        Setting("on stages", {"zero_stage": 3, "pipeline": 2, "fsdp": 2}, accumulation=2),
         Setting("next to adapters", {"zero_stage": 0, "data": 2}, trainable=("*/mlp/*",)),
     ),
 ]
@@ -68,7 +65,7 @@ def begin(program: Program, setting: Setting) -> TrainState:
 def train(program: Program, setting: Setting, state: TrainState, first: int, steps: int) -> tuple[TrainState, list]:
     losses = []
     for step in range(first, first + steps):
-        batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), setting.accumulation)
+        batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1)
         state, metrics = program.step(state, jax.device_put(batch, program.batch_sharding))
         losses.append(float(metrics["loss"]))
     return state, losses
