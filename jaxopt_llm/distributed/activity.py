@@ -1,4 +1,4 @@
-"""What a process does: the phase of each thread, the seconds in each phase, and the Python stacks while it hangs."""
+"""The activity of a process: the phase of each thread, the seconds in each phase, and the Python stacks while it hangs."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""What the program that starts this process says: the job that it belongs to, and when its steps may begin.
+"""Launchers, which start this process, and what they say: the job that it belongs to, and when its steps may begin.
 
 torchrun, SLURM, Open MPI and Kubernetes describe the job in environment variables. A job has one process per host, so
 variables that count the GPUs of a host are never read. JAX's own detection (`jax.distributed.initialize`) is not used:

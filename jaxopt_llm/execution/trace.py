@@ -138,7 +138,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward reads of a block's forward.
+    """The part of a block's forward that its backward reads.
 
     saved: intermediates that it reads as they were kept.
     recomputed: intermediates that it computes again.

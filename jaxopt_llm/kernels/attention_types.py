@@ -1,4 +1,4 @@
-"""What every implementation of attention takes: the mask, parameters, residuals, and the tiles of its GPU kernels.
+"""Arguments of every implementation of attention: the mask, parameters, residuals, and the tiles of its GPU kernels.
 
 Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values.
 """

@@ -33,7 +33,7 @@ class FinishedStep:
 
     @property
     def updated(self) -> bool:
-        """Whether the step updated the parameters."""
+        """True if the step updated the parameters."""
         return made_update(self.metrics)
 
     @property

@@ -79,7 +79,7 @@ def test_the_update_is_that_of_optax_on_the_whole_tree() -> None:
     moments = whole.init(expected)
     for index in range(STEPS):
         expected, moments = step(expected, moments, random_gradients(index))
-    masters, layer_moments, compute, _ = updated()
+    masters, layer_moments, compute, *_ = updated()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, masters, expected)
     for moment in ("mu", "nu"):
@@ -172,7 +172,7 @@ def test_the_step_clips_by_the_norm_over_all_leaves(clip_norm: float) -> None:
     moments = update.initialize_moments(optimizers, SPECS, before)
     state = TrainState(jnp.int32(0), before, moments, None, specs.frozen, guard.initialize_guard(), loss_scale={})
     microbatches = toy.microbatches(batch, 1)
-    after, metrics = step.lower(state, microbatches).compile(toy.QUICK_COMPILE)(state, microbatches)
+    after, metrics = step.lower(state, microbatches).compile(toy.QUICK_COMPILE)(state, microbatches, step.placed)
 
     loss, gradients = toy.reference_mean(toy.CONFIG, before, batch)
     norm = np.sqrt(sum(np.sum(gradient**2) for gradient in jax.tree.leaves(gradients)))
