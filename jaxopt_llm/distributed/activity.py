@@ -1,4 +1,4 @@
-"""The activity of a process: the phase of each thread, the seconds in each phase, and the Python stacks while it hangs."""
+"""The activity of a process: the phase of each thread, the seconds in each phase, and Python stacks while it hangs."""
 
 import collections
 import contextlib

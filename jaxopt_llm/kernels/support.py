@@ -1,4 +1,4 @@
-"""Parts that several kernels share: `vmap` of calls that have no rule for it, and the limits of kernels written in Pallas."""
+"""Parts that several kernels share: `vmap` of calls that have no rule for it, and the limits of Pallas kernels."""
 
 from collections.abc import Callable
 from typing import Any
