@@ -342,12 +342,12 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
 def _keeps_largest(config: Config, placement: Placement) -> bool:
     """Return whether the update finds the largest magnitudes of the masters from which the model rounds to fp8.
 
-    A compute copy has other values than the masters. In the backward, and in steps of groups of devices, each period
-    finds its own.
+    A compute copy has other values than the masters. Updates in the backward, steps of groups of devices and stages of
+    a pipeline find the magnitudes of each period themselves: on stages, perturbations have the structure of plain
+    weights.
     """
     special = has_compute_copy(placement) or config.optimizer.in_backward or has_groups(config)
-    staged = config.mesh.pipeline > 1  # the stages exchange perturbations of whole weights
-    return placement.precision.matmul == "fp8" and not (special or staged)
+    return placement.precision.matmul == "fp8" and not special and placement.size("pipeline") == 1
 
 
 def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionChoice]:

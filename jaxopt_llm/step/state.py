@@ -272,8 +272,7 @@ def initialize_state(
     shardings = state_shardings(specs, placement)
     drawn = replace(shardings, compute=None, average=None, largest=None)
     sharding_by_path = dict(tree.leaves_with_path(drawn))
-    halves = {"masters": specs.masters, "frozen": specs.frozen}
-    given_halves = {name: tree.restrict(given, half) for name, half in halves.items()}
+    given_halves = {"masters": tree.restrict(given, specs.masters), "frozen": tree.restrict(given, specs.frozen)}
     state = dict(tree.leaves_with_path(given_halves))
 
     def make_leaves(paths: Sequence[str]) -> dict[str, jax.Array]:

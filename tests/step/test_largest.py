@@ -28,6 +28,7 @@ class Setting:
     name: str
     mesh: dict[str, int]
     unroll: str = "none"
+    accumulation: int = 1
     trainable: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -41,6 +42,7 @@ class Setting:
         training = TrainingConfig(
             batch_size=ROWS,
             sequence_length=LENGTH,
+            accumulation=self.accumulation,
             unroll=self.unroll,  # type: ignore[arg-type]
             trainable=self.trainable,
         )
@@ -65,7 +67,7 @@ def begin(program: Program, setting: Setting) -> TrainState:
 def train(program: Program, setting: Setting, state: TrainState, first: int, steps: int) -> tuple[TrainState, list]:
     losses = []
     for step in range(first, first + steps):
-        batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1)
+        batch = toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), setting.accumulation)
         state, metrics = program.step(state, jax.device_put(batch, program.batch_sharding))
         losses.append(float(metrics["loss"]))
     return state, losses
@@ -90,6 +92,15 @@ def assert_largest_of_masters(program: Program, state: TrainState) -> None:
         master, leading = np.array(masters[path]), specs[path].leading
         expected = np.max(np.abs(master), axis=tuple(range(leading, master.ndim)))
         np.testing.assert_array_equal(np.array(largest), expected)
+
+
+@pytest.mark.slow
+def test_stages_find_magnitudes_themselves() -> None:
+    setting = Setting("on stages", {"zero_stage": 3, "pipeline": 2, "fsdp": 2}, accumulation=2)
+    program = setting.make_program()
+    assert program.specs.largest is None
+    _, losses = train(program, setting, begin(program, setting), 0, STEPS)
+    assert np.isfinite(losses).all()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
