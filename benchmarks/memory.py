@@ -76,7 +76,7 @@ def adding_up(*techniques: Technique) -> tuple[Technique, ...]:
 
 OFF = (
     "--precision.compute-dtype float32 --sharding.zero-stage 0 --remat.policy none --training.loss-chunk 0 "
-    "--training.batch-size 8 --training.accumulation 1"
+    "--training.batch-size 8 --training.accumulation 1 --training.unroll none"
 )
 BASE = Technique("off")
 PLAIN = Technique("off, plain autodiff")  # the blocks also keep elementwise results: see benchmarks/remat.py

@@ -82,7 +82,8 @@ def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None
     backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
     sent = tokens_over("expert", mixed(mesh, exchange=exchange))
     own = rows(mesh) // (mesh.size("fsdp") * mesh.expert) * SEQUENCE
-    once = ShardingConfig().expert_room * own * CHOSEN * WIDTH * 2
+    room = math.ceil(ShardingConfig().expert_room * own * CHOSEN / mesh.expert)  # rows for the experts of one device
+    once = mesh.expert * room * WIDTH * 2
     kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
     tokens = (
         sum(each.wire_bytes * each.times for each in sent if each.kind == kind and each.array_bytes >= once) / LAYERS

@@ -223,12 +223,16 @@ def _make_round(run, plan, weights):
     return run_round
 
 
-def _loop_after_first(count, add, sums):
-    """Apply sums = add(round_index, sums) for every round after the first."""
+def _loop_after_first(count, of_round, sums):
+    """Add of_round(round_index) to the sums for every round after the first.
+
+    Without the barrier, XLA moves an all-reduce of a round out of the loop, where it runs even without further rounds.
+    """
 
     def step(state):
         round_index, sums = state
-        return round_index + 1, add(round_index, sums)
+        further = jax.lax.optimization_barrier(of_round(round_index))
+        return round_index + 1, jax.tree.map(jnp.add, sums, further)
 
     with jax.named_scope(taken_scope_name(0, 1)):
         return jax.lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(1), sums))[1]
@@ -239,11 +243,11 @@ def _run_rounds_forward(functions, choices, count, resting, perturbations, input
     y, pull = jax.vjp(_make_round(run, make_plan(choices, 0, rounds.first), resting), perturbations, inputs)
     gathered = gather_once(resting)
 
-    def add(index, y):
+    def of_round(index):
         plan = make_plan(choices, rounds.begin(index), rounds.later)
-        return y + _make_round(run, plan, gathered)(perturbations, inputs)
+        return _make_round(run, plan, gathered)(perturbations, inputs)
 
-    return _loop_after_first(count, add, y), (pull, choices, count, resting, inputs)
+    return _loop_after_first(count, of_round, y), (pull, choices, count, resting, inputs)
 
 
 def _run_rounds_backward(functions, residuals, dy):
@@ -252,12 +256,12 @@ def _run_rounds_backward(functions, residuals, dy):
     first = pull(dy)
     perturbations, gathered = jax.tree.map(jnp.zeros_like, first[0]), gather_once(resting)
 
-    def add(index, sums):
+    def of_round(index):
         plan = make_plan(choices, rounds.begin(index), rounds.later)
         _, pull = jax.vjp(_make_round(run, plan, gathered), perturbations, inputs)
-        return jax.tree.map(jnp.add, sums, pull(dy))
+        return pull(dy)
 
-    d_perturbations, d_inputs = _loop_after_first(count, add, first)
+    d_perturbations, d_inputs = _loop_after_first(count, of_round, first)
     return None, None, None, d_perturbations, d_inputs
 
 
