@@ -24,8 +24,19 @@ MODES = ("eager", "compiled")
 Work = dict[str, Any]
 # Decoder settings that a Llama does not have.
 NOT_LLAMA = (
-    *("positions", "rope.factor", "norm", "norm_placement", "norm_zero_centered", "qk_norm", "biases", "mlp"),
-    *("attention_scale", "attention_softcap", "logit_softcap", "scale_embedding"),
+    *(
+        "positions",
+        "rope.factor",
+        "rope.size",
+        "rope.interleaved",
+        "norm",
+        "norm_placement",
+        "norm_zero_centered",
+        "qk_norm",
+        "biases",
+        "mlp",
+    ),
+    *("attention_scale", "attention_softcap", "logit_softcap", "logit_scale", "embedding_scale", "residual_scale"),
 )
 
 

@@ -86,9 +86,14 @@ LONG_ROPE = {
     "long_factor": [1.5, 2.5, 4.0, 8.0],
     "original_max_position_embeddings": 14,
 }
+PARTIAL_LONG_ROPE = LONG_ROPE | {
+    **{"partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 4.0]},
+}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 30.0}
 LONGER = LONG_ROPE | {"original_max_position_embeddings": 32}  # than the tokens below, which have the short factors
 PLAIN_YARN = {key: each for key, each in YARN_ROPE.items() if "mscale" not in key}
 
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 # The class, and what it is given.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("Llama", SIZES | {"num_key_value_heads": 4}),
@@ -218,6 +223,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 16, "n_group": 4, "topk_group": 2}
         | {"rope_parameters": {key: each for key, each in YARN_ROPE.items() if key != "mscale"}},
     ),
+    "llama, biases": ("Llama", SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "llama, biases of attention": ("Llama", SIZES | {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma 3": (
+        "Gemma3",
+        SIZES
+        | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3}
+        | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}},
+    ),
+    "gemma 3 untied": (
+        "Gemma3",
+        SIZES
+        | {"head_dim": 8, "sliding_window": WINDOW + 3, "num_key_value_heads": 1, "tie_word_embeddings": False}
+        | {"rope_parameters": None, "final_logit_softcapping": 3.0, "num_hidden_layers": 7},
+    ),
+    "olmo 3": (
+        "Olmo3",
+        SIZES
+        | {"sliding_window": WINDOW}
+        | {"rope_parameters": {"full_attention": PLAIN_YARN, "sliding_attention": LOCAL_ROPE}},
+    ),
+    "olmo 3 tied": (
+        "Olmo3",
+        SIZES | {"sliding_window": WINDOW, "rope_parameters": None, "tie_word_embeddings": True},
+    ),
+    "glm 4": (
+        "Glm4",
+        SIZES | {"head_dim": 12, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "glm 4 without biases": (
+        "Glm4",
+        SIZES
+        | {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 1.0}},
+    ),
+    "granite": (
+        "Granite",
+        SIZES
+        | {"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
+    ),
+    "granite tied": (
+        "Granite",
+        SIZES | {"attention_bias": True, "tie_word_embeddings": True, "embedding_multiplier": 12, "logits_scaling": 8},
+    ),
+    "seed oss": ("SeedOss", SIZES | {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "seed oss, output biases": (
+        "SeedOss",
+        SIZES
+        | {"head_dim": 6, "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}
+        | {"tie_word_embeddings": True},
+    ),
+    "ernie 4.5": ("Ernie4_5", SIZES | {"head_dim": 16, "use_bias": True}),
+    "ernie 4.5 untied": ("Ernie4_5", SIZES | {"head_dim": 8, "tie_word_embeddings": False}),
+    "phi 4 mini": (
+        "Phi3",
+        SIZES
+        | {"tie_word_embeddings": True, "original_max_position_embeddings": 14}
+        | {"rope_parameters": PARTIAL_LONG_ROPE},
+    ),
     "gpt 2": ("GPT2", GPT),
     "gpt 2 untied": ("GPT2", GPT | {"n_inner": 48, "tie_word_embeddings": False}),
 }
@@ -228,7 +291,7 @@ class Case:
 
     def __init__(self, name: str, folder: Path) -> None:
         prefix, settings = CASES[name]
-        config = getattr(transformers, f"{prefix}Config")(**settings)
+        config = getattr(transformers, CONFIGS.get(prefix, f"{prefix}Config"))(**settings)
         self.model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))(config)
         self.model.eval()
         torch.manual_seed(0)

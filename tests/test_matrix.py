@@ -59,7 +59,9 @@ MODELS = {
         mlp="geglu",
         attention_softcap=5.0,
         logit_softcap=5.0,
-        scale_embedding=True,
+        embedding_scale=4.0,
+        residual_scale=0.6,
+        logit_scale=0.7,
     ),
     "experts": replace_fields(
         toy.UNIFORM,

@@ -479,7 +479,9 @@ def test_explain_requires_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_search_is_at_least_as_good_as_the_recipe() -> None:
-    recipe = replace_fields(cli.load_recipe("10b.py"), {"remat.policy": "full", "training.unroll": "none"})  # the arithmetic is of a loop
+    recipe = replace_fields(
+        cli.load_recipe("10b.py"), {"remat.policy": "full", "training.unroll": "none"}
+    )  # the arithmetic is of a loop
     cluster = Cluster("h100", 1, 8)
     limit = int(0.92 * CHIPS["h100"].memory_bytes)
     (found,) = networks.search_networks(

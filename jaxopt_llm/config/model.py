@@ -26,6 +26,15 @@ READ_BY_SCALING: dict[str, tuple[str, ...]] = {
 class RopeConfig:
     theta: float = setting(10_000.0, bounds=POSITIVE)
     """Base of the RoPE frequencies."""
+    sliding_theta: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Base of the RoPE frequencies of sliding layers, which are not scaled (Gemma 3: rope_local_base_freq; OLMo 3). 0 =
+    sliding layers have the frequencies of the others."""
+    size: int = setting(0, bounds=NON_NEGATIVE)
+    """Size of the first part of each head, the only one that RoPE rotates (partial_rotary_factor × head_dim). 0 = the
+    whole head."""
+    interleaved: bool = False
+    """Rotate pairs of neighbours, instead of a value of the first half with one of the second half (GLM-4, ERNIE 4.5).
+    MLA always does."""
     scaling: Literal["llama3", "yarn", "linear", "dynamic", "longrope"] = "llama3"
     """Scaling of the RoPE frequencies for longer sequences (rope_type). llama3 and yarn interpolate between the two
     bounds below: by the number of turns (Llama 3.1), or by the index of the frequency (YaRN, DeepSeek; published bounds
@@ -92,6 +101,12 @@ class RopeConfig:
         if self.scaling == "longrope":
             return (length > self.original_length) == (other > self.original_length)
         return self.scaling != "dynamic" or max(length, self.original_length) == max(other, self.original_length)
+
+    def of_layers(self, kind: str) -> "RopeConfig":
+        """Return the settings of the layers of one kind."""
+        if kind != "sliding" or not self.sliding_theta:
+            return self
+        return RopeConfig(theta=self.sliding_theta, size=self.size, interleaved=self.interleaved)
 
     def problems(self, rotary_dim: int) -> list[str]:
         """Find problems. rotary_dim: size of the part of a head that is rotated."""
@@ -301,9 +316,9 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "projection"] = setting("none", resume="never")
     """Norms of queries and keys before RoPE. head: of each head (Qwen3); projection: of all heads together (OLMo 2);
     none: no norms."""
-    biases: Literal["none", "qkv", "all"] = setting("none", resume="never")
-    """Projections with a bias. none: no projection; qkv: the query, key and value projections (Qwen2); all: every
-    projection of the blocks (GPT-2)."""
+    biases: Literal["none", "qkv", "attention", "mlp", "all"] = setting("none", resume="never")
+    """Projections with a bias. none: no projection; qkv: the query, key and value projections (Qwen2); attention: these
+    and the output projection; mlp: the projections of the MLPs; all: every projection of the blocks (GPT-2)."""
     mlp: Literal["swiglu", "geglu", "gelu"] = setting("swiglu", resume="never")
     """Type of MLP. swiglu and geglu: the hidden layer is gated with SiLU or GELU of a second projection; gelu: GELU of
     one projection, without a gate. GELU is the tanh approximation."""
@@ -313,8 +328,13 @@ class ModelConfig:
     """Smooth bound of the attention scores, to ± this (Gemma 2: attn_logit_softcapping). 0 = off."""
     logit_softcap: float = setting(0.0, bounds=NON_NEGATIVE)
     """Smooth bound of the logits, to ± this (Gemma 2: final_logit_softcapping). 0 = off."""
-    scale_embedding: bool = False
-    """Multiply embeddings by sqrt(width) (Gemma)."""
+    embedding_scale: float = setting(1.0, bounds=POSITIVE)
+    """Factor of the embeddings (Gemma: √width; Granite: embedding_multiplier)."""
+    residual_scale: float = setting(1.0, bounds=POSITIVE)
+    """Factor of the output of each sublayer before it is added to the residual stream (Granite:
+    residual_multiplier)."""
+    logit_scale: float = setting(1.0, bounds=POSITIVE)
+    """Factor of the logits, before logit_softcap (Granite: 1 / logits_scaling)."""
     tied_head: bool = setting(True, resume="never")
     """Use the embedding table as the output head (tie_word_embeddings)."""
 
@@ -325,7 +345,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Size of the part of head_dim that RoPE rotates."""
-        return self.mla.rotary_head_dim if self.mla.kv_rank else self.head_dim
+        return self.mla.rotary_head_dim if self.mla.kv_rank else self.rope.size or self.head_dim
 
     @property
     def key_dim(self) -> int:
@@ -370,8 +390,10 @@ class ModelConfig:
             found.append(f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             found.append(f"model.head_dim={self.head_dim}: must be even")
-        if self.moe.experts and self.biases == "all":
-            found.append("model.biases=all: experts have no biases; set --model.biases none or qkv")
+        if rope.size % 2 or rope.size > self.head_dim:
+            found.append(f"model.rope.size={rope.size}: must be even and at most model.head_dim={self.head_dim}")
+        if self.moe.experts and self.biases in ("mlp", "all"):
+            found.append(f"model.biases={self.biases}: experts have no biases; set --model.biases none or attention")
         return found
 
     def _latent_problems(self) -> list[str]:

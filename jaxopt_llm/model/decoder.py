@@ -5,7 +5,6 @@ Letters: B batch, S sequence, D width, V vocabulary (padded).
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,8 +93,8 @@ class Decoder:
         # Constraining the whole array first would save a permute, but XLA of jax 0.11.2 aborts on it in a pipeline.
         x = vocabulary.look_up(non_layer["embedding"]["table"], tokens, context.placement)
         x = reduce_scatter_sequence(x, context.placement)
-        if self.config.scale_embedding:
-            x = x * math.sqrt(self.config.width)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         if self.config.positions == "learned":
             x = x + vocabulary.look_up(non_layer["positions"]["table"], context.positions, context.placement)
         return context.placement.constrain(x, "batch", "residual_sequence", "embed")
@@ -105,9 +104,9 @@ class Decoder:
     ) -> tuple[jax.Array, Any, Auxiliary]:
         with outliers.collect_left() as left:
             attended, cache = self._attend(kind, params, x, context, cache)
-            x = _add_residual(x, self._norm(params, "attention_post_norm")(attended), context)
+            x = self._add_residual(x, self._norm(params, "attention_post_norm")(attended), context)
             transformed, auxiliary = self._transform(params, x, context, layer["index"])
-            x = _add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
+            x = self._add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
         if self.counts_outliers:
             auxiliary = dataclasses.replace(
                 auxiliary, statistics={outliers.LEFT: sum(left, jnp.zeros((), jnp.float32))}
@@ -156,18 +155,20 @@ class Decoder:
             statistics = {outliers.LEFT: jnp.zeros((), jnp.float32)}
         return Auxiliary(jnp.zeros((), jnp.float32), statistics)
 
-    @functools.cached_property
-    def _rotary(self) -> Rotary | None:
-        return Rotary.from_config(self.config) if self.config.positions == "rotary" else None
+    def _add_residual(self, x: jax.Array, update: jax.Array, context: Context) -> jax.Array:
+        if self.config.residual_scale != 1:
+            update = update * self.config.residual_scale
+        return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")
 
     def _attend(self, kind: Kind, params: Params, x: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the attention sublayer's output [B, S, D] for x [B, S, D], and the cache."""
         config = self.config
         window = config.window if kind == "sliding" else None
+        is_rotated = config.positions == "rotary" and kind != "global_nope"
         attend: Callable[..., tuple[jax.Array, Any]] = self_attention
         norms = ("query_norm", "key_norm")
         options = AttentionOptions(
-            rotary=None if kind == "global_nope" else self._rotary,
+            rotary=Rotary.from_config(config, kind) if is_rotated else None,
             window=window,
             scale=rotary.score_scale(config),
             softcap=config.attention_softcap or None,
@@ -211,7 +212,9 @@ class Decoder:
         return all_gather_sequence(self.final_norm(non_layer, x), context.placement), self.head_table(non_layer)
 
     def final_norm(self, non_layer: Params, x: jax.Array) -> jax.Array:
-        return self._norm(non_layer, "final_norm")(x)
+        """Return the head's input, multiplied with `logit_scale` in place of the logits."""
+        x = self._norm(non_layer, "final_norm")(x)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def head_table(self, non_layer: Params) -> Weight:
         table: Weight = non_layer["embedding" if self.config.tied_head else "head"]["table"]
@@ -222,7 +225,3 @@ def _document_lengths(batch: Batch) -> jax.Array:
     """Return the length of each token's document, int32 [B, S]: the position after that of its last token."""
     rows = jnp.arange(batch.segment_ids.shape[1], dtype=jnp.int32)
     return batch.positions + make_document_ranges(batch.segment_ids, causal=False).last - rows + 1
-
-
-def _add_residual(x: jax.Array, update: jax.Array, context: Context) -> jax.Array:
-    return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")

@@ -63,7 +63,7 @@ def param_specs(config: ModelConfig) -> Params:
         non_layer["positions"] = {"table": rows}
     if not config.tied_head:
         non_layer["head"] = {"table": table}
-    biased = config.biases == "all"
+    biased = config.biases in ("mlp", "all")
     # Each block adds to the residual stream twice. This scale keeps the variance near 1 (Radford et al. 2019, GPT-2).
     residual_scale = 1 / math.sqrt(2 * config.layers)
     dense = layers.mlp_specs(config.width, config.mlp_width, residual_scale, has_gate=config.has_gate, biased=biased)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm.config import ModelConfig, RopeConfig
+from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.core.tree import Leaf
 
 
@@ -18,9 +18,9 @@ from jaxopt_llm.core.tree import Leaf
 class Rotary:
     """Rotary position embedding of a model.
 
-    size: K. adjacent: input features are paired with their neighbours, as in DeepSeek's checkpoints, instead of the
-        first half with the second, as in Llama's. The result is in Llama's order in both cases: queries and keys are
-        reordered in the same way, so their products do not change.
+    size: K. Further features of a head stay as they are. adjacent: input features are paired with their neighbours, as
+        in DeepSeek's checkpoints, instead of the first half with the second, as in Llama's. The result is in Llama's
+        order in both cases: queries and keys are reordered in the same way, so their products do not change.
     """
 
     config: RopeConfig
@@ -28,20 +28,23 @@ class Rotary:
     adjacent: bool = False
 
     @classmethod
-    def from_config(cls, config: ModelConfig) -> "Rotary":
-        return cls(config.rope, config.rotary_dim, adjacent=config.mla.kv_rank > 0)
+    def from_config(cls, config: ModelConfig, kind: Kind) -> "Rotary":
+        """Return the embedding of the layers of one kind."""
+        rope = config.rope.of_layers(kind)
+        return cls(rope, config.rotary_dim, adjacent=rope.interleaved or config.mla.kv_rank > 0)
 
     def __call__(self, x: jax.Array, positions: jax.Array, lengths: Leaf = None) -> jax.Array:
-        """Rotate x, [B, S, H, K], by its positions, int [B, S]. lengths: see Context."""
+        """Rotate the first K features of x, [B, S, H, ...], by its positions, int [B, S]. lengths: see Context."""
         frequencies = rotary_frequencies(self.config, self.size, lengths)
         angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, S, K/2]
         cos, sin = (self.config.magnitude * function(angles)[:, :, None] for function in (jnp.cos, jnp.sin))
-        wide = x.astype(jnp.float32)
+        wide = x[..., : self.size].astype(jnp.float32)
         if self.adjacent:
             x1, x2 = (jax.lax.slice_in_dim(wide, first, None, stride=2, axis=-1) for first in (0, 1))
         else:
             x1, x2 = jnp.split(wide, 2, axis=-1)
-        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+        rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+        return rotated if x.shape[-1] == self.size else jnp.concatenate([rotated, x[..., self.size :]], axis=-1)
 
 
 def rotary_frequencies(rope: RopeConfig, size: int, lengths: Leaf = None) -> np.ndarray | jax.Array:

@@ -27,7 +27,11 @@ from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
 from jaxopt_llm.parallel.placement import Placement
 
-BIASED_PROJECTIONS = {"none": (), "qkv": ("query", "key", "value"), "all": ("query", "key", "value", "output")}
+BIASED_PROJECTIONS = {
+    **dict.fromkeys(("none", "mlp"), ()),
+    "qkv": ("query", "key", "value"),
+    **dict.fromkeys(("attention", "all"), ("query", "key", "value", "output")),
+}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "mlp": "geglu",
         "attention_scale": 0.9,
         "logit_softcap": 1.5,
-        "scale_embedding": True,
+        "embedding_scale": 4.0,
+        "residual_scale": 0.6,
+        "logit_scale": 0.7,
     },
     "olmo": {
         "pattern": ("sliding", "global_nope"),
@@ -72,6 +74,15 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "rope.truncate": False,
         "rope.mscale": 0.7,
         "rope.mscale_all_dim": 0.4,
+    },
+    "glm": {"biases": "attention", "rope.size": 4, "rope.interleaved": True},
+    "gemma3": {
+        "rope.sliding_theta": 30.0,
+        "biases": "mlp",
+        "rope.scaling": "yarn",
+        "rope.factor": 4.0,
+        "rope.original_length": 16,
+        "rope.low_frequency_factor": 0.5,
     },
     # Some documents of the batch are longer than the original length, and some are shorter.
     "dynamic": {"rope.scaling": "dynamic", "rope.factor": 3.0, "rope.original_length": 4},

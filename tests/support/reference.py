@@ -8,6 +8,7 @@ V vocabulary, VP >= V rows of the padded tables.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ class ReferenceConfig:
     kv_rank: int = 0
     query_rank: int = 0
     rotary_head_dim: int = 0
+    rope_sliding_theta: float = 0.0
+    rope_size: int = 0
+    rope_interleaved: bool = False
     rope_scaling: str = "llama3"
     rope_mscale: float = 1.0
     rope_mscale_all_dim: float = 0.0
@@ -52,7 +56,9 @@ class ReferenceConfig:
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
-    scale_embedding: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     experts: int = 0
     experts_per_token: int = 2
     router: str = "softmax"
@@ -163,7 +169,7 @@ def rotary_frequencies(config: ReferenceConfig, length: int) -> Array:
 
     length: tokens of the document.
     """
-    size = config.rotary_head_dim if config.kv_rank else config.head_dim
+    size = config.rotary_head_dim if config.kv_rank else config.rope_size or config.head_dim
     frequencies = config.rope_theta ** (-np.arange(0, size, 2) / size)
     if config.rope_scaling == "linear":
         return frequencies / config.rope_factor
@@ -212,6 +218,13 @@ def rotate(x: Array, angles: Array) -> Array:
     cos, sin = np.cos(angles)[:, :, None], np.sin(angles)[:, :, None]  # [B, S, 1, K/2]
     x1, x2 = np.split(x, 2, axis=-1)
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def rotate_part(x: Array, angles: Array, growth: float, adjacent: bool) -> Array:
+    """Apply RoPE to the first part of each head, which has two features for each angle, and scale this part."""
+    size = 2 * angles.shape[-1]
+    rotated = (rotate_adjacent if adjacent else rotate)(x[..., :size], angles)
+    return np.concatenate([growth * rotated, x[..., size:]], axis=-1)
 
 
 def rotate_adjacent(x: Array, angles: Array) -> Array:
@@ -312,7 +325,8 @@ def attention(
     if config.kv_rank:
         return latent_attention(x, weights, config, angles, visible)
     projections = weights["attention"]
-    biased, all_biased = config.biases in ("qkv", "all"), config.biases == "all"
+    biased, all_biased = config.biases in ("qkv", "attention", "all"), config.biases in ("attention", "all")
+    turn = functools.partial(rotate_part, adjacent=config.rope_interleaved)
     q, q_backward = project("bsd,dhk->bshk", x, projections, "query", biased)  # [B, S, H, K]
     k, k_backward = project("bsd,dgk->bsgk", x, projections, "key", biased)  # [B, S, G, K]
     v, v_backward = project("bsd,dgk->bsgk", x, projections, "value", biased)  # [B, S, G, K]
@@ -320,15 +334,15 @@ def attention(
     k, key_norm_backward = norm_if(config.qk_norm != "none", "key_norm", k, weights, config)
     growth = rotary_magnitude(config) if angles.any() else 1.0  # 0: a layer without rotation
     heads, attend_backward = attend(
-        *(growth * rotate(x, angles) for x in (q, k)), v, visible, config.attention_scale, config.attention_softcap
+        *(turn(x, angles, growth) for x in (q, k)), v, visible, config.attention_scale, config.attention_softcap
     )  # [B, S, H, K]
     out, out_backward = project("bshk,hkd->bsd", heads, projections, "output", all_biased)  # [B, S, D]
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_heads, d_output = out_backward(d_out)
         d_q, d_k, d_v = attend_backward(d_heads)
-        d_q, d_query_norm = query_norm_backward(growth * rotate(d_q, -angles))
-        d_k, d_key_norm = key_norm_backward(growth * rotate(d_k, -angles))
+        d_q, d_query_norm = query_norm_backward(turn(d_q, -angles, growth))
+        d_k, d_key_norm = key_norm_backward(turn(d_k, -angles, growth))
         dx_q, d_query = q_backward(d_q)
         dx_k, d_key = k_backward(d_k)
         dx_v, d_value = v_backward(d_v)
@@ -356,7 +370,7 @@ UNGATED = {"gelu": gelu}
 
 
 def mlp(x: Array, weights: Tree, config: ReferenceConfig) -> tuple[Array, Callable[[Array], tuple[Array, Tree]]]:
-    biased = config.biases == "all"
+    biased = config.biases in ("mlp", "all")
     up, up_backward = project("bsd,df->bsf", x, weights, "up", biased)  # [B, S, F]
     if config.mlp in UNGATED:
         hidden, slope = UNGATED[config.mlp](up)
@@ -481,7 +495,7 @@ def block(
     normed, attention_norm_backward = norm_if(pre, "attention_norm", x, weights, config)
     attended, attention_backward = attention(normed, weights, config, angles, visible)
     attended, attention_post_backward = norm_if(post, "attention_post_norm", attended, weights, config)
-    x = x + attended
+    x = x + config.residual_scale * attended
     normed, mlp_norm_backward = norm_if(pre, "mlp_norm", x, weights, config)
     if "router" in weights["mlp"]:
         transformed, extra, mlp_backward = mixture(normed, weights["mlp"], config, counts)
@@ -490,17 +504,17 @@ def block(
     transformed, mlp_post_backward = norm_if(post, "mlp_post_norm", transformed, weights, config)
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
-        d_transformed, d_mlp_post = mlp_post_backward(d_out)
+        d_transformed, d_mlp_post = mlp_post_backward(config.residual_scale * d_out)
         d_normed, d_mlp = mlp_backward(d_transformed)
         d_x, d_mlp_norm = mlp_norm_backward(d_normed)
         d_middle = d_out + d_x
-        d_attended, d_attention_post = attention_post_backward(d_middle)
+        d_attended, d_attention_post = attention_post_backward(config.residual_scale * d_middle)
         d_normed, d_attention = attention_backward(d_attended)
         d_x, d_attention_norm = attention_norm_backward(d_normed)
         d_norms = d_attention_norm | d_attention_post | d_mlp_norm | d_mlp_post
         return d_middle + d_x, {"mlp": d_mlp} | d_attention | d_norms
 
-    return x + transformed, extra, backward
+    return x + config.residual_scale * transformed, extra, backward
 
 
 def visibility(kind: str, window: int, segment_ids: Array, positions: Array) -> Array:
@@ -529,11 +543,13 @@ def decoder(
     head_name = "head" if "head" in non_layer else "embedding"
     # Dropping the padding rows of the head excludes them from the softmax.
     head = non_layer[head_name]["table"][: config.vocabulary_size]  # [V, D]
-    angles = rotary_angles(config, segment_ids, positions)
+    sliding = config
+    if theta := config.rope_sliding_theta:
+        sliding = dataclasses.replace(config, rope_theta=theta, rope_scaling="linear", rope_factor=1.0)
+    angles, sliding_angles = (rotary_angles(each, segment_ids, positions) for each in (config, sliding))
     learned = config.positions == "learned"
-    embedding_scale = np.sqrt(head.shape[1]) if config.scale_embedding else 1.0
 
-    x = non_layer["embedding"]["table"][tokens] * embedding_scale  # [B, S, D]
+    x = non_layer["embedding"]["table"][tokens] * config.embedding_scale  # [B, S, D]
     if learned:
         x = x + non_layer["positions"]["table"][positions]
     tape, extra = [], 0.0
@@ -543,17 +559,19 @@ def decoder(
                 stack = params[f"segment_{i}"][f"block_{j}"]
                 weights = {group: {name: leaf[repeat] for name, leaf in stack[group].items()} for group in stack}
                 visible = visibility(kind, config.window, segment_ids, positions)
-                turned = np.zeros_like(angles) if learned or kind == "global_nope" else angles
-                x, added, block_backward = block(x, weights, config, turned, visible, counts)
+                of_kind, turned = (sliding, sliding_angles) if kind == "sliding" else (config, angles)
+                turned = np.zeros_like(angles) if learned or kind == "global_nope" else turned
+                x, added, block_backward = block(x, weights, of_kind, turned, visible, counts)
                 extra += added
                 tape.append((i, repeat, j, block_backward))
     normed, norm_backward = norm(x, non_layer["final_norm"], config)
-    out, out_backward = contract("bsd,vd->bsv", normed, head)  # [B, S, V]
+    out, out_backward = contract("bsd,vd->bsv", normed, head * config.logit_scale)  # [B, S, V]
     out, cap_backward = softcap(out, config.logit_softcap)
 
     def backward(d_out: Array) -> Tree:
         gradients = tree_map(np.zeros_like, params)
-        d_normed, d_head = out_backward(cap_backward(d_out))
+        d_normed, d_scaled_head = out_backward(cap_backward(d_out))
+        d_head = d_scaled_head * config.logit_scale
         d_x, d_final_norm = norm_backward(d_normed)
         gradients["non_layer"]["final_norm"].update(d_final_norm)
         for i, repeat, j, block_backward in reversed(tape):
@@ -563,7 +581,7 @@ def decoder(
                     gradients[f"segment_{i}"][f"block_{j}"][group][name][repeat] = leaf
         gradients["non_layer"][head_name]["table"][: config.vocabulary_size] += d_head
         # `+=` with an index array would keep only one of the occurrences of a token.
-        np.add.at(gradients["non_layer"]["embedding"]["table"], tokens, d_x * embedding_scale)
+        np.add.at(gradients["non_layer"]["embedding"]["table"], tokens, d_x * config.embedding_scale)
         if learned:
             np.add.at(gradients["non_layer"]["positions"]["table"], positions, d_x)
         return gradients

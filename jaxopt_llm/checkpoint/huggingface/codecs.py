@@ -241,8 +241,57 @@ HEADS = Codec(read_heads, lambda config: {"num_key_value_heads": config.kv_heads
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
 PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
 QUERY_SCALAR = Codec(_read_query_scalar, _write_query_scalar)
+ROOT_SCALE = Codec(  # of Gemma's embeddings
+    lambda settings: {"embedding_scale": math.sqrt(read_value(settings, "hidden_size", int))}, lambda config: {}
+)
 SWIGLU = require_values(hidden_act=("silu", "swish"))
 NO_BIASES = require_values(attention_bias=False, mlp_bias=False)
+
+
+def copy_biases(names: tuple[str, ...], kinds: dict[tuple[bool, ...], str]) -> Codec:
+    """Return a codec for switches that give projections a bias. kinds: values of the fields `names` -> model.biases."""
+    values = {kind: given for given, kind in kinds.items()}
+
+    def read(settings: Settings) -> dict[str, Any]:
+        given = tuple(read_value(settings, name, bool, False) for name in names)
+        if given not in kinds:
+            text = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
+            raise unsupported(text, "the model would need biases of other projections")
+        return {"biases": kinds[given]}
+
+    def write(config: ModelConfig) -> Settings:
+        given = values.get(config.biases, (False,) * len(names))  # another model then reads back
+        return dict(zip(names, given, strict=True))
+
+    return Codec(read, write)
+
+
+BIASES = copy_biases(
+    ("attention_bias", "mlp_bias"),
+    {(False, False): "none", (True, False): "attention", (False, True): "mlp", (True, True): "all"},
+)
+INPUT_BIASES = copy_biases(("attention_bias",), {(False,): "none", (True,): "qkv"})
+OUTPUT_BIASES = copy_biases(
+    ("attention_bias", "attention_out_bias"), {(False, False): "none", (True, False): "qkv", (True, True): "attention"}
+)
+ALL_BIASES = copy_biases(("use_bias",), {(False,): "none", (True,): "all"})
+
+
+def _write_multipliers(config: ModelConfig) -> Settings:
+    scale = config.attention_scale or config.head_dim**-0.5
+    return {"attention_multiplier": scale, "logits_scaling": 1 / config.logit_scale}
+
+
+MULTIPLIERS = (
+    copy_fields({"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}),
+    Codec(
+        lambda settings: {
+            "attention_scale": read_value(settings, "attention_multiplier", float),
+            "logit_scale": 1 / read_value(settings, "logits_scaling", float),
+        },
+        _write_multipliers,
+    ),
+)
 GPT_SIZES = copy_fields(
     {"vocabulary_size": "vocab_size", "width": "n_embd", "layers": "n_layer", "heads": "n_head"}
     | {"max_positions": "n_positions", "norm_epsilon": "layer_norm_epsilon", "tied_head": "tie_word_embeddings"}
@@ -400,9 +449,9 @@ def _name_parameters(kind: str) -> dict[str, str]:
     return {ours: names[ours] for ours in ("factor", *READ_BY_SCALING[kind]) if ours in names}
 
 
-def _read_rope(settings: Settings, *, kinds: Kinds, scales_scores: bool) -> dict[str, Any]:
+def _read_rope(settings: Settings, *, kinds: Kinds, scales_scores: bool, partial: bool) -> dict[str, Any]:
     given, scaling = _read_scaling(settings)
-    theta = {"rope.theta": read_value(scaling, "rope_theta", float)}
+    theta = {"rope.theta": read_value(scaling, "rope_theta", float)} | _read_share(settings, scaling, partial)
     if given == "default":
         return theta
     kind = kinds.get(given) if isinstance(given, str) else None
@@ -444,15 +493,24 @@ def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
         raise unsupported(
             f"rope_parameters={shorten(scaling)}", "the model would need other frequencies in some of its layers"
         )
-    for each in (settings, scaling):
-        if each.get("partial_rotary_factor") not in (None, 1):
-            share = each["partial_rotary_factor"]
-            raise unsupported(f"partial_rotary_factor={share!r}", "the model would need RoPE on a part of each head")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     # The original length outside rope_scaling takes precedence over the one inside.
     original = settings.get(ORIGINAL) or scaling.get(ORIGINAL) or settings.get(CONTEXT)
     lengths = {CONTEXT: settings.get(CONTEXT), ORIGINAL: original}
     return kind, {"rope_theta": settings.get("rope_theta"), **scaling, **lengths}
+
+
+SHARE = "partial_rotary_factor"
+
+
+def _read_share(settings: Settings, scaling: Settings, partial: bool) -> dict[str, Any]:
+    """Read the size of the part of a head that is rotated. partial: whether the family's class reads it."""
+    share = read_value({SHARE: settings.get(SHARE)} | scaling, SHARE, float, 1.0)
+    if share == 1:
+        return {}
+    if not partial or not 0 < share < 1:
+        raise unsupported(f"{SHARE}={share!r}", "the model would need RoPE on a part of each head")
+    return {"rope.size": int(read_heads(settings)["head_dim"] * share)}
 
 
 def _read_parameters(kind: str, scaling: Settings) -> dict[str, Any]:
@@ -480,9 +538,11 @@ def _read_factors(scaling: Settings, name: str, kind: Any) -> tuple[float, ...]:
     return tuple(read_value({name: value}, name, float) for value in values)
 
 
-def _write_rope(config: ModelConfig, *, scales_scores: bool) -> Settings:
+def _write_rope(config: ModelConfig, *, scales_scores: bool, partial: bool) -> Settings:
     """Write the older form, which all versions of transformers read."""
     rope, outside = config.rope, {"rope_theta": config.rope.theta}
+    if partial:
+        outside[SHARE] = config.rotary_dim / config.head_dim
     if not rope.is_scaled:
         return outside | {"rope_scaling": None}
     values = {theirs: getattr(rope, ours) for ours, theirs in _name_parameters(rope.scaling).items()}
@@ -502,20 +562,61 @@ def _write_rope(config: ModelConfig, *, scales_scores: bool) -> Settings:
     return outside | {"rope_scaling": {"type": rope.scaling, "rope_type": rope.scaling, **values}}
 
 
-def _rope_codec(kinds: Kinds, scales_scores: bool = False) -> Codec:
+def _rope_codec(kinds: Kinds, scales_scores: bool = False, partial: bool = False) -> Codec:
     """Return a codec that supports some kinds of scaling.
 
     scales_scores: whether the family's class also multiplies the attention scores by a factor from mscale_all_dim.
+    partial: whether the family's class rotates only a part of each head, by partial_rotary_factor.
     """
     return Codec(
-        functools.partial(_read_rope, kinds=kinds, scales_scores=scales_scores),
-        functools.partial(_write_rope, scales_scores=scales_scores),
+        functools.partial(_read_rope, kinds=kinds, scales_scores=scales_scores, partial=partial),
+        functools.partial(_write_rope, scales_scores=scales_scores, partial=partial),
     )
 
 
+GLOBAL_LAYERS, SLIDING_LAYERS, LOCAL_THETA = "full_attention", "sliding_attention", "rope_local_base_freq"
+
+
+def _read_layered_rope(settings: Settings) -> dict[str, Any]:
+    """Read RoPE whose scaling is that of the global layers only, and whose theta may differ in sliding layers.
+
+    The newer form has rope_parameters for each kind of layer. The older form has rope_theta and rope_scaling of the
+    global layers, and rope_local_base_freq of the sliding layers.
+    """
+    kinds = settings.get("rope_parameters") or {}
+    parts = [kinds.get(name) or {} for name in (GLOBAL_LAYERS, SLIDING_LAYERS)] if isinstance(kinds, dict) else [0]
+    if not all(isinstance(each, dict) for each in parts) or kinds.keys() - {GLOBAL_LAYERS, SLIDING_LAYERS}:
+        problem = f"must have the parameters of {GLOBAL_LAYERS} and of {SLIDING_LAYERS}"
+        raise unsupported(f"rope_parameters={shorten(kinds)}", problem, CORRECT)
+    of_global, of_sliding = parts
+    if of_sliding.get("rope_type", "default") != "default":
+        raise unsupported(
+            f"rope_parameters.{SLIDING_LAYERS}.rope_type={of_sliding['rope_type']!r}",
+            "only 'default' is read; the model would need scaled frequencies in sliding layers",
+        )
+    of_global = of_global | (settings.get("rope_scaling") or {})
+    fields = ROPE.read(settings | {"rope_parameters": of_global, "rope_scaling": None})
+    theta = read_value({"rope_theta": settings.get(LOCAL_THETA)} | of_sliding, "rope_theta", float)
+    return fields | {"rope.sliding_theta": theta}
+
+
+def _write_layered_rope(config: ModelConfig) -> Settings:
+    """Write both forms, because versions of transformers before 5 read the older one."""
+    older = ROPE.write(config)
+    of_sliding = {"rope_type": "default", "rope_theta": config.rope.sliding_theta or config.rope.theta}
+    scaling = older["rope_scaling"] or {"rope_type": "default"}
+    of_global = {"rope_theta": config.rope.theta, **scaling}
+    newer = {"rope_parameters": {GLOBAL_LAYERS: of_global, SLIDING_LAYERS: of_sliding}}
+    return older | newer | {LOCAL_THETA: of_sliding["rope_theta"]}
+
+
 ROPE = _rope_codec(ALL_KINDS)
+PARTIAL_ROPE = _rope_codec(ALL_KINDS, partial=True)
+LAYERED_ROPE = Codec(_read_layered_rope, _write_layered_rope)
+INTERLEAVED = set_fields({"rope.interleaved": True})
 SCORED_ROPE = _rope_codec(ALL_KINDS, scales_scores=True)
-PHI3_ROPE = _rope_codec({"longrope": "longrope", "su": "longrope", "yarn": "longrope"})  # the class renames the others
+# The class renames the other kinds.
+PHI3_ROPE = _rope_codec({"longrope": "longrope", "su": "longrope", "yarn": "longrope"}, partial=True)
 
 
 # --- kinds of layers: sliding windows, and layers without positions (NoPE)
@@ -600,9 +701,13 @@ def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
     return _read_windows(kinds, settings)
 
 
-def _read_alternating_windows(settings: Settings) -> dict[str, Any]:
-    """Read Gemma 2's windows: of every second layer, starting with the first, or of those that layer_types names."""
-    kinds = _read_layer_types(settings, lambda layer: "full_attention" if layer % 2 else "sliding_attention")
+def _read_windows_between(settings: Settings, every: int, name: str = "") -> dict[str, Any]:
+    """Read windows of all layers except every n-th, or of those that layer_types names.
+
+    every: n, if the config.json does not give it in the field `name`.
+    """
+    every = read_value(settings, name, int, every, minimum=1)
+    kinds = _read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
     return _read_windows(kinds, settings)
 
 
@@ -656,5 +761,8 @@ def _write_nope(config: ModelConfig) -> Settings:
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 MOE_WINDOW = Codec(_read_moe_window, _write_moe_window)
 WINDOWS_FROM_LAYER = Codec(_read_windows_from_layer, _write_windows_from_layer)
-ALTERNATING_WINDOWS = Codec(_read_alternating_windows, _write_layer_types)
+ALTERNATING_WINDOWS, GEMMA3_WINDOWS, OLMO3_WINDOWS = (
+    Codec(functools.partial(_read_windows_between, every=every, name=name), _write_layer_types)
+    for every, name in ((2, ""), (6, "sliding_window_pattern"), (4, ""))
+)
 NOPE = Codec(_read_nope, _write_nope)

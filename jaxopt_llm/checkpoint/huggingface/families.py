@@ -43,6 +43,10 @@ FUSED = layer_names(
 QKV_BIASES = layer_names(
     {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
 )
+BIASES = QKV_BIASES | layer_names(
+    {"self_attn.o_proj.bias": "attention/output_bias"}
+    | {f"mlp.{name}_proj.bias": f"mlp/{name}_bias" for name in ("gate", "up", "down")}
+)
 QK_NORMS = layer_names({"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"})
 MLP = mlp_names("mlp")
 NORMS = layer_names(
@@ -55,6 +59,12 @@ POST_NORMS = layer_names(
     }
 )
 GEMMA_NORMS = NORMS | POST_NORMS | layer_names({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
+GLM_NORMS = NORMS | layer_names(
+    {
+        "post_self_attn_layernorm.weight": "attention_post_norm/scale",
+        "post_mlp_layernorm.weight": "mlp_post_norm/scale",
+    }
+)
 LLAMA = OUTSIDE | ATTENTION | MLP | NORMS
 LATENT_ATTENTION = layer_names(
     {
@@ -150,7 +160,9 @@ DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
 }
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA, (*GATED_CODECS, codecs.DIVISIBLE, codecs.NO_BIASES), UNTIED_DEFAULTS),
+    Family(
+        "llama", "LlamaForCausalLM", LLAMA | BIASES, (*GATED_CODECS, codecs.DIVISIBLE, codecs.BIASES), UNTIED_DEFAULTS
+    ),
     Family(
         "mistral",
         "MistralForCausalLM",
@@ -189,13 +201,33 @@ FAMILIES = (
             codecs.SOFTCAPS,
             codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
             codecs.require_values(use_bidirectional_attention=False),
-            codecs.set_fields(
-                {"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu", "scale_embedding": True}
-            ),
+            codecs.ROOT_SCALE,
+            codecs.set_fields({"norm_placement": "both", "norm_zero_centered": True, "mlp": "geglu"}),
         ),
         {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         | {"sliding_window": 4096},
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        OUTSIDE | ATTENTION | MLP | GEMMA_NORMS | QK_NORMS,
+        (
+            *(codecs.SIZES, codecs.HEADS, codecs.LAYERED_ROPE, codecs.MLP_SIZE),
+            codecs.DIVISIBLE,
+            codecs.GEMMA3_WINDOWS,
+            codecs.QUERY_SCALAR,
+            codecs.SOFTCAPS,
+            codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
+            codecs.require_values(use_bidirectional_attention=False),
+            codecs.ROOT_SCALE,
+            codecs.set_fields(
+                {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": "head", "mlp": "geglu"}
+            ),
+        ),
+        {"tie_word_embeddings": True, "rope_theta": 1_000_000.0, codecs.LOCAL_THETA: 10_000.0, "rms_norm_eps": 1e-6}
+        | {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+        | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
     ),
     Family(
         "phi3",
@@ -214,6 +246,57 @@ FAMILIES = (
             codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS,
+    ),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
+        (
+            *(codecs.SIZES, codecs.HEADS, codecs.LAYERED_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            codecs.OLMO3_WINDOWS,
+            codecs.require_values(attention_bias=False),
+            codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
+        ),
+        UNTIED_DEFAULTS | {"rope_theta": 500_000.0, codecs.LOCAL_THETA: 500_000.0, "sliding_window": 4096},
+    ),
+    Family(
+        "glm4",
+        "Glm4ForCausalLM",
+        OUTSIDE
+        | ATTENTION
+        | QKV_BIASES
+        | layer_names({"mlp.gate_up_proj.weight": "mlp/gate mlp/up", "mlp.down_proj.weight": "mlp/down"})
+        | GLM_NORMS,
+        (
+            *(codecs.SIZES, codecs.HEADS, codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            *(codecs.INPUT_BIASES, codecs.INTERLEAVED),
+            codecs.set_fields({"norm_placement": "both"}),
+        ),
+        UNTIED_DEFAULTS
+        | {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, codecs.SHARE: 0.5}
+        | {"rms_norm_eps": 0.00000015625},
+    ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        LLAMA | BIASES,
+        (*GATED_CODECS, codecs.BIASES, *codecs.MULTIPLIERS),
+        UNTIED_DEFAULTS
+        | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0},
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        LLAMA | BIASES,
+        (*GATED_CODECS, codecs.OUTPUT_BIASES, codecs.require_values(mlp_bias=False)),
+        UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    ),
+    Family(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        LLAMA | BIASES,
+        (*GATED_CODECS, codecs.ALL_BIASES, codecs.INTERLEAVED),
+        {"tie_word_embeddings": True, "rope_theta": 500_000.0, "num_key_value_heads": 2, "head_dim": 128},
     ),
     Family(
         "smollm3",
