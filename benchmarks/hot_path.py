@@ -56,7 +56,7 @@ def passes(model: ModelConfig, tokens: int, device: jax.Device) -> dict[str, Pas
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    rotary = Rotary.from_config(model)
+    rotary = Rotary.from_config(model, "global")
     placement = Placement(make_mesh(MeshConfig(), [device]), ShardingConfig(), PrecisionConfig())
     specs = layers.norm_specs("rms", False, (model.width,), ("embed",))
 

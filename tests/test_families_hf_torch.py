@@ -65,6 +65,8 @@ LATENT = SIZES | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+ROUTED = SIZES | {key: each for key, each in LATENT.items() if "_experts" in key or "moe" in key or "_repl" in key}
+ROUTED |= {"num_experts_per_tok": 3, "routed_scaling_factor": 1.5}
 # Of the four pairs that are turned one stays, one is slowed down, and two are mixed.
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -222,6 +224,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {"q_lora_rank": 16, "n_group": 4, "topk_group": 2}
         | {"rope_parameters": {key: each for key, each in YARN_ROPE.items() if key != "mscale"}},
+    ),
+    "ministral 3": (
+        "Ministral3",
+        SIZES
+        | {"head_dim": 16, "sliding_window": None}
+        | {"rope_parameters": PLAIN_YARN | {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 6}},
+    ),
+    "ministral 3, unscaled": (
+        "Ministral3",
+        SIZES
+        | {"head_dim": 8, "sliding_window": WINDOW, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.4}
+            | {"original_max_position_embeddings": 6}
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        SIZES
+        | {"head_dim": 8}
+        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+    ),
+    "ministral tied": (
+        "Ministral",
+        SIZES | {"sliding_window": WINDOW + 2, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "glm 4.5": (
+        "Glm4Moe",
+        ROUTED
+        | {"head_dim": 12, "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}, "num_mtp_layers": 0},
+    ),
+    "glm 4.5 air": (
+        "Glm4Moe",
+        ROUTED
+        | {"head_dim": 16, "n_shared_experts": 1, "tie_word_embeddings": True, "norm_topk_prob": False}
+        | {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}, "num_mtp_layers": 0},
+    ),
+    "dots 1": ("Dots1", ROUTED | {"head_dim": 16, "norm_topk_prob": True, "use_sliding_window": False}),
+    "dots 1 tied, windows": (
+        "Dots1",
+        ROUTED | WINDOWS | {"n_shared_experts": 1, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "minimax m2": (
+        "MiniMaxM2",
+        SIZES
+        | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
+        | {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax m2 tied": (
+        "MiniMaxM2",
+        SIZES
+        | {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}
+        | {"rope_parameters": None, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "llama, biases": ("Llama", SIZES | {"attention_bias": True, "mlp_bias": True}),
     "llama, biases of attention": ("Llama", SIZES | {"attention_bias": True, "tie_word_embeddings": True}),

@@ -1,6 +1,6 @@
 """Settings of the model: one decoder that covers many families.
 
-The families are Llama, Mistral, Mixtral, Qwen, DeepSeek-V2/V3, Gemma 2, Phi-3, OLMo 2, OLMoE, SmolLM3 and GPT-2/3.
+The families are those of checkpoint/huggingface/families.py.
 """
 
 import math
@@ -64,6 +64,9 @@ class RopeConfig:
     (short_factor)."""
     long_factors: tuple[float, ...] = ()
     """With scaling=longrope: divisor of each frequency in longer documents (long_factor)."""
+    query_growth: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Queries are multiplied by 1 + this × log(1 + floor(position / original_length)) (Ministral 3, Llama 4:
+    llama_4_scaling_beta). 0 = off."""
     mscale: float = setting(1.0, bounds=NON_NEGATIVE)
     """With scaling=yarn: rotated queries and keys are multiplied by (1 + 0.1 × mscale × log(factor)) /
     (1 + 0.1 × mscale_all_dim × log(factor)) (DeepSeek: mscale)."""
@@ -75,6 +78,11 @@ class RopeConfig:
     def by_length(self) -> bool:
         """Dependence of the frequencies on the length of a document."""
         return self.scaling in ("dynamic", "longrope")
+
+    @property
+    def read_by_growth(self) -> set[str]:
+        """Fields that `query_growth` reads whatever the scaling is."""
+        return {"original_length"} if self.query_growth else set()
 
     @property
     def is_scaled(self) -> bool:
@@ -114,7 +122,7 @@ class RopeConfig:
         if self.scaling == "yarn" and not self.theta > 1:
             found.append(f"model.rope.theta={self.theta}: must be above 1 with model.rope.scaling=yarn")
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        if high <= low:
+        if high < low or (high == low and self.scaling != "yarn"):  # yarn then has a step, as in Kimi K2
             found.append(f"model.rope.high_frequency_factor={high}: must exceed model.rope.low_frequency_factor={low}")
         if self.scaling == "dynamic" and rotary_dim <= 2:
             found.append(f"model.rope.scaling=dynamic: needs more than the {rotary_dim} rotated values of a head")

@@ -67,7 +67,7 @@ def divides_gradients(config: Config) -> bool:
 def _model_rules(model: ModelConfig) -> list[Rule]:
     moe, rope, learned = model.moe, model.rope, model.positions == "learned"
     has_experts = [moe.has_experts(layer) for layer in range(model.layers)]
-    scaling = sorted({name for names in READ_BY_SCALING.values() for name in names})
+    scaling = sorted({name for names in READ_BY_SCALING.values() for name in names} - rope.read_by_growth)
     other_scaling = " ".join(f"rope.{name}" for name in scaling if name not in READ_BY_SCALING[rope.scaling])
     return [
         ("max_positions", f"model.positions={model.positions}", not learned),
@@ -77,7 +77,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
         ("window rope.sliding_theta", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
         ("mlp_width", "every layer has experts", all(has_experts)),
         ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
-        ("rope.size rope.interleaved", "latent attention (model.mla.kv_rank)", model.mla.kv_rank > 0),
+        ("rope.size rope.interleaved rope.query_growth", "latent attention (model.mla.kv_rank)", model.mla.kv_rank > 0),
         ("moe.*", "model.moe.experts=0", not any(has_experts)),
         ("moe.router_groups_per_token", "model.moe.router_groups=1", moe.router_groups == 1),
         ("moe.router_bias_rate", "model.moe.router_bias=False", not moe.router_bias),

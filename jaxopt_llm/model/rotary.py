@@ -47,6 +47,14 @@ class Rotary:
         return rotated if x.shape[-1] == self.size else jnp.concatenate([rotated, x[..., self.size :]], axis=-1)
 
 
+def grow_queries(rope: RopeConfig, q: jax.Array, positions: jax.Array) -> jax.Array:
+    """Multiply queries [B, S, H, K] by a factor that grows with their positions, int [B, S]: `rope.query_growth`."""
+    if not rope.query_growth:
+        return q
+    factor = 1 + rope.query_growth * jnp.log1p((positions // rope.original_length).astype(jnp.float32))
+    return (q * factor[..., None, None]).astype(q.dtype)
+
+
 def rotary_frequencies(rope: RopeConfig, size: int, lengths: Leaf = None) -> np.ndarray | jax.Array:
     """Return radians per token of each pair of features, float32 [K/2], or [..., K/2] if they depend on `lengths`.
 

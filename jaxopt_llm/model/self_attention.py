@@ -23,7 +23,7 @@ from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal
-from jaxopt_llm.model.rotary import Rotary
+from jaxopt_llm.model.rotary import Rotary, grow_queries
 from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
 from jaxopt_llm.parallel.placement import Placement
 
@@ -105,6 +105,7 @@ def self_attention(
     q, k = query_norm(q), key_norm(k)
     if options.rotary is not None:
         q, k = (options.rotary(x, context.positions, context.lengths) for x in (q, k))
+        q = grow_queries(options.rotary.config, q, context.positions)
     if cache is not None:
         cache = Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
         k, v = (jnp.swapaxes(written, 1, 2) for written in (cache.key, cache.value))

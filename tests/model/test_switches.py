@@ -76,6 +76,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "rope.mscale_all_dim": 0.4,
     },
     "glm": {"biases": "attention", "rope.size": 4, "rope.interleaved": True},
+    "ministral": {"rope.query_growth": 0.7, "rope.original_length": 3},
     "gemma3": {
         "rope.sliding_theta": 30.0,
         "biases": "mlp",

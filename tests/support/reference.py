@@ -36,6 +36,7 @@ class ReferenceConfig:
     rope_sliding_theta: float = 0.0
     rope_size: int = 0
     rope_interleaved: bool = False
+    rope_query_growth: float = 0.0
     rope_scaling: str = "llama3"
     rope_mscale: float = 1.0
     rope_mscale_all_dim: float = 0.0
@@ -319,9 +320,12 @@ def latent_attention(
 
 
 def attention(
-    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array
+    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array, factors: Array
 ) -> tuple[Array, Callable]:
-    """Compute attention. weights: of the whole block; norms of queries and keys are next to the projections."""
+    """Compute attention. weights: of the whole block; norms of queries and keys are next to the projections.
+
+    factors: of the queries, [B, S].
+    """
     if config.kv_rank:
         return latent_attention(x, weights, config, angles, visible)
     projections = weights["attention"]
@@ -333,15 +337,17 @@ def attention(
     q, query_norm_backward = norm_if(config.qk_norm != "none", "query_norm", q, weights, config)
     k, key_norm_backward = norm_if(config.qk_norm != "none", "key_norm", k, weights, config)
     growth = rotary_magnitude(config) if angles.any() else 1.0  # 0: a layer without rotation
+    grown = factors[..., None, None]
     heads, attend_backward = attend(
-        *(turn(x, angles, growth) for x in (q, k)), v, visible, config.attention_scale, config.attention_softcap
+        *(grown * turn(q, angles, growth), turn(k, angles, growth), v),
+        *(visible, config.attention_scale, config.attention_softcap),
     )  # [B, S, H, K]
     out, out_backward = project("bshk,hkd->bsd", heads, projections, "output", all_biased)  # [B, S, D]
 
     def backward(d_out: Array) -> tuple[Array, Tree]:
         d_heads, d_output = out_backward(d_out)
         d_q, d_k, d_v = attend_backward(d_heads)
-        d_q, d_query_norm = query_norm_backward(turn(d_q, -angles, growth))
+        d_q, d_query_norm = query_norm_backward(turn(grown * d_q, -angles, growth))
         d_k, d_key_norm = key_norm_backward(turn(d_k, -angles, growth))
         dx_q, d_query = q_backward(d_q)
         dx_k, d_key = k_backward(d_k)
@@ -489,11 +495,11 @@ def mixture(x: Array, weights: Tree, config: ReferenceConfig, counts: Array) -> 
 
 
 def block(
-    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array, counts: Array
+    x: Array, weights: Tree, config: ReferenceConfig, angles: Array, visible: Array, factors: Array, counts: Array
 ) -> tuple[Array, float, Callable]:
     pre, post = config.norm_placement in ("pre", "both"), config.norm_placement in ("post", "both")
     normed, attention_norm_backward = norm_if(pre, "attention_norm", x, weights, config)
-    attended, attention_backward = attention(normed, weights, config, angles, visible)
+    attended, attention_backward = attention(normed, weights, config, angles, visible, factors)
     attended, attention_post_backward = norm_if(post, "attention_post_norm", attended, weights, config)
     x = x + config.residual_scale * attended
     normed, mlp_norm_backward = norm_if(pre, "mlp_norm", x, weights, config)
@@ -548,6 +554,7 @@ def decoder(
         sliding = dataclasses.replace(config, rope_theta=theta, rope_scaling="linear", rope_factor=1.0)
     angles, sliding_angles = (rotary_angles(each, segment_ids, positions) for each in (config, sliding))
     learned = config.positions == "learned"
+    factors = 1 + config.rope_query_growth * np.log(1 + positions // config.rope_original_length)
 
     x = non_layer["embedding"]["table"][tokens] * config.embedding_scale  # [B, S, D]
     if learned:
@@ -561,7 +568,7 @@ def decoder(
                 visible = visibility(kind, config.window, segment_ids, positions)
                 of_kind, turned = (sliding, sliding_angles) if kind == "sliding" else (config, angles)
                 turned = np.zeros_like(angles) if learned or kind == "global_nope" else turned
-                x, added, block_backward = block(x, weights, of_kind, turned, visible, counts)
+                x, added, block_backward = block(x, weights, of_kind, turned, visible, factors, counts)
                 extra += added
                 tape.append((i, repeat, j, block_backward))
     normed, norm_backward = norm(x, non_layer["final_norm"], config)

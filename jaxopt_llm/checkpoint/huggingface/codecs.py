@@ -241,6 +241,10 @@ HEADS = Codec(read_heads, lambda config: {"num_key_value_heads": config.kv_heads
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
 PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
 QUERY_SCALAR = Codec(_read_query_scalar, _write_query_scalar)
+HEAD_NORMS = Codec(
+    lambda settings: {"qk_norm": "head" if read_value(settings, "use_qk_norm", bool, False) else "none"},
+    lambda config: {"use_qk_norm": config.qk_norm == "head"},
+)
 ROOT_SCALE = Codec(  # of Gemma's embeddings
     lambda settings: {"embedding_scale": math.sqrt(read_value(settings, "hidden_size", int))}, lambda config: {}
 )
@@ -353,6 +357,7 @@ def copy_expert_count(name: str, alias: str, default: int) -> Codec:
 
 EXPERT_LAYERS = Codec(_read_expert_layers, _write_expert_layers)
 TOP_K = copy_fields({"moe.experts_per_token": "num_experts_per_tok", "moe.balance_loss": "router_aux_loss_coef"})
+BALANCE_LOSS = copy_fields({"moe.balance_loss": "router_aux_loss_coef"})
 RENORMALISES = copy_fields({"moe.router_renormalises": "norm_topk_prob"})
 
 
@@ -494,6 +499,8 @@ def _read_scaling(settings: Settings) -> tuple[Any, Settings]:
             f"rope_parameters={shorten(scaling)}", "the model would need other frequencies in some of its layers"
         )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "mrope":  # positions of images; those of text are the usual ones
+        kind = "default"
     # The original length outside rope_scaling takes precedence over the one inside.
     original = settings.get(ORIGINAL) or scaling.get(ORIGINAL) or settings.get(CONTEXT)
     lengths = {CONTEXT: settings.get(CONTEXT), ORIGINAL: original}
@@ -574,6 +581,34 @@ def _rope_codec(kinds: Kinds, scales_scores: bool = False, partial: bool = False
     )
 
 
+BETA = "llama_4_scaling_beta"
+
+
+def _read_growing_rope(settings: Settings) -> dict[str, Any]:
+    """Read Ministral 3's RoPE, with queries that grow with their positions."""
+    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    beta = read_value(given, BETA, float, 0.0) if isinstance(given, dict) else 0.0
+    fields = ROPE.read(settings)
+    if beta and "rope.original_length" not in fields:
+        fields["rope.original_length"] = read_value(given, ORIGINAL, int)
+    return fields | {"rope.query_growth": beta}
+
+
+def _write_growing_rope(config: ModelConfig) -> Settings:
+    older = ROPE.write(config)
+    growth = {BETA: config.rope.query_growth, ORIGINAL: config.rope.original_length}
+    given = (older["rope_scaling"] or {"rope_type": "default"}) | growth
+    return older | {"rope_scaling": given | {"rope_theta": config.rope.theta}}
+
+
+def _read_minimax_rope(settings: Settings) -> dict[str, Any]:
+    """Read partial RoPE, whose size published folders give instead of its share."""
+    if settings.get("rotary_dim") is None:
+        return PARTIAL_ROPE.read(settings)
+    share = read_value(settings, "rotary_dim", int) / max(read_heads(settings)["head_dim"], 1)
+    return PARTIAL_ROPE.read(settings | {SHARE: share})
+
+
 GLOBAL_LAYERS, SLIDING_LAYERS, LOCAL_THETA = "full_attention", "sliding_attention", "rope_local_base_freq"
 
 
@@ -584,11 +619,11 @@ def _read_layered_rope(settings: Settings) -> dict[str, Any]:
     global layers, and rope_local_base_freq of the sliding layers.
     """
     kinds = settings.get("rope_parameters") or {}
-    parts = [kinds.get(name) or {} for name in (GLOBAL_LAYERS, SLIDING_LAYERS)] if isinstance(kinds, dict) else [0]
-    if not all(isinstance(each, dict) for each in parts) or kinds.keys() - {GLOBAL_LAYERS, SLIDING_LAYERS}:
+    layers = (GLOBAL_LAYERS, SLIDING_LAYERS)
+    if not isinstance(kinds, dict) or not all(name in layers and isinstance(kinds[name], dict) for name in kinds):
         problem = f"must have the parameters of {GLOBAL_LAYERS} and of {SLIDING_LAYERS}"
         raise unsupported(f"rope_parameters={shorten(kinds)}", problem, CORRECT)
-    of_global, of_sliding = parts
+    of_global, of_sliding = (kinds.get(name, {}) for name in layers)
     if of_sliding.get("rope_type", "default") != "default":
         raise unsupported(
             f"rope_parameters.{SLIDING_LAYERS}.rope_type={of_sliding['rope_type']!r}",
@@ -612,6 +647,8 @@ def _write_layered_rope(config: ModelConfig) -> Settings:
 
 ROPE = _rope_codec(ALL_KINDS)
 PARTIAL_ROPE = _rope_codec(ALL_KINDS, partial=True)
+GROWING_ROPE = Codec(_read_growing_rope, _write_growing_rope)
+MINIMAX_ROPE = Codec(_read_minimax_rope, lambda config: PARTIAL_ROPE.write(config) | {"rotary_dim": config.rotary_dim})
 LAYERED_ROPE = Codec(_read_layered_rope, _write_layered_rope)
 INTERLEAVED = set_fields({"rope.interleaved": True})
 SCORED_ROPE = _rope_codec(ALL_KINDS, scales_scores=True)
@@ -758,6 +795,13 @@ def _write_nope(config: ModelConfig) -> Settings:
     }
 
 
+def _read_windows_by_type(settings: Settings) -> dict[str, Any]:
+    """Read Ministral's windows: of the layers that layer_types names, or of all if there is one."""
+    default = GLOBAL_LAYERS if settings.get("sliding_window") is None else SLIDING_LAYERS
+    return _read_windows(_read_layer_types(settings, lambda layer: default), settings)
+
+
+WINDOWS_BY_TYPE = Codec(_read_windows_by_type, _write_layer_types)
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 MOE_WINDOW = Codec(_read_moe_window, _write_moe_window)
 WINDOWS_FROM_LAYER = Codec(_read_windows_from_layer, _write_windows_from_layer)

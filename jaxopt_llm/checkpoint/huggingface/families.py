@@ -139,6 +139,25 @@ UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.
 
 
 DEEPSEEK_NAMES = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
+ROUTED_CODECS: tuple[Codec, ...] = (  # DeepSeek's experts
+    codecs.SHARED_EXPERT_SIZES,
+    codecs.copy_fields(
+        {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
+        | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
+    ),
+    codecs.require_values(moe_layer_freq=1),
+)
+SIGMOID_CODECS: tuple[Codec, ...] = (  # those of DeepSeek-V3
+    *ROUTED_CODECS,
+    codecs.RENORMALISES,
+    codecs.copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
+    codecs.require_values(topk_method="noaux_tc", scoring_func="sigmoid"),
+    codecs.set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
+)
+SIGMOID_DEFAULTS: Settings = {
+    **{"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    "router_aux_loss_coef": 0.0,
+}
 DEEPSEEK_CODECS: tuple[Codec, ...] = (
     codecs.SIZES,
     codecs.MLP_SIZE,
@@ -146,13 +165,8 @@ DEEPSEEK_CODECS: tuple[Codec, ...] = (
     codecs.QUERY_LATENTS,
     codecs.SCORED_ROPE,
     codecs.SWIGLU,
-    codecs.SHARED_EXPERT_SIZES,
-    codecs.copy_fields(
-        {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
-        | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
-        | {"moe.balance_loss": "aux_loss_alpha"}
-    ),
-    codecs.require_values(attention_bias=False, moe_layer_freq=1),
+    codecs.copy_fields({"moe.balance_loss": "aux_loss_alpha"}),
+    codecs.require_values(attention_bias=False),
 )
 DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
     **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
@@ -171,11 +185,26 @@ FAMILIES = (
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
+        "ministral",
+        "MinistralForCausalLM",
+        LLAMA,
+        (*GATED_CODECS, codecs.WINDOWS_BY_TYPE),
+        UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        LLAMA,
+        (*BASIC_CODECS[:2], codecs.GROWING_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
+        UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128},
+    ),
+    Family(
         "qwen2",
         "Qwen2ForCausalLM",
         LLAMA | QKV_BIASES,
         (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
+        second_names=("qwen2_5_vl_text",),
     ),
     Family(
         "qwen3",
@@ -188,6 +217,7 @@ FAMILIES = (
             codecs.set_fields({"qk_norm": "head"}),
         ),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+        second_names=("qwen3_vl_text",),
     ),
     Family(
         "gemma2",
@@ -369,6 +399,7 @@ FAMILIES = (
         DEEPSEEK_NAMES,
         (
             *DEEPSEEK_CODECS,
+            *ROUTED_CODECS,
             codecs.DIVISIBLE,
             codecs.EXPERT_GROUPS,
             codecs.require_values(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False),
@@ -385,10 +416,8 @@ FAMILIES = (
         DEEPSEEK_NAMES | ROUTER_BIAS,
         (
             *DEEPSEEK_CODECS,
-            codecs.RENORMALISES,
-            codecs.copy_fields({"moe.router_groups": "n_group", "moe.router_groups_per_token": "topk_group"}),
-            codecs.require_values(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
-            codecs.set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
+            *SIGMOID_CODECS,
+            codecs.require_values(rope_interleave=True),
             Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
         ),
         DEEPSEEK_DEFAULTS
@@ -396,7 +425,66 @@ FAMILIES = (
         | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
         | {"n_group": 8, "topk_group": 4},
         mtp_prefix="model.layers.{}.",
+        second_names=("kimi_k2",),
         in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        LLAMA | QKV_BIASES | QK_NORMS | EXPERTS | SHARED_EXPERTS | ROUTER_BIAS,
+        (
+            *(codecs.SIZES, codecs.HEADS, codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            *(codecs.INPUT_BIASES, codecs.HEAD_NORMS),
+            *SIGMOID_CODECS,
+            codecs.BALANCE_LOSS,
+            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
+        ),
+        UNTIED_DEFAULTS
+        | SIGMOID_DEFAULTS
+        | {"num_key_value_heads": 8, codecs.SHARE: 0.5, "first_k_dense_replace": 1, "n_routed_experts": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408},
+        mtp_prefix="model.layers.{}.",
+        in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "dots1",
+        "Dots1ForCausalLM",
+        LLAMA | QK_NORMS | EXPERTS | SHARED_EXPERTS | ROUTER_BIAS,
+        (
+            *(*GATED_CODECS, codecs.WINDOWS_FROM_LAYER),
+            *SIGMOID_CODECS,
+            codecs.BALANCE_LOSS,
+            codecs.require_values(attention_bias=False),
+            codecs.set_fields({"qk_norm": "head"}),
+        ),
+        UNTIED_DEFAULTS
+        | SIGMOID_DEFAULTS
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
+        in_memory_names=STACKED_EXPERTS,
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        OUTSIDE
+        | ATTENTION
+        | NORMS
+        | QK_NORMS
+        | MIXTRAL_EXPERTS
+        | layer_names({"block_sparse_moe.e_score_correction_bias": "mlp/router_bias"}),
+        (
+            *(codecs.SIZES, codecs.HEADS, codecs.MINIMAX_ROPE, codecs.SWIGLU),
+            codecs.copy_expert_count("num_local_experts", "num_experts", 256),
+            codecs.TOP_K,
+            codecs.copy_fields({"moe.expert_width": "intermediate_size"}),
+            codecs.require_values(router_jitter_noise=0.0, scoring_func="sigmoid"),
+            codecs.set_fields({"moe.router": "sigmoid", "moe.router_bias": True, "qk_norm": "projection"}),
+        ),
+        {"tie_word_embeddings": False, "rope_theta": 5_000_000.0, "num_key_value_heads": 8, "head_dim": 128}
+        | {"num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
+        in_memory_names={
+            **STACKED_MIXTRAL_EXPERTS,
+            "model.layers.{}.mlp.e_score_correction_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias",
+        },
     ),
     Family(
         "gpt2",
@@ -427,7 +515,9 @@ FAMILIES = (
 def find_by_settings(settings: Settings) -> Family:
     """Return the family of a config.json. Raise Unsupported if there is none, or if the file asks for other code."""
     model_type, architectures = settings.get("model_type"), settings.get("architectures")
-    family = next((each for each in FAMILIES if each.model_type == model_type), None)
+    if model_type == "mistral" and settings.get("layer_types") is not None:  # as transformers reads it
+        model_type, architectures = "ministral", None
+    family = next((each for each in FAMILIES if model_type in each.model_types), None)
     if family is None:
         problem = f"no family of this name is read; {describe_nearest(settings, FAMILIES)}"
         raise codecs.unsupported(f"model_type={model_type!r}", problem)
@@ -439,9 +529,6 @@ def find_by_settings(settings: Settings) -> Family:
         raise codecs.unsupported(
             f"per_layer_config={codecs.shorten(each)}", "the model would need settings that differ between its layers"
         )
-    if model_type == "mistral" and (types := settings.get("layer_types")) is not None:
-        problem = "transformers loads a mistral with it as a ministral; the model would need kinds of layers"
-        raise codecs.unsupported(f"layer_types={codecs.shorten(types)}", problem)
     if settings.get("quantization_config"):
         raise _quantised(settings["quantization_config"])
     return family
@@ -456,17 +543,18 @@ def _quantised(quantisation: Any) -> Unsupported:
     )
 
 
-def find_by_model(config: ModelConfig, preferred: str | None = None) -> Family:
+def find_by_model(config: ModelConfig, source: Settings | None = None) -> Family:
     """Return the first family that fits a model.
 
     Args:
         config: the model.
-        preferred: model_type of the family to try first.
+        source: config.json of the folder that the model came from, whose family is tried first.
 
     Raises:
         Unsupported: no family fits; the message names the nearest family and the fields that it lacks.
     """
-    ordered = sorted(FAMILIES, key=lambda family: family.model_type != preferred)
+    preferred = (source or {}).get("model_type")
+    ordered = sorted(FAMILIES, key=lambda family: preferred not in family.model_types)
     differences = {family: family.find_differences(config) for family in ordered}
     fitting = next((family for family in ordered if not differences[family]), None)
     if fitting is None:

@@ -23,7 +23,7 @@ class Family:
     """Mapping between a family's folders and our models.
 
     Attributes:
-        model_type: value of the config.json field.
+        model_type: value of the config.json field that is written.
         architecture: name of the class in transformers.
         names: tensor name -> path of our leaf, inside a block or outside the stacks. In the name, the first {} stands
             for the layer number and the second {} for the expert number. Several paths, separated by blanks, lie next
@@ -36,6 +36,7 @@ class Family:
         ignored: glob patterns of tensor names that hold no parameters.
         mtp_prefix: name prefix, with {} for the layer number, of the multi-token prediction (MTP) layer after the last
             layer. Such a layer has a tensor eh_proj. It is ignored, as in transformers.
+        second_names: further values of model_type whose models have the same tensors and fields.
         in_memory_names: names under which the classes of transformers 5 and later hold a layer's parameters, and write
             them on request -> the names in `names` of the tensors that these consist of. Several tensors are
             concatenated, and those of all experts are stacked.
@@ -50,7 +51,12 @@ class Family:
     base_prefix: str = "model."
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     mtp_prefix: str = ""
+    second_names: tuple[str, ...] = ()
     in_memory_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return self.model_type, *self.second_names
 
     def read(self, settings: Settings) -> ModelConfig:
         """Convert the content of a config.json to a model configuration. Raise Unsupported if that is not possible."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.huggingface import families, safetensors
+from jaxopt_llm.checkpoint.huggingface import families, safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, StoredTensor, TensorSpec
@@ -59,7 +59,7 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
     Raises:
         InputError: the config.json describes a model that is not supported.
     """
-    settings = read_settings(path)
+    settings = text_part.read_text(read_settings(path))
     try:
         family = families.find_by_settings(settings)
         return family, family.read(settings)
@@ -69,7 +69,7 @@ def read_config(path: Path) -> tuple[Family, ModelConfig]:
 
 def read_context(path: Path) -> int | None:
     """Return the number of positions that the model of a folder was trained for; None: the config.json does not say."""
-    settings = read_settings(path)
+    settings = text_part.read_text(read_settings(path))
     context = settings.get("max_position_embeddings", settings.get("n_positions"))
     return context if isinstance(context, int) and context > 0 else None
 
@@ -84,7 +84,7 @@ def choose_family(config: ModelConfig, source: Path | None = None) -> Family:
     Raises:
         InputError: no family fits the model.
     """
-    return families.find_by_model(config, None if source is None else read_settings(source).get("model_type"))
+    return families.find_by_model(config, text_part.read_text(read_settings(source)) if source else {})
 
 
 def build_leaf(
@@ -241,7 +241,7 @@ def open_model_folder(path: Path) -> ModelFolder:
         InputError: the folder is not a complete folder of a supported family.
     """
     family, config = read_config(path)
-    stored = dict(safetensors.open_folder(path, _read_chosen_weights(path)))
+    stored = text_part.select_text(safetensors.open_folder(path, _read_chosen_weights(path)), read_settings(path))
     layouts = list_tensor_layouts(family, config)
     if not any(name.startswith(family.base_prefix) for name in stored):
         # The model without its head, as in the first published folder of GPT-2.
@@ -437,6 +437,7 @@ def write_layers(
     """
     origin = origin or Origin()
     origin_settings = {} if origin.folder is None else read_settings(origin.folder)
+    text_settings = text_part.read_text(origin_settings)
     family = choose_family(config, origin.folder)
     layouts = list_tensor_layouts(family, config)
     fixed = {name for name, layout in layouts.items() if layout.pieces[0].spec.sign_rate is not None}
@@ -444,24 +445,29 @@ def write_layers(
     dtypes = {name: source.dtype(layout.pieces[0].path) for name, layout in layouts.items()}
     if dtype is not None:
         dtypes |= {name: jnp.dtype(dtype) for name in layouts if name not in fixed}
-    # The widest dtypes come first, so that each tensor is aligned in its file.
-    widest_first = sorted(layouts, key=lambda name: -dtypes[name].itemsize)
-    specs = {name: TensorSpec(dtypes[name], layouts[name].shape) for name in widest_first}
+    rest = text_part.Rest(origin.folder, origin_settings)
+    specs = {name: TensorSpec(dtypes[name], layout.shape) for name, layout in layouts.items()}
     # Files hold one layer after the other. The tensors are written parameter by parameter, because the layers of a
     # parameter are next to each other where they are read.
     order = sorted(layouts, key=lambda name: [piece.path for piece in layouts[name].pieces])
     with NewFolder(path) as folder:
-        get_tensor = make_tensor_getter(path, layouts, specs, source)
-        safetensors.write_folder(folder, specs, get_tensor, max_file_bytes, order)
+        whole, get_tensor = rest.add(specs, make_tensor_getter(path, layouts, specs, source))
+        # The widest dtypes come first, so that each tensor is aligned in its file.
+        widest_first = dict(sorted(whole.items(), key=lambda item: -item[1].dtype.itemsize))
+        last = [name for name in whole if name not in {rest.name(each) for each in order}]
+        order = [*map(rest.name, order), *last]
+        safetensors.write_folder(folder, widest_first, get_tensor, max_file_bytes, order)
         content = {
             **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
-            **{name: origin_settings[name] for name in COPIED_SETTINGS if name in origin_settings},
+            **{name: text_settings[name] for name in COPIED_SETTINGS if name in text_settings},
             **origin.settings,
             **family.write(config),
-            "torch_dtype": str(next(dtypes[name] for name in widest_first if name not in fixed)),
+            "torch_dtype": str(max((dtypes[name] for name in layouts if name not in fixed), key=lambda d: d.itemsize)),
         }
+        content = text_part.write_text(origin_settings, content)
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
         origin.write_files(folder)
+        rest.copy_files(folder)
 
 
 def make_tensor_getter(

@@ -1,0 +1,109 @@
+"""Text model of a folder that holds more, such as a vision tower.
+
+The config.json of such a folder has the fields of the text model in `text_config`, and its tensors have a prefix. The
+other tensors and files are not read; a folder that is written from it keeps them as they are.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface.codecs import Settings
+from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
+
+TEXT = "text_config"
+# Start of the name of a tensor -> that of the text model alone. Versions of transformers write one or the other form.
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # of a text model without a prefix
+OUTSIDE = ("tie_word_embeddings", "quantization_config")  # fields of the text model beside `text_config`
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffix in safetensors.PICKLE_SUFFIXES))
+
+
+def read_text(settings: Settings) -> Settings:
+    """Return the fields of the text model of a config.json."""
+    if not isinstance(text := settings.get(TEXT), dict):
+        return settings
+    return text | {name: settings[name] for name in OUTSIDE if settings.get(name) is not None}
+
+
+def write_text(settings: Settings, written: Settings) -> Settings:
+    """Return a config.json with the written fields of the text model, in the place that the source has for them.
+
+    settings: those of the source; {} without one.
+    """
+    if not isinstance(text := settings.get(TEXT), dict):
+        return written
+    name_of_class = ("architectures", "model_type")
+    changed = {name: value for name, value in written.items() if name not in name_of_class}
+    outside = {name: changed[name] for name in (*OUTSIDE, "torch_dtype") if name in changed}
+    return {name: value for name, value in settings.items() if name != "dtype"} | outside | {TEXT: text | changed}
+
+
+def rename(name: str) -> str | None:
+    """Return the name that a tensor has in the text model alone; None for a tensor of another part."""
+    for prefix, alone in PREFIXES.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name if name.startswith(PLAIN) else None
+
+
+def select_text(stored: Mapping[str, StoredTensor], settings: Settings) -> dict[str, StoredTensor]:
+    """Return the tensors of the text model, by the names that they have there."""
+    if TEXT not in settings:
+        return dict(stored)
+    return {alone: tensor for name, tensor in stored.items() if (alone := rename(name)) is not None}
+
+
+class Rest:
+    """Tensors and files of a source folder that a written folder keeps.
+
+    Attributes:
+        tensors: those of other parts, by name. names: name in the text model alone -> name in the folder.
+    """
+
+    def __init__(self, folder: Path | None, settings: Settings) -> None:
+        """Open the folder. settings: its config.json. Without one, or if it is the text model alone, there is no rest.
+
+        Raises InputError if the folder has a rest, and its weights are not there.
+        """
+        self.folder = folder if TEXT in settings else None
+        stored = safetensors.open_folder(self.folder) if self.folder else {}
+        self.names = {alone: name for name in stored if (alone := rename(name)) is not None}
+        self.tensors = {name: tensor for name, tensor in stored.items() if rename(name) is None}
+        self._lm_head = next((name for name in stored if rename(name) == "model.embed_tokens.weight"), "")
+
+    def name(self, alone: str) -> str:
+        """Return the name that a tensor of the text model gets."""
+        if alone in self.names or self.folder is None:
+            return self.names.get(alone, alone)
+        # A tensor that the source does not have, such as a head that it ties: with the prefix of the embedding table.
+        prefix = next((prefix for prefix in PREFIXES if self._lm_head.startswith(prefix)), "")
+        if alone.startswith("lm_head."):
+            return f"language_model.{alone}" if prefix == "language_model.model." else alone
+        return prefix + alone.removeprefix("model.") if prefix else alone
+
+    def add(
+        self, specs: Mapping[str, TensorSpec], get_tensor: Callable[[str], np.ndarray]
+    ) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
+        """Return specs and a getter of the whole folder's tensors, from those of the text model alone."""
+        of_text = {self.name(alone): alone for alone in specs}
+
+        def get(name: str) -> np.ndarray:
+            return self.tensors[name].read() if name in self.tensors else get_tensor(of_text[name])
+
+        kept = {name: TensorSpec(each.array.dtype, each.array.shape) for name, each in self.tensors.items()}
+        return {name: specs[alone] for name, alone in of_text.items()} | kept, get
+
+    def copy_files(self, target: Path) -> None:
+        """Copy the files beside the weights that the target does not have, such as those of a processor."""
+        for file in sorted(self.folder.iterdir()) if self.folder else ():
+            is_weight = any(file.match(pattern) for pattern in WEIGHTS)
+            if file.is_file() and not is_weight and file.suffix != ".py" and not (target / file.name).exists():
+                shutil.copyfile(file, target / file.name)
