@@ -163,7 +163,7 @@ def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
 
 def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | None, step: Step) -> None:
     source = pretrained.find_source_folder(config)
-    family = huggingface.choose_family(config.model, source)
+    family = huggingface.choose_adapter_family(config.model, source)
     base = config.model.pretrained
     _, params, _, restored = models.restore_run(directory, config, "float32", "absent", step=step)
     notes, said = list_prompt_notes(config.data), []

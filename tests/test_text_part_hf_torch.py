@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import jaxopt_llm
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.config import LoraConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -112,6 +115,34 @@ def test_a_text_model_is_trained_and_the_rest_is_kept(name: str, tmp_path: Path)
     read = jaxopt_llm.load_pretrained(tmp_path / "back")
     assert read.config == here.config
     jax.tree.map(np.testing.assert_array_equal, read.params, here.params)
+
+
+@pytest.mark.parametrize("name", ["gemma 3", "qwen 3 vl"])
+def test_adapters_of_the_text_are_those_of_peft_over_the_whole(name: str, tmp_path: Path) -> None:
+    """Read from PEFT and merged here, written here and read by PEFT: the same logits."""
+    peft = pytest.importorskip("peft")
+    model = make(name, tmp_path / "there")
+    tokens = np.random.default_rng(0).integers(3, 230, (2, 20))
+
+    def logits(model: Any) -> np.ndarray:
+        with torch.no_grad():
+            return model(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
+
+    targets = r"model\.language_model\..*\.(q_proj|down_proj)"
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = logits(adapted)
+    here = jaxopt_llm.load_pretrained(tmp_path / "there", adapter=tmp_path / "adapter")
+    assert np.abs(here.logits(tokens) - expected).max() <= 2e-5 * np.abs(expected).max()
+    here.save_pretrained(tmp_path / "merged")
+    merged = type(model).from_pretrained(tmp_path / "merged")
+    assert np.abs(logits(merged) - expected).max() <= 2e-5 * np.abs(expected).max()
+
+    folder = huggingface.open_model_folder(tmp_path / "there")
+    lora = LoraConfig(rank=2, alpha=8.0, targets=("*attention/query", "*mlp/down"))
+    write_adapter_folder(tmp_path / "back", here.params, folder.adapter_family, here.config, lora)
+    again = peft.PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "there"), tmp_path / "back")
+    assert np.abs(logits(again) - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gemma 3", "language_model.model."), ("qwen 2.5 vl", "model.")])

@@ -158,7 +158,7 @@ def open_pretrained_adapter(config: Config) -> AdapterFolder:
     Raises:
         InputError: the path is a run directory, or not a complete folder of LoRA adapters of the model.
     """
-    family = huggingface.choose_family(config.model, find_source_folder(config))
+    family = huggingface.choose_adapter_family(config.model, find_source_folder(config))
     path = hub.find_folder(config.lora.pretrained, "lora.pretrained=")
     return open_adapter(path, family, config.model, "lora.pretrained=")
 

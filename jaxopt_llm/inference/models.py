@@ -492,7 +492,7 @@ def open_adapters(path: Path, folder: ModelFolder) -> tuple[AdapterFolder, Model
         InputError: the adapters do not belong to the model.
     """
     path = hub.find_folder(path, "--adapter ")
-    adapters = pretrained.open_adapter(path, folder.family, folder.config, "--adapter ")
+    adapters = pretrained.open_adapter(path, folder.adapter_family, folder.config, "--adapter ")
     adapters.check_base(folder)
     _warn_of_other_base(path, folder.path)
     return adapters, adapters.whole.replace_in(folder, adapters.model)
@@ -509,7 +509,7 @@ def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFol
             f"--adapter {path}: the run {directory} has adapters already; leave out --adapter, or merge them first "
             f"(python -m jaxopt_llm.convert merge --checkpoint {directory} --to FOLDER) and give --checkpoint FOLDER"
         )
-    family = huggingface.choose_family(config.model, pretrained.find_source_folder(config))
+    family = huggingface.choose_adapter_family(config.model, pretrained.find_source_folder(config))
     path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
     if adapters.whole.stored:

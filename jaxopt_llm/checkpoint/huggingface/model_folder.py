@@ -87,6 +87,11 @@ def choose_family(config: ModelConfig, source: Path | None = None) -> Family:
     return families.find_by_model(config, text_part.read_text(read_settings(source)) if source else {})
 
 
+def choose_adapter_family(config: ModelConfig, source: Path | None) -> Family:
+    """Return a family as `choose_family` does, with the names that modules have in PEFT."""
+    return text_part.name_modules(choose_family(config, source), read_settings(source) if source else {})
+
+
 def build_leaf(
     spec: ParamSpec, sharding: NamedSharding, fill: Callable[[np.ndarray, int | None, tuple[slice, ...]], None]
 ) -> jax.Array:
@@ -169,6 +174,11 @@ class ModelFolder:
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
     vocabulary_size: int
+
+    @property
+    def adapter_family(self) -> Family:
+        """The family with the names that modules have in PEFT."""
+        return text_part.name_modules(self.family, read_settings(self.path))
 
     def for_model(self, config: ModelConfig) -> "ModelFolder":
         """Return the folder for a model that may group the layers into other stacks and have a larger vocabulary."""

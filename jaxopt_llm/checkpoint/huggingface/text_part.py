@@ -6,12 +6,14 @@ other tensors and files are not read; a folder that is written from it keeps the
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
+from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
 
 TEXT = "text_config"
@@ -21,6 +23,7 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+MODULES = "model.language_model."  # start of the names of its modules in the classes of transformers
 PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # of a text model without a prefix
 OUTSIDE = ("tie_word_embeddings", "quantization_config")  # fields of the text model beside `text_config`
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffix in safetensors.PICKLE_SUFFIXES))
@@ -52,6 +55,20 @@ def rename(name: str) -> str | None:
         if name.startswith(prefix):
             return alone + name.removeprefix(prefix)
     return name if name.startswith(PLAIN) else None
+
+
+def name_modules(family: Family, settings: Settings) -> Family:
+    """Return the family with the names that its modules have in the whole model, as in adapters of PEFT.
+
+    settings: config.json of the base model.
+    """
+    if TEXT not in settings:
+        return family
+    return replace(family, names={_name_module(name): leaves for name, leaves in family.names.items()})
+
+
+def _name_module(name: str) -> str:
+    return MODULES + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def select_text(stored: Mapping[str, StoredTensor], settings: Settings) -> dict[str, StoredTensor]:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface import safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equal_values
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredFile, StoredTensor
@@ -133,7 +133,7 @@ class WholeWeights:
 
     def replace_in(self, folder: ModelFolder, config: ModelConfig) -> ModelFolder:
         """Return a model's folder with these tensors in place of its own. config: the model with them."""
-        stored = {**folder.stored, **self.stored}
+        stored = {**folder.stored, **{text_part.rename(name) or name: each for name, each in self.stored.items()}}
         if not config.tied_head:  # PEFT trains a copy of the table, and the head keeps the original
             stored.setdefault(HEAD_WEIGHT, folder.stored[f"{find_table(folder.family)}.weight"])
         size = config.vocabulary_size

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface import safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import (
     Layers,
@@ -214,11 +214,18 @@ def _describe_targets(
     return PeftConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=find_endings(counts, modules),
+        target_modules=_name_targets(find_endings(counts, modules), modules),
         rank_pattern={pattern: rank * count for pattern, count in patterns.items()},
         alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in patterns.items()},
         use_rslora=rslora,
     )
+
+
+def _name_targets(endings: list[str], modules: Mapping[str, PeftModule]) -> list[str] | str:
+    """Return the target modules: endings of names or, for a part of a model, a pattern that fits no other part."""
+    if not any(name.startswith(text_part.MODULES) for name in modules):
+        return endings
+    return rf"(?:{re.escape(text_part.MODULES)}(?:.*\.)?)?(?:{'|'.join(map(re.escape, endings))})"
 
 
 def _group_by_module(path: Path, weights: Mapping[str, LoraWeight], modules: Mapping[str, PeftModule]) -> Adapted:
