@@ -3,9 +3,7 @@
 A family fits a ModelConfig if the config.json that it writes reads back as the same model.
 """
 
-from typing import Any
-
-from jaxopt_llm.checkpoint.huggingface import codecs
+from jaxopt_llm.checkpoint.huggingface import codecs, quantised
 from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import BY_HEAD, Family, describe_nearest
 from jaxopt_llm.config import ModelConfig
@@ -529,18 +527,8 @@ def find_by_settings(settings: Settings) -> Family:
         raise codecs.unsupported(
             f"per_layer_config={codecs.shorten(each)}", "the model would need settings that differ between its layers"
         )
-    if settings.get("quantization_config"):
-        raise _quantised(settings["quantization_config"])
+    quantised.check_method(settings)
     return family
-
-
-def _quantised(quantisation: Any) -> Unsupported:
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-    return codecs.unsupported(
-        f"quantization_config.quant_method={method!r}",
-        "weights as codes are not read",
-        "use the model with its original weights, and --lora.base nf4 or int8 to hold them as codes in training",
-    )
 
 
 def find_by_model(config: ModelConfig, source: Settings | None = None) -> Family:

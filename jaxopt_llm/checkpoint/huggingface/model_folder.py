@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.huggingface import families, safetensors, text_part
+from jaxopt_llm.checkpoint.huggingface import families, quantised, safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, StoredTensor, TensorSpec
@@ -205,13 +205,14 @@ class ModelFolder:
         for name, stored in sorted(self.stored.items()):
             stride = max(1, stored.array.nbytes // limit)
             digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
-            digest.update(np.ascontiguousarray(stored.read(stored.array[::stride])).view(np.uint8).data)
+            rows = stored.read(stored.array[::stride])
+            digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
         return digest.hexdigest()
 
     def dtype(self, path: str) -> np.dtype:
         """Return the dtype of a leaf's stored values; the widest one if its tensors differ."""
         names = [name for (leaf, _), locations in self._locations.items() if leaf == path for name, *_ in locations]
-        dtypes = {self.stored[name].array.dtype for name in names}
+        dtypes = {self.stored[name].dtype for name in names}
         return jnp.dtype(jnp.result_type(*dtypes))
 
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
@@ -251,7 +252,9 @@ def open_model_folder(path: Path) -> ModelFolder:
         InputError: the folder is not a complete folder of a supported family.
     """
     family, config = read_config(path)
-    stored = text_part.select_text(safetensors.open_folder(path, _read_chosen_weights(path)), read_settings(path))
+    settings = read_settings(path)
+    stored = text_part.select_text(safetensors.open_folder(path, _read_chosen_weights(path)), settings)
+    stored = quantised.join_scales(stored, text_part.read_text(settings))
     layouts = list_tensor_layouts(family, config)
     if not any(name.startswith(family.base_prefix) for name in stored):
         # The model without its head, as in the first published folder of GPT-2.

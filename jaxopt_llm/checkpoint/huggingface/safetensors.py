@@ -28,6 +28,7 @@ from jaxopt_llm.core.files import check_is_no_pointer, sync_directory, sync_file
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOAT_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+CODE_DTYPES = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn)}  # see quantised.py
 # Older GPT-2 folders contain masks in addition to the parameters.
 MASK_DTYPES = {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -124,10 +125,20 @@ def _address(array: np.ndarray) -> int:
 
 
 class StoredTensor(NamedTuple):
-    """Tensor in a file. array: a view that gives its dtype, its shape and its place; see `read`."""
+    """Tensor in a file.
+
+    array: a view that gives its dtype, its shape and its place; see `read`. scaled: (codes that were read, their view)
+        -> values, for a tensor of codes.
+    """
 
     source: StoredFile
     array: np.ndarray
+    scaled: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of a parameter with these values."""
+        return self.array.dtype if self.scaled is None else FLOAT_DTYPES["BF16"]
 
     @property
     def file(self) -> Path:
@@ -135,7 +146,8 @@ class StoredTensor(NamedTuple):
 
     def read(self, view: np.ndarray | None = None) -> np.ndarray:
         """Read a view of `array`, or all of it: see `StoredFile.read`."""
-        return self.source.read(self.array if view is None else view)
+        view = self.array if view is None else view
+        return self.source.read(view) if self.scaled is None else self.scaled(self.source.read(view), view)
 
 
 # --- reading
@@ -262,7 +274,7 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int
     valid = isinstance(entry, dict) and is_size_list(entry.get("shape")) and is_size_list(entry.get("data_offsets"))
     if not valid or len(entry["data_offsets"]) != 2 or not isinstance(entry.get("dtype"), str):
         raise _damaged(file, f"invalid header entry for tensor {name!r}")
-    dtype = (FLOAT_DTYPES | MASK_DTYPES).get(entry["dtype"])
+    dtype = (FLOAT_DTYPES | CODE_DTYPES | MASK_DTYPES).get(entry["dtype"])
     if dtype is None:
         raise _dtype_error(file, name, entry["dtype"])
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
@@ -273,7 +285,7 @@ def _parse_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int
 
 def check_is_float(name: str, stored: StoredTensor) -> None:
     """Raise InputError for a tensor that does not hold floating-point numbers, as a parameter must."""
-    if stored.array.dtype not in FLOAT_DTYPES.values():
+    if stored.dtype not in FLOAT_DTYPES.values():
         raise _dtype_error(stored.file, name, str(stored.array.dtype))
 
 

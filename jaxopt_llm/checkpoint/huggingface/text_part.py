@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface import quantised, safetensors
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
 from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
@@ -25,7 +25,7 @@ PREFIXES = {
 }
 MODULES = "model.language_model."  # start of the names of its modules in the classes of transformers
 PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # of a text model without a prefix
-OUTSIDE = ("tie_word_embeddings", "quantization_config")  # fields of the text model beside `text_config`
+OUTSIDE = ("tie_word_embeddings", quantised.FIELD)  # fields of the text model beside `text_config`
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffix in safetensors.PICKLE_SUFFIXES))
 
 
@@ -46,7 +46,11 @@ def write_text(settings: Settings, written: Settings) -> Settings:
     name_of_class = ("architectures", "model_type")
     changed = {name: value for name, value in written.items() if name not in name_of_class}
     outside = {name: changed[name] for name in (*OUTSIDE, "torch_dtype") if name in changed}
-    return {name: value for name, value in settings.items() if name != "dtype"} | outside | {TEXT: text | changed}
+    kept, text = (
+        {name: value for name, value in each.items() if name not in ("dtype", quantised.FIELD)}
+        for each in (settings, text)
+    )
+    return kept | outside | {TEXT: text | changed}
 
 
 def rename(name: str) -> str | None:
@@ -91,7 +95,7 @@ class Rest:
         Raises InputError if the folder has a rest, and its weights are not there.
         """
         self.folder = folder if TEXT in settings else None
-        stored = safetensors.open_folder(self.folder) if self.folder else {}
+        stored = quantised.join_scales(safetensors.open_folder(self.folder), settings) if self.folder else {}
         self.names = {alone: name for name in stored if (alone := rename(name)) is not None}
         self.tensors = {name: tensor for name, tensor in stored.items() if rename(name) is None}
         self._lm_head = next((name for name in stored if rename(name) == "model.embed_tokens.weight"), "")
@@ -113,9 +117,10 @@ class Rest:
         of_text = {self.name(alone): alone for alone in specs}
 
         def get(name: str) -> np.ndarray:
-            return self.tensors[name].read() if name in self.tensors else get_tensor(of_text[name])
+            kept = self.tensors.get(name)
+            return get_tensor(of_text[name]) if kept is None else kept.read().astype(kept.dtype)
 
-        kept = {name: TensorSpec(each.array.dtype, each.array.shape) for name, each in self.tensors.items()}
+        kept = {name: TensorSpec(each.dtype, each.array.shape) for name, each in self.tensors.items()}
         return {name: specs[alone] for name, alone in of_text.items()} | kept, get
 
     def copy_files(self, target: Path) -> None:
