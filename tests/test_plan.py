@@ -458,10 +458,6 @@ def test_the_search_command(
     [
         (("--write", "no/such/folder.py"), "--write no/such/folder.py: the folder no/such does not exist"),
         (("--write", "new.json"), "--write new.json: a recipe is a Python file; write to new.py"),
-        (
-            ("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2),
-            "--search does not support latent attention, and model.mla.kv_rank=8",
-        ),
         (("--allow", "model.width"), "argument --allow: invalid choice: 'model.width'"),
         (("--training.sequence-length", 0), "training.sequence_length=0: must be at least 1"),
     ],
