@@ -322,9 +322,6 @@ def prepare_jax() -> None:
 
 
 def _search(config: Config, options: argparse.Namespace) -> int:
-    if config.model.mla.kv_rank:
-        problem = f"--search does not support latent attention, and model.mla.kv_rank={config.model.mla.kv_rank}"
-        raise InputError(f"{problem}: leave out --search, and compare the plans of different settings")
     if options.write:
         _check_new_recipe(options.write)
     place = options.gpu, options.hosts, options.gpus_per_host

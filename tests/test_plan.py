@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -385,6 +385,21 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
 
 
 @pytest.mark.slow
+def test_estimates_match_the_compiler_on_latent_attention() -> None:
+    """Check DeepSeek-V2-Lite with the settings that a run chooses."""
+    switches = {"remat.policy": "none", "training.unroll": "none", "training.loss_chunk": 2048}
+    config = replace_fields(cli.load_recipe("deepseek_v2_lite.py"), switches)
+    plan, state = make_plan(config, "h200", 1, 8), compute_state_sizes(config)
+    assert state is not None
+    found = estimate(config, Cluster("h200", 1, 8), state)
+    assert found.work.all_flops == pytest.approx(plan.flops, rel=1e-3)
+    sent = sum(each.bytes for each in plan.collectives)
+    assert sum(each.bytes for each in found.work.transfers) == pytest.approx(sent, rel=0.03)
+    assert found.footprint.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    assert found.time.total == pytest.approx(plan.speed.step_seconds, rel=0.15)
+
+
+@pytest.mark.slow
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a plan with stacks of whole gradients in one group."""
     totals = []
@@ -458,10 +473,6 @@ def test_the_search_command(
     [
         (("--write", "no/such/folder.py"), "--write no/such/folder.py: the folder no/such does not exist"),
         (("--write", "new.json"), "--write new.json: a recipe is a Python file; write to new.py"),
-        (
-            ("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2),
-            "--search does not support latent attention, and model.mla.kv_rank=8",
-        ),
         (("--allow", "model.width"), "argument --allow: invalid choice: 'model.width'"),
         (("--training.sequence-length", 0), "training.sequence_length=0: must be at least 1"),
     ],
@@ -469,6 +480,16 @@ def test_the_search_command(
 def test_bad_input_of_the_search(search: Callable[..., int], arguments: tuple[object, ...], complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         search(*arguments)
+
+
+def test_a_search_covers_latent_attention(search: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate_only(config: Config, clusters: Sequence[Cluster], *_: object) -> None:
+        raise InputError(f"estimated {len(ranking.estimate_legal(config, clusters[0], ())[1])} settings")
+
+    monkeypatch.setattr(planning, "MAX_COMPILES", 1)  # starts no processes
+    monkeypatch.setattr(networks, "search_networks", estimate_only)
+    with pytest.raises(InputError, match=r"^estimated \d\d+ settings$"):
+        search("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2)
 
 
 def test_explain_requires_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,21 @@ from jaxopt_llm.model.param import ParamSpec
 
 
 @dataclass(frozen=True)
+class CodeProducts:
+    """Products of a weight that multiply codes with codes. Those of experts and of adapters never do.
+
+    dtype: of the codes, a key of Chip.peak_flops.
+    legs: of the forward, of the gradient of the input (dx) and of the weight (dw).
+    """
+
+    dtype: str
+    legs: tuple[str, ...]
+
+
+CODE_PRODUCTS = {"fp8": CodeProducts("float8", ("forward", "dx", "dw")), "int8": CodeProducts("int8", ("forward",))}
+
+
+@dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of a training step per token, under two conventions that differ only in attention.
 
@@ -50,12 +65,12 @@ def count_per_token(config: ModelConfig, trainable: Params, frozen: Params, sequ
 def count_quantised_per_token(
     config: ModelConfig, trainable: Params, frozen: Params, precision: PrecisionConfig
 ) -> float:
-    """Count those of the FLOPs that multiply codes with codes (see `precision.matmul`).
+    """Count those of the FLOPs that multiply codes with codes (CODE_PRODUCTS).
 
-    Matmuls of experts and of adapters never do. trainable, frozen: specs, the halves of a `tree.partition`.
+    trainable, frozen: specs, the halves of a `tree.partition`.
     """
-    # Forward, gradient of the input, gradient of the weight.
-    products = {"fp8": (3, 2), "int8": (1, 1)}.get(precision.matmul, (0, 0))
+    legs = CODE_PRODUCTS[precision.matmul].legs if precision.matmul in CODE_PRODUCTS else ()
+    products = len(legs), sum(leg != "dw" for leg in legs)
     exempt = precision.compute_dtype_layers
     adapters = leaves.adapter_paths(trainable) | leaves.adapter_paths(frozen)
     quantised = [prefix for prefix, _, layer in locate_layers(config) if exempt <= layer < config.layers - exempt]

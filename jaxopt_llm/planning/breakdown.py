@@ -22,7 +22,7 @@ from jaxopt_llm.step.update import UPDATE
 MATMULS, CONVOLUTIONS, ATTENTION = "matmuls", "convolutions", "attention"
 ELEMENTWISE = "norms and other elementwise"
 CASTS, STACKS, COPIES, OPTIMIZER = "casts", "copies into stacks", "other copies and fills", "optimizer"
-HOST_COPIES = "copies to the host and back"
+COLLECTIVES, HOST_COPIES = "collectives", "copies to the host and back"
 # In the order of the table.
 KERNELS = (MATMULS, CONVOLUTIONS, ATTENTION, ELEMENTWISE, CASTS, STACKS, COPIES, OPTIMIZER)
 
@@ -158,7 +158,7 @@ def _list_links(transfers: Sequence[roofline.Transfer]) -> Iterator[Part]:
         all_seconds = sum(map(roofline.seconds_on_link, group))
         hidden = sum(roofline.seconds_on_link(each) * each.overlapped for each in group)
         runs, sent = (sum(getattr(each, name) for each in group) for name in ("times", "bytes"))
-        yield Part(f"collectives over {axes} ({link})", all_seconds - hidden, hidden, runs, 0, sent)
+        yield Part(f"{COLLECTIVES} over {axes} ({link})", all_seconds - hidden, hidden, runs, 0, sent)
 
 
 def _list_host_copies(kernels: _Kernels, transfers: Sequence[roofline.Transfer], seconds: float) -> Iterator[Part]:
@@ -166,6 +166,28 @@ def _list_host_copies(kernels: _Kernels, transfers: Sequence[roofline.Transfer],
     time = roofline.compute_host_time(kernels.host.bytes, kernels.host_overlapped, kernels.chip, others)
     name = f"{HOST_COPIES} ({kernels.chip.host_link})"
     yield Part(name, time.exposed, time.hidden, kernels.host.runs, 0, kernels.host.bytes)
+
+
+def sum_by_cause(parts: Sequence[Part], idle: float) -> roofline.StepTime:
+    """Return the time of a step by cause.
+
+    Args:
+        idle: share of the time of its kernels in which a pipeline stage does no useful computation.
+    """
+
+    def add(*starts: str) -> float:
+        return sum(part.seconds for part in parts if part.name.startswith(starts))
+
+    multiplied, others = (MATMULS, CONVOLUTIONS, ATTENTION), (ELEMENTWISE, CASTS, STACKS, COPIES, OPTIMIZER)
+    compute, memory = add(*multiplied), add(*others)
+    busy = 1 - idle
+    return roofline.StepTime(
+        compute=busy * compute,
+        memory=busy * memory,
+        links=add(COLLECTIVES),
+        pcie=add(HOST_COPIES),
+        idle=idle * (compute + memory),
+    )
 
 
 def format_breakdown(parts: Sequence[Part]) -> list[str]:

@@ -25,8 +25,7 @@ class Speed:
         mfu: model FLOPs per second divided by the chip's peak, with causal attention, as `train` reports it.
         days: time of all steps of the run, without evaluations and checkpoints; None if epochs determine the steps.
         steps: steps of the run; 0 if epochs determine them.
-        search_step_seconds: the same step by the arithmetic with which `--search` ranks settings; None if that
-            arithmetic does not cover the model.
+        search_step_seconds: the same step by the arithmetic with which `--search` ranks settings.
         assumptions: rates, and what the estimate leaves out.
     """
 
@@ -35,7 +34,7 @@ class Speed:
     mfu: float
     days: float | None
     steps: int
-    search_step_seconds: float | None
+    search_step_seconds: float
     assumptions: tuple[str, ...]
     breakdown: tuple[Part, ...]
 
@@ -60,7 +59,7 @@ def compute_speed(
         mfu=mfu_per_token * tokens_per_second,
         days=training.steps * seconds / 86_400 if training.steps else None,
         steps=training.steps,
-        search_step_seconds=None if config.model.mla.kv_rank else by_search,
+        search_step_seconds=by_search,
         assumptions=list_assumptions(chip, attention, breakdown, work),
         breakdown=breakdown,
     )
@@ -104,7 +103,6 @@ def _percent(share: float) -> str:
 
 def format_speed(speed: Speed, fits: bool = True) -> list[str]:
     """Return the lines of the speed, its assumptions and the breakdown."""
-    search = speed.search_step_seconds
     if speed.days is None:
         length = "the number of steps follows from training.epochs and the data"
     else:
@@ -115,7 +113,7 @@ def format_speed(speed: Speed, fits: bool = True) -> list[str]:
         f"speed{'' if fits else ' if it fitted'}, by a roofline of the compiled program (not measured)",
         f"  {speed.step_seconds:,.4g} s a step, {speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.1%}, {length}",
         *(f"  {line}" for line in speed.assumptions),
-        *([f"  --search, which counts memory traffic by arithmetic, estimates {search:,.4g} s"] if search else []),
+        f"  --search, which counts memory traffic by arithmetic, estimates {speed.search_step_seconds:,.4g} s",
         "",
         *format_breakdown(speed.breakdown),
     ]

@@ -396,7 +396,7 @@ def compute_utilisation(config: Config, program: Program, placement: Placement, 
     needed = flops.count_per_token(config.model, *specs, config.training.sequence_length)
     narrow = flops.count_quantised_per_token(config.model, *specs, precision)
     peak = chip.peak_flops[precision.compute_dtype]
-    narrow_peak = chip.peak_flops[{"fp8": "float8", "int8": "int8"}[precision.matmul]] if narrow else peak
+    narrow_peak = chip.peak_flops[flops.CODE_PRODUCTS[precision.matmul].dtype] if narrow else peak
 
     def seconds(operations: float) -> float:
         return ((operations - narrow) / peak + narrow / narrow_peak) / placement.mesh.size

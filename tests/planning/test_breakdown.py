@@ -7,7 +7,7 @@ import pytest
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.instructions import parse_module
 from jaxopt_llm.planning import kernel_bytes
-from jaxopt_llm.planning.breakdown import Part, break_down_step, format_breakdown
+from jaxopt_llm.planning.breakdown import Part, break_down_step, format_breakdown, sum_by_cause
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.search.roofline import (
     COPY_OVERLAP,
@@ -204,6 +204,17 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
 
 
 KERNEL = "%c = f32[1048576]{0} constant({...})\n  %other = f32[1048576]{0} fusion(%c), kind=kLoop, calls=%many"
+
+
+def test_parts_have_causes_that_add_up_to_the_step() -> None:
+    parts = parts_of(PROGRAM, transfer(0.25, "fsdp", overlapped=0.0))
+    found = sum_by_cause(tuple(parts.values()), idle=0.25)
+    kernels = sum(part.seconds for name, part in parts.items() if not name.startswith("collectives"))
+    assert found.total == pytest.approx(kernels + 0.25) and found.links == pytest.approx(0.25)
+    assert found.compute == pytest.approx(0.75 * (parts["matmuls"].seconds + parts["attention"].seconds))
+    assert (found.idle, found.pcie) == (pytest.approx(0.25 * kernels), 0)
+    copies = Part("copies to the host and back (PCIe)", 2.0, 0.0, 1, 0, 1)
+    assert sum_by_cause((copies,), idle=0.0).pcie == sum_by_cause((copies,), idle=0.0).total == 2
 
 
 def test_copies_to_the_host_are_half_hidden_next_to_a_kernel() -> None:

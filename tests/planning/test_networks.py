@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +14,7 @@ from jaxopt_llm.compiler.chips import CHIPS, LinkRates
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import step_plan
+from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.search import report
 from jaxopt_llm.planning.search.networks import search_networks
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate
@@ -177,9 +179,9 @@ def search_fake(networks: Sequence[float]) -> tuple[list[SearchResult], list[Con
 
 @dataclass(frozen=True)
 class FakePlan:
-    flops: int
     collectives: Sequence[Any]
-    pcie_bytes: int = 0
+    speed: SimpleNamespace
+    idle: float = 0.0
     spare: int = 1
     limit: int = 10  # of which 5% stay free
     memory: None = None
@@ -187,7 +189,11 @@ class FakePlan:
 
 
 def make_fake_plan(found: Candidate) -> FakePlan:
-    return FakePlan(round(found.work.all_flops), found.work.transfers)
+    parts = (
+        Part("matmuls", found.time.total - found.time.links, 0.0, 1, 1, 1),
+        Part("collectives", found.time.links, 0.0, 1, 1, 1),
+    )
+    return FakePlan(found.work.transfers, SimpleNamespace(breakdown=parts))
 
 
 def test_a_search_for_several_networks_compiles_each_program_once() -> None:

@@ -58,16 +58,16 @@ def test_measured_steps_took_as_much_longer_as_is_said() -> None:
 
 
 def test_speed_in_words() -> None:
-    def lines(days: float, search: float | None) -> list[str]:
-        return format_speed(Speed(2.0, 4096, 0.4, days, 50, search, ("assumed: this",), PARTS))
+    def lines(days: float) -> list[str]:
+        return format_speed(Speed(2.0, 4096, 0.4, days, 50, 1.9, ("assumed: this",), PARTS))
 
-    assert lines(2.5, 1.9)[1:4] == [
+    assert lines(2.5)[1:4] == [
         "  2 s a step, 4,096 tokens/s, MFU 40.0%, 2.5 days for 50 steps (0.0004096B tokens)",
         "  assumed: this",
         "  --search, which counts memory traffic by arithmetic, estimates 1.9 s",
     ]
-    assert "6.00 hours for 50 steps" in lines(0.25, None)[1] and not any("--search" in line for line in lines(1, None))
-    speed = Speed(2.0, 65_536, 0.4, 2.5, 1_000_000, None, ("assumed: this",), PARTS)
+    assert "6.00 hours for 50 steps" in lines(0.25)[1]
+    speed = Speed(2.0, 65_536, 0.4, 2.5, 1_000_000, 1.9, ("assumed: this",), PARTS)
     assert "for 1,000,000 steps (131.1B tokens)" in format_speed(speed)[1]
     assert format_speed(speed, fits=False)[0].startswith("speed if it fitted, by")
-    assert lines(1, None)[-1].split() == ["all", "2000.00"]
+    assert lines(1)[-1].split() == ["all", "2000.00"]

@@ -2,7 +2,7 @@
 
 Arithmetic discards the settings that cannot fit. The others are compiled in the order of their estimated time, until
 the next ones differ from the best that fits only by the estimate's error (stopping.py), or MAX_COMPILED have been
-compiled. They are then ranked by the same roofline with the compiler's own figures.
+compiled. They are then ranked by the time that `plan` reads off the compiled program.
 """
 
 import functools
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
+from jaxopt_llm.planning.breakdown import sum_by_cause
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
 from jaxopt_llm.planning.search.exchange_choice import resolve_expert_exchange
@@ -27,7 +28,6 @@ from jaxopt_llm.planning.search.roofline import (
     Work,
     compute_link_time,
     compute_step_time,
-    use_compiled_figures,
 )
 from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate_settings, list_mesh_problems
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
@@ -68,11 +68,11 @@ class CompiledPlan(Protocol):
     @property
     def spare(self) -> int: ...
     @property
-    def flops(self) -> int: ...
-    @property
     def collectives(self) -> Sequence[Transfer]: ...
     @property
-    def pcie_bytes(self) -> int: ...
+    def speed(self) -> Any: ...
+    @property
+    def idle(self) -> float: ...
     @property
     def memory(self) -> Any: ...
     @property
@@ -115,7 +115,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """Candidate that was compiled, with the time by the compiler's figures."""
+    """Candidate that was compiled, with the time that its program takes."""
 
     candidate: Candidate
     plan: CompiledPlan
@@ -338,7 +338,5 @@ def is_valid(config: Config) -> bool:
 
 
 def measure(candidate: Candidate, plan: CompiledPlan) -> CompiledCandidate:
-    """Return a candidate with the time by the figures of its compiled program."""
-    work = use_compiled_figures(candidate.work, plan.flops, plan.collectives, plan.pcie_bytes)
-    time = compute_step_time(work, candidate.cluster.chip, candidate.config.precision.compute_dtype)
-    return CompiledCandidate(candidate, plan, time)
+    """Return a candidate with the time of its compiled program."""
+    return CompiledCandidate(candidate, plan, sum_by_cause(plan.speed.breakdown, plan.idle))

@@ -6,7 +6,7 @@ longer than the kernels.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from jaxopt_llm.compiler.chips import CHIPS, USUAL_LINKS, Chip, LinkRates
@@ -99,7 +99,7 @@ class GroupedWork:
 class Work:
     """Work of one GPU in one step.
 
-    flops: FLOPs of matmuls with weights, without those of experts.
+    flops: FLOPs of matmuls with weights, without those of experts and those of codes.
     grouped: grouped matmuls of experts; None without any.
     attention_flops, attention_bytes: FLOPs and bytes of attention's scores. The slower of the two takes the time.
     attention_efficiency: share of the chip's peak that the matmuls of attention attain.
@@ -108,6 +108,7 @@ class Work:
     transfers: collectives.
     pcie_bytes: bytes to the host and back. No kernel hides them.
     idle: share of the step in which a pipeline stage does no useful computation.
+    code_flops: FLOPs of matmuls of codes, by their dtype.
     """
 
     flops: float
@@ -120,18 +121,20 @@ class Work:
     transfers: tuple[Transfer, ...]
     pcie_bytes: float
     idle: float
+    code_flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def all_flops(self) -> float:
         """FLOPs of all matmuls."""
-        return self.flops + self.attention_flops + (self.grouped.flops if self.grouped else 0.0)
+        of_experts = self.grouped.flops if self.grouped else 0.0
+        return self.flops + self.attention_flops + of_experts + sum(self.code_flops.values())
 
 
 def use_compiled_figures(work: Work, flops: float, transfers: Sequence[Transfer], pcie_bytes: float) -> Work:
     """Replace estimated FLOPs, collectives and copies by those of the compiled program.
 
     Args:
-        flops: all matmuls, those of attention and of experts included.
+        flops: all matmuls, those of attention, of experts and of codes included.
     """
     return replace(
         work,
@@ -173,7 +176,8 @@ def compute_step_time(work: Work, chip: Chip, compute_dtype: str) -> StepTime:
     Raises:
         KeyError: the chip has no matmuls in this dtype.
     """
-    compute = seconds_of_matmuls(work.flops, chip, compute_dtype)
+    by_dtype = [(compute_dtype, work.flops), *work.code_flops.items()]
+    compute = sum(seconds_of_matmuls(flops, chip, dtype) for dtype, flops in by_dtype)
     if grouped := work.grouped:
         compute += seconds_of_matmuls(grouped.flops, chip, compute_dtype, grouped.efficiency)
     streaming = seconds_in_memory(work.bytes, chip)

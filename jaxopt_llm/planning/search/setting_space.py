@@ -174,9 +174,11 @@ def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> It
 
     With `fsdp` or `expert`, stage 0 is the same as `data`. With `context`, stages 0 and 1 sum whole gradients in every
     layer without any benefit. With none of these axes there is nothing to divide, but stage 1 has master weights in
-    addition to the compute copy that the blocks read, and the master weights can be offloaded to the host.
+    addition to the compute copy that the blocks read, and the master weights can be offloaded to the host. On one
+    device stages 0 and 3 are the same program: a recipe with stage 3 keeps it, and is not compiled twice.
     """
-    zero_stages: tuple[ZeroStage, ...] = (0, 1) if offloads else (0,)
+    undivided: ZeroStage = 3 if mesh.devices == 1 and config.sharding.zero_stage == 3 else 0
+    zero_stages: tuple[ZeroStage, ...] = (undivided, 1) if offloads else (undivided,)
     if any(mesh.size(axis) > 1 for axis in STORAGE_AXES):
         zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)
     stage: ZeroStage

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
+from jaxopt_llm.model.flops import CODE_PRODUCTS
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
@@ -41,6 +42,8 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     repeated = matmuls["forward"] - passes.first_forwards * block.count_forward()
     grouped = {leg: 2 * layers * tokens * count for leg, count in of_experts.items()}
     of_kernel = sum(grouped.values()) if config.training.grouped_matmul != "xla" else 0.0
+    dense = {leg: 2 * layers * tokens * (count - of_experts[leg]) for leg, count in matmuls.items()}
+    code_flops = _count_code_flops(config, dense)
 
     attention = AttentionCost.from_config(config)
     scored_keys = sum(number * attention.count_scored_keys(kind) for kind, number in passes.kinds)
@@ -58,10 +61,11 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
 
     logits = passes.microbatches * tokens * count_table_rows(config)
+    of_head = 6 * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(
-        flops=2 * layers * tokens * sum(matmuls.values()) - of_kernel + 6 * logits * model.width,
+        flops=2 * layers * tokens * sum(matmuls.values()) - of_kernel - sum(code_flops.values()) + of_head,
         grouped=_describe_grouped(config, cluster.chip, grouped) if of_kernel else None,
         attention_flops=forward_flops + backward_flops,
         attention_bytes=0 if attention.flash else scores * score_bytes,
@@ -71,6 +75,7 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
         transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
         pcie_bytes=2 * state.host + copied,
         idle=passes.idle,
+        code_flops=code_flops,
     )
 
 
@@ -88,6 +93,19 @@ def _count_multiplied(
         "dx": passes.backwards * whole,
         "dw": passes.backwards * block.count_forward(trained=True, of_experts=of_experts),
     }
+
+
+def _count_code_flops(config: Config, dense: Mapping[Leg, float]) -> dict[str, float]:
+    """Return the FLOPs of matmuls of codes, by their dtype. What adapters multiply in compute dtype counts, too.
+
+    Args:
+        dense: FLOPs of each leg, without those of experts.
+    """
+    precision, layers = config.precision, config.model.layers
+    if precision.matmul not in CODE_PRODUCTS:
+        return {}
+    products, share = CODE_PRODUCTS[precision.matmul], 1 - 2 * precision.compute_dtype_layers / layers
+    return {products.dtype: share * sum(count for leg, count in dense.items() if leg in products.legs)}
 
 
 def _describe_grouped(config: Config, chip: Chip, flops: Mapping[Leg, float]) -> GroupedWork:

@@ -15,6 +15,7 @@ from jaxopt_llm import plan as planning
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
+from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
 from jaxopt_llm.planning.free_memory import add_slack
@@ -91,9 +92,30 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         model_flops=found.work.flops,
         repeated_flops=found.work.repeated_flops,
         networks=(),
-        speed=compute_speed(config, CLUSTER.chip, (Part("matmuls", 1.0, 0.0, 1, 1, 1),), 0.0, found.work),
+        speed=compute_speed(config, CLUSTER.chip, _as_parts(found), 0.0, found.work),
         idle=found.work.idle,
     )
+
+
+def _as_parts(found: ranking.Candidate) -> tuple[Part, ...]:
+    """Return the estimated time of a setting as parts of a compiled step, which contain the idle time."""
+    time, busy = found.time, 1 - found.work.idle
+    seconds = {
+        breakdown.MATMULS: time.compute / busy,
+        breakdown.ELEMENTWISE: time.memory / busy,
+        f"{breakdown.COLLECTIVES} over fsdp (nvlink)": time.links,
+        f"{breakdown.HOST_COPIES} (PCIe)": time.pcie,
+    }
+    return tuple(Part(name, each, 0.0, 1, 1, 1) for name, each in seconds.items())
+
+
+def slow_down(plan: Plan, factor: float) -> Plan:
+    """Return the plan of a step whose matmuls take longer."""
+    parts = (
+        dataclasses.replace(part, seconds=part.seconds * (factor if part.name == breakdown.MATMULS else 1))
+        for part in plan.speed.breakdown
+    )
+    return dataclasses.replace(plan, speed=dataclasses.replace(plan.speed, breakdown=tuple(parts)))
 
 
 def run(
@@ -133,8 +155,7 @@ def test_the_worse_the_estimate_the_more_is_compiled() -> None:
     """Check that what stops early finds the winner of a search that compiles all twelve."""
 
     def every_third_is_slower(config: Config) -> Plan:
-        plan = as_estimated(config)
-        return dataclasses.replace(plan, flops=round(plan.flops * (1.2 if next(numbers) % 3 else 1)))
+        return slow_down(as_estimated(config), 1.2 if next(numbers) % 3 else 1)
 
     exact, few = run()
     numbers = itertools.count()
@@ -151,8 +172,7 @@ def test_the_error_of_a_pipeline_says_nothing_about_other_settings() -> None:
     """Check a recipe whose stages are much faster than estimated, but still slower than the rest."""
 
     def stages_are_faster(config: Config) -> Plan:
-        plan = as_estimated(config)
-        return dataclasses.replace(plan, flops=round(plan.flops * (0.8 if config.mesh.pipeline > 1 else 1)))
+        return slow_down(as_estimated(config), 0.8 if config.mesh.pipeline > 1 else 1)
 
     in_stages = (
         each for each in cached_estimates(RECIPE, CLUSTER, ()) if each.config.mesh == MeshConfig(pipeline=4, fsdp=1)

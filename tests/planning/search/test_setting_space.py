@@ -118,6 +118,7 @@ def test_zero_stages_follow_fsdp() -> None:
     def zero_stages(mesh: MeshConfig) -> set[int]:
         return {config.sharding.zero_stage for config in enumerate_settings(RECIPE, mesh)}
 
+    assert zero_stages(MeshConfig(fsdp=1)) == {1, 3}, "stages 0 and 3 are the same on one device, and the recipe has 3"
     assert zero_stages(MeshConfig(data=8)) == {0, 1}
     assert {
         config.offload.optimizer

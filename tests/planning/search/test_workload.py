@@ -54,3 +54,20 @@ def test_a_dense_model_and_the_reference_have_no_grouped_matmuls() -> None:
     by_xla = {"training.attention": "cudnn", "remat.policy": "none", "training.grouped_matmul": "xla"}
     assert work_of(dense).grouped is None
     assert work_of(replace_fields(cli.load_recipe("mixtral_8x7b.py"), by_xla)).grouped is None
+
+
+@pytest.mark.parametrize(("matmul", "dtype", "legs"), [("fp8", "float8", 3), ("int8", "int8", 1)])
+def test_products_of_codes_count_at_the_peak_of_their_dtype(matmul: str, dtype: str, legs: int) -> None:
+    """Those of the blocks, but neither the head's nor those of attention."""
+    switches = {"training.attention": "cudnn", "remat.policy": "none"}
+    plain = work_of(replace_fields(cli.load_recipe("llama3_8b.py"), switches))
+    coded = work_of(replace_fields(cli.load_recipe("llama3_8b.py"), switches | {"precision.matmul": matmul}))
+    model, tokens = cli.load_recipe("llama3_8b.py").model, 16 * 8192 / 8
+    heads = 2 * model.head_dim * (model.heads + model.kv_heads)
+    matrices = model.layers * model.width * (heads + 3 * model.mlp_width)
+    assert plain.code_flops == {} and coded.code_flops == {dtype: 2 * tokens * legs * matrices}
+    assert coded.all_flops == plain.all_flops
+    saved = [compute_step_time(each, CLUSTER.chip, "bfloat16").compute for each in (plain, coded)]
+    rate = 0.75 * CLUSTER.chip.peak_flops["bfloat16"]
+    factor = CLUSTER.chip.peak_flops[dtype] / CLUSTER.chip.peak_flops["bfloat16"]
+    assert saved[0] - saved[1] == pytest.approx(2 * tokens * legs * matrices / rate * (1 - 1 / factor))
