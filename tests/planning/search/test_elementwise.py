@@ -23,11 +23,12 @@ def test_kernels_of_a_llama(tensor: int) -> None:
     """A norm reads and writes the residual stream, a sum reads twice and writes; both occur twice.
 
     The gradient of a norm reads the gradient and its input three times: to reduce them, for the gradient of its scale,
-    and to write its own. It adds the gradient that comes past it.
+    and to write its own. It adds the gradient that comes past it. The gated product of the MLP is formed again together
+    with its gradients.
     """
     heads = QUERIES + KEYS
     forward = 10 * WIDTH + 2 * heads + 3 * MLP
-    again = (2 + 3 + 2) * WIDTH + 2 * heads + 3 * MLP
+    again = (2 + 3 + 2) * WIDTH + 2 * heads + MLP
     gradients = 2 * (3 * 2 + 1 + 1) * WIDTH + 2 * heads + 5 * MLP
     assert count(tensor) == (forward / tensor, (again + gradients) / tensor)
 
