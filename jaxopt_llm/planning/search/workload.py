@@ -95,7 +95,7 @@ def _count_multiplied(
 
 
 def _count_waiting(config: Config, chip: Chip, block: BlockCost, passes: Passes) -> float:
-    """Return the numbers per token in a layer for which products wait, in all passes. Each leg moves the same arrays."""
+    """Return the numbers per token in a layer for which products wait. Each leg moves the same arrays."""
     rate = MATMUL_EFFICIENCY * chip.peak_flops[config.precision.compute_dtype]
     per_flop = MEMORY_EFFICIENCY * chip.memory_bytes_per_second / rate
     whole, again, trained = (
@@ -136,7 +136,9 @@ def _streamed_bytes(
 
     forward, backward = block.count_streamed(config.remat)
     streamed = layers * tokens * compute * (passes.forwards * forward + passes.backwards * backward)
-    if config.training.unroll != "all":  # each backward follows a forward that saves what it reads, in a loop over layers
+    if (
+        config.training.unroll != "all"
+    ):  # each backward follows a forward that saves what it reads, in a loop over layers
         streamed += layers * tokens * compute * passes.backwards * block.count_stacked(config.remat)
     # A layer's weights are cast or copied as they rest, before they are gathered. Its gradients go into their stack as
     # they rest, too.
