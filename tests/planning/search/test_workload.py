@@ -90,7 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model.mla.rotary_head_dim": 64,
         "model.mla.value_head_dim": 128,
     },
-    "pipeline": {"mesh.pipeline": 4, "mesh.fsdp": 2, "training.batch_size": 256, "training.accumulation": 8},
+    "pipeline": {"mesh.pipeline": 4, "mesh.fsdp": 2, "training.batch_size": 128, "training.accumulation": 8},
     "adapters": {"mesh.fsdp": 8, "lora.rank": 16},
 }
 
