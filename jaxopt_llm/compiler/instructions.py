@@ -149,7 +149,8 @@ def count_executions(module: Module) -> Mapping[str, Execution]:
     for name, computation in reversed(list(module.items())):  # callers first
         caller = executions[name]
         for instruction in computation.values():
-            trips = _find_trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
+            is_loop = instruction.opcode == "while" and caller.times != 0
+            trips = _find_trip_count(module, computation, instruction) if is_loop else 1
             for callee in list_callees(instruction):
                 past = executions[callee]
                 times = None

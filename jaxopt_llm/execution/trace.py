@@ -188,6 +188,21 @@ class BlockTrace:
         )
 
     @functools.cached_property
+    def read_whole(self) -> frozenset[Mark]:
+        """The intermediates that the backwards of products and of attention read, themselves or in another form."""
+        makers = {value: operation for operation in self.operations for value in operation.outputs}
+        found: set[Mark] = set()
+        for operation in self.operations:
+            if operation.product is None and (not operation.marks or operation.primitive == "name"):
+                continue
+            for value in operation.needs:
+                maker = makers[value]
+                while maker.is_view and not maker.marks:
+                    maker = makers[maker.inputs[0]]
+                found.update(maker.marks)
+        return frozenset(found)
+
+    @functools.cached_property
     def inputs(self) -> frozenset[int]:
         """The input of the block, which has the first name."""
         first = next(operation for operation in self.operations if operation.marks)

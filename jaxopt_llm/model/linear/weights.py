@@ -122,6 +122,22 @@ def gather_once(params: tree.Tree) -> tree.Tree:
     return jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
 
 
+def cast_to_compute(params: tree.Tree) -> tree.Tree:
+    """Return weights at rest in the compute dtype, for a loop that gathers them: it holds what it reads.
+
+    Weights that move or are multiplied as codes stay: their codes come from the exact values.
+    """
+
+    def cast(weight: BaseWeight) -> BaseWeight:
+        if isinstance(weight, QuantisedWeight):
+            return weight
+        shardings = weight.shardings
+        is_coded = shardings.matmul != "compute_dtype" or shardings.gather_block
+        return weight if is_coded else replace(weight, array=weight.array.astype(shardings.compute_dtype))
+
+    return jax.tree.map(cast, params, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
+
+
 def gather_for_use(weight: Weight) -> jax.Array:
     """Return the gathered weight in compute dtype, for any use other than a product. It has a gradient, if it trains.
 

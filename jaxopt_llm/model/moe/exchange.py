@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.config import MoEConfig, ShardingConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.model.linear.weights import gather_once
+from jaxopt_llm.model.linear.weights import cast_to_compute, gather_once
 from jaxopt_llm.model.moe import dispatch_plan
 from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan, ExpertMesh
 from jaxopt_llm.parallel.gathering import split_perturbations, with_perturbations
@@ -223,45 +223,54 @@ def _make_round(run, plan, weights):
     return run_round
 
 
-def _loop_after_first(count, of_round, sums):
-    """Add of_round(round_index) to the sums for every round after the first.
+def _add_later_rounds(count, resting, of_round, sums):
+    """Add of_round(weights, round_index) to the sums for every round after the first.
 
-    Without the barrier, XLA moves an all-reduce of a round out of the loop, where it runs even without further rounds.
+    The outer loop runs once, or not at all: weights are gathered only if there is a further round. A conditional would
+    copy the sums. Without the barriers, XLA moves gathers and all-reduces out of the loops, and they always run.
     """
+    narrow = cast_to_compute(resting)
 
-    def step(state):
-        round_index, sums = state
-        further = jax.lax.optimization_barrier(of_round(round_index))
-        return round_index + 1, jax.tree.map(jnp.add, sums, further)
+    def repeat(step, state):
+        return jax.lax.while_loop(lambda state: state[0] < count, step, state)
+
+    def run_all(state):
+        gathered = gather_once(jax.lax.optimization_barrier((narrow, state))[0])
+
+        def run_one(state):
+            round_index, sums = state
+            further = jax.lax.optimization_barrier(of_round(gathered, round_index))
+            return round_index + 1, jax.tree.map(jnp.add, sums, further)
+
+        return repeat(run_one, state)
 
     with jax.named_scope(taken_scope_name(0, 1)):
-        return jax.lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(1), sums))[1]
+        return repeat(run_all, (jnp.int32(1), sums))[1]
 
 
 def _run_rounds_forward(functions, choices, count, resting, perturbations, inputs):
     run, make_plan, rounds = functions
     y, pull = jax.vjp(_make_round(run, make_plan(choices, 0, rounds.first), resting), perturbations, inputs)
-    gathered = gather_once(resting)
 
-    def of_round(index):
+    def of_round(weights, index):
         plan = make_plan(choices, rounds.begin(index), rounds.later)
-        return _make_round(run, plan, gathered)(perturbations, inputs)
+        return _make_round(run, plan, weights)(perturbations, inputs)
 
-    return _loop_after_first(count, of_round, y), (pull, choices, count, resting, inputs)
+    return _add_later_rounds(count, resting, of_round, y), (pull, choices, count, resting, inputs)
 
 
 def _run_rounds_backward(functions, residuals, dy):
     run, make_plan, rounds = functions
     pull, choices, count, resting, inputs = residuals
     first = pull(dy)
-    perturbations, gathered = jax.tree.map(jnp.zeros_like, first[0]), gather_once(resting)
+    perturbations = jax.tree.map(jnp.zeros_like, first[0])
 
-    def of_round(index):
+    def of_round(weights, index):
         plan = make_plan(choices, rounds.begin(index), rounds.later)
-        _, pull = jax.vjp(_make_round(run, plan, gathered), perturbations, inputs)
+        _, pull = jax.vjp(_make_round(run, plan, weights), perturbations, inputs)
         return pull(dy)
 
-    d_perturbations, d_inputs = _loop_after_first(count, of_round, first)
+    d_perturbations, d_inputs = _add_later_rounds(count, resting, of_round, first)
     return None, None, None, d_perturbations, d_inputs
 
 

@@ -96,8 +96,36 @@ class LayerCost:
     def count_streamed(self, remat: RematConfig) -> tuple[float, float]:
         """Return the numbers that the kernels between products read and write in a forward, and in a backward."""
         kernels, again = find_kernels(self.trace), self.follow_backward(remat).values
-        backward = kernels.count_forward(self.arrays, again) + kernels.count_gradients(self.arrays)
+        backward = kernels.count_forward(self.arrays, again) + kernels.count_gradients(self.arrays, again)
         return kernels.count_forward(self.arrays), backward
+
+    def count_stacked(self, remat: RematConfig) -> float:
+        """Return the numbers that are read and written for the stacks of what is saved.
+
+        A stack is filled with zeros, and a layer is copied into it. Attention and products read a copy of the layer.
+        Other kernels read the stack.
+        """
+        saved = _list_on_device(self, remat)
+        return 3 * self.count(saved) + 2 * self.count(tuple({*saved} & self.trace.read_whole))
+
+    def count_waiting(self, remat: RematConfig | None, bytes_per_flop: float, trained: bool = False) -> float:
+        """Return the numbers for which products wait: those that they move beyond what their FLOPs leave time for.
+
+        Only adapters and other thin matrices move so many.
+
+        Args:
+            remat: count the products that a backward computes again; None: all.
+            trained: only those with trained weights.
+        """
+        per_number = 2 * bytes_per_flop / BYTES[self.placement.precision.compute_dtype]
+        again = self.follow_backward(remat).products if remat else range(len(self.multiplied))
+        waiting = 0.0
+        for index in again:
+            product, multiplied = self.trace.products[index], self.multiplied[index]
+            if product.trained or not trained:
+                moved = (product.size + product.multiplied / product.size) * multiplied / product.multiplied
+                waiting += max(0.0, moved - per_number * multiplied)
+        return waiting
 
     @property
     def has_experts(self) -> bool:
@@ -188,6 +216,16 @@ class BlockCost:
         """Return the numbers that the kernels between products read and write in a forward, and in a backward."""
         forward = self.average(lambda layer: layer.count_streamed(remat)[0])
         return forward, self.average(lambda layer: layer.count_streamed(remat)[1])
+
+    @functools.cache
+    def count_stacked(self, remat: RematConfig) -> float:
+        """Return the numbers that are read and written for the stacks of what is saved."""
+        return self.average(lambda layer: layer.count_stacked(remat))
+
+    @functools.cache
+    def count_waiting(self, remat: RematConfig | None, bytes_per_flop: float, trained: bool = False) -> float:
+        """Return the numbers for which products wait (LayerCost.count_waiting)."""
+        return self.average(lambda layer: layer.count_waiting(remat, bytes_per_flop, trained))
 
     @functools.cache
     def recomputes_attention(self, remat: RematConfig) -> bool:

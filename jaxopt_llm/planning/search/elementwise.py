@@ -86,14 +86,21 @@ class Elementwise:
             if again is None or kernel.array in again
         )
 
-    def count_gradients(self, sizes: Mapping[int, float]) -> float:
-        """Return what the kernels of the gradients read and write."""
+    def count_gradients(self, sizes: Mapping[int, float], again: frozenset[int]) -> float:
+        """Return what the kernels of the gradients read and write.
+
+        Args:
+            again: values that the backward computes again. Such a kernel and its gradient read their arrays once,
+                together, unless a sum comes in between.
+        """
         moved = 0.0
         for kernel in self.kernels:
             gradient = max(sizes[each] for each in (kernel.array, *self._list_selected(kernel)))
             passes = (not kernel.is_sum) + bool(self._list_normed(kernel)) + kernel.trains
             moved += passes * (gradient + sum(sizes[each] for each in kernel.needs))
             moved += (not kernel.is_sum) * sum(sizes[each] for each in kernel.reads)
+            if kernel.array in again and not kernel.reduced:
+                moved -= sum(sizes[each] for each in kernel.needs & kernel.reads)
         # A product adds to the result of another one, but no grouped product does.
         readers = Counter(each for kernel in self.kernels for each in kernel.reads) + Counter(self.grouped)
         return moved + sum((count - 1) * sizes[array] for array, count in readers.items())

@@ -13,6 +13,7 @@ from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, 
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (
     MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
     Cluster,
     GroupedWork,
     Work,
@@ -28,7 +29,9 @@ from jaxopt_llm.planning.search.transfers import estimate_transfers
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 20, 26
 MERGE_BYTES = 12  # bytes per element to add the results or gradients of a ring's part to the others', in float32
 PAIR_BYTES = 4  # bytes per element to copy chunks of a part for a kernel that skips no keys
-LOGIT_BYTES = 22  # bytes read and written per logit, from the matmul that makes it to the matmuls of its gradient
+# Bytes that the kernels of the loss read and write per logit: float32 logits are read for their maximum, for the sum of
+# exponentials and for the gradient, which is written in 16 bits.
+LOGIT_BYTES = 14
 
 
 def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
@@ -71,7 +74,8 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
         attention_bytes=0 if attention.flash else scores * score_bytes,
         attention_efficiency=_attention_efficiency(attention, cluster.chip, forward_flops, backward_flops),
         repeated_flops=2 * layers * tokens * repeated + 2 * (keys + values) * scores * attention_reruns,
-        bytes=_streamed_bytes(config, state, block, passes, attention_forwards),
+        bytes=_streamed_bytes(config, state, block, passes, attention_forwards)
+        + layers * tokens * compute * _count_waiting(config, cluster.chip, block, passes),
         transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
         pcie_bytes=2 * state.host + copied,
         idle=passes.idle,
@@ -108,6 +112,16 @@ def _count_code_flops(config: Config, dense: Mapping[Leg, float]) -> dict[str, f
     return {products.dtype: share * sum(count for leg, count in dense.items() if leg in products.legs)}
 
 
+def _count_waiting(config: Config, chip: Chip, block: BlockCost, passes: Passes) -> float:
+    """Return the numbers per token in a layer for which products wait. Each leg moves the same arrays."""
+    rate = MATMUL_EFFICIENCY * chip.peak_flops[config.precision.compute_dtype]
+    per_flop = MEMORY_EFFICIENCY * chip.memory_bytes_per_second / rate
+    whole, again, trained = (
+        block.count_waiting(*each) for each in ((None, per_flop), (config.remat, per_flop), (None, per_flop, True))
+    )
+    return passes.forwards * whole + passes.backwards * (again + whole + trained)
+
+
 def _describe_grouped(config: Config, chip: Chip, flops: Mapping[Leg, float]) -> GroupedWork:
     """Return the grouped matmuls of a step. An even load fills the groups.
 
@@ -140,9 +154,15 @@ def _streamed_bytes(
 
     forward, backward = block.count_streamed(config.remat)
     streamed = layers * tokens * compute * (passes.forwards * forward + passes.backwards * backward)
-    # Weights are cast and written whole in each pass. Gradients are written, and read for their reduction.
-    streamed += state.layers.weights / passes.chunks * 2 * compute * (passes.forwards + passes.backwards)
-    streamed += state.layers.trained / passes.chunks * 2 * reduced * passes.backwards
+    if (
+        config.training.unroll != "all"
+    ):  # each backward follows a forward that saves what it reads, in a loop over layers
+        streamed += layers * tokens * compute * passes.backwards * block.count_stacked(config.remat)
+    # A layer's weights are cast or copied as they rest, before they are gathered. Its gradients go into their stack as
+    # they rest, too.
+    share = state.layers.masters / max(state.layers.trained, 1) if config.sharding.zero_stage == 3 else 1.0
+    streamed += share * state.layers.weights / passes.chunks * 2 * compute * (passes.forwards + passes.backwards)
+    streamed += state.layers.gradients / passes.chunks * 2 * reduced * passes.backwards
     if accumulates_gradients(config):
         streamed += 12 * state.layers.gradients / passes.chunks * passes.backwards
         streamed += 12 * state.non_layer.gradients * passes.microbatches
@@ -154,9 +174,7 @@ def _streamed_bytes(
         copied = (queries + 2 * keys) * (attention_forwards + passes.backwards) + 2 * queries * passes.backwards
         streamed += layers * (config.mesh.context - 1) * PAIR_BYTES * copied
     rows = count_table_rows(config)
-    chunks = -(-tokens // (config.training.logit_tokens or tokens))
     streamed += LOGIT_BYTES * passes.microbatches * tokens * rows
-    streamed += passes.microbatches * chunks * 8 * rows * model.width
     # The update reads and writes the train state, and reads the gradients twice: first for their norm.
     streamed += 2 * (state.parameters + state.optimizer + state.host)
     streamed += 8 * (state.layers.masters + state.non_layer.masters)

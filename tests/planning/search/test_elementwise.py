@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxopt_llm.config import Config, MeshConfig, ModelConfig, RematConfig, ShardingConfig
+from jaxopt_llm.config import Config, LoraConfig, MeshConfig, ModelConfig, RematConfig, ShardingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning.search.block_cost import BlockCost
 
@@ -23,11 +23,12 @@ def test_kernels_of_a_llama(tensor: int) -> None:
     """A norm reads and writes the residual stream, a sum reads twice and writes; both occur twice.
 
     The gradient of a norm reads the gradient and its input three times: to reduce them, for the gradient of its scale,
-    and to write its own. It adds the gradient that comes past it.
+    and to write its own. It adds the gradient that comes past it. The gated product of the MLP is formed again together
+    with its gradients.
     """
     heads = QUERIES + KEYS
     forward = 10 * WIDTH + 2 * heads + 3 * MLP
-    again = (2 + 3 + 2) * WIDTH + 2 * heads + 3 * MLP
+    again = (2 + 3 + 2) * WIDTH + 2 * heads + MLP
     gradients = 2 * (3 * 2 + 1 + 1) * WIDTH + 2 * heads + 5 * MLP
     assert count(tensor) == (forward / tensor, (again + gradients) / tensor)
 
@@ -47,3 +48,23 @@ def test_a_policy_decides_what_runs_again() -> None:
     kept, again = (count(policy=policy, **rows) for policy in ("none", "dots"))
     assert kept[0] == again[0]
     assert again[1] - kept[1] > 2 * 3 * WIDTH, "rows are read and written"
+
+
+def test_what_is_saved_goes_through_stacks() -> None:
+    """Zeros are written, and an array is read and written. Attention and products read a copy of the layer's array.
+
+    Attention saves its result, and a float32 number for each of eight heads.
+    """
+    block = BlockCost.from_config(Config(model=MODEL))
+    assert block.count_stacked(RematConfig("full")) == 3 * WIDTH
+    assert block.count_stacked(RematConfig(("attention",))) == 3 * WIDTH + 5 * (QUERIES + 2 * 8)
+
+
+def test_only_thin_matrices_wait_for_memory() -> None:
+    """A product of 4096 numbers with a matrix of rank 16 moves more than 1/16 of a byte for each FLOP."""
+    wide = replace_fields(MODEL, {"width": 4096, "head_dim": 512, "mlp_width": 16_384})
+    plain, adapted = Config(model=wide), Config(model=wide, lora=LoraConfig(rank=16, targets=("down",)))
+    assert BlockCost.from_config(plain).count_waiting(None, 1 / 200) == 0
+    waiting = BlockCost.from_config(adapted).count_waiting(None, 1 / 200)
+    moved, products = 16_384 + 16 + 16 + 4096, 16 * (16_384 + 4096)
+    assert waiting == pytest.approx(moved - products / 200)

@@ -1,15 +1,19 @@
-"""Work of a step with experts by arithmetic."""
+"""Work of a step by arithmetic: experts, and the time of each family of models against the compiler."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from jaxopt_llm.config import Config, cli
+from jaxopt_llm.config import Config, ModelConfig, cli
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning.search.grouped_rate import LEGS, Groups, find_efficiency
+from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster, Work, compute_step_time
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.planning.step_plan import make_plan
+from jaxopt_llm.step.validation import validate
 
 CLUSTER = Cluster("h200", 1, 8)
 
@@ -71,3 +75,51 @@ def test_products_of_codes_count_at_the_peak_of_their_dtype(matmul: str, dtype: 
     rate = 0.75 * CLUSTER.chip.peak_flops["bfloat16"]
     factor = CLUSTER.chip.peak_flops[dtype] / CLUSTER.chip.peak_flops["bfloat16"]
     assert saved[0] - saved[1] == pytest.approx(2 * tokens * legs * matrices / rate * (1 - 1 / factor))
+
+
+SMALL = replace_fields(
+    Config(
+        model=ModelConfig(
+            width=1024, layers=8, heads=8, kv_heads=8, head_dim=128, mlp_width=4096, vocabulary_size=7_680
+        )
+    ),
+    {
+        "training.batch_size": 64,
+        "training.sequence_length": 1024,
+        "training.loss_chunk": 1024,
+        "training.attention": "cudnn",
+        "remat.policy": "none",
+    },
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": {"mesh.fsdp": 8},
+    "experts": {
+        "mesh.fsdp": 2,
+        "mesh.expert": 4,
+        "model.moe.experts": 8,
+        "model.moe.experts_per_token": 2,
+        "model.moe.expert_width": 2048,
+    },
+    "latent attention": {
+        "mesh.fsdp": 8,
+        "model.mla.kv_rank": 256,
+        "model.mla.query_rank": 384,
+        "model.mla.rotary_head_dim": 64,
+        "model.mla.value_head_dim": 128,
+    },
+    "pipeline": {"mesh.pipeline": 4, "mesh.fsdp": 2, "training.batch_size": 128, "training.accumulation": 8},
+    "adapters": {"mesh.fsdp": 8, "lora.rank": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_and_time_match_the_compiler(family: str) -> None:
+    """Check small models, of whose step a fifth and more is memory traffic."""
+    config = replace_fields(SMALL, FAMILIES[family])
+    validate(config)
+    plan, state = make_plan(config, "h200", 1, 8), compute_state_sizes(config)
+    assert state is not None
+    found = estimate(config, CLUSTER, state)
+    assert found.footprint.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    assert found.time.total == pytest.approx(plan.speed.step_seconds, rel=0.15)
