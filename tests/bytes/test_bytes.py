@@ -86,12 +86,10 @@ GRADIENT = {"float32": 4, "bfloat16": 2, "float16": 2}
         *((1, 1, "float32"), (3, 1, "float32"), (3, 3, "float32")),
         *slow(
             (0, 1, "float32"),
-            (2, 1, "float32"),
             (1, 1, "bfloat16"),
             (1, 3, "float32"),
             (2, 3, "float32"),
             (3, 1, "bfloat16"),
-            (3, 1, "float16"),
         ),
     ],
 )
@@ -161,7 +159,7 @@ def test_one_kernel_adds_a_gradient_to_its_sum() -> None:
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("stage", "tied", "microbatches"),
-    [(3, False, 1), *slow((2, False, 1), (2, True, 1), (3, True, 1), (3, True, 3), (3, False, 3))],
+    [(3, False, 1), *slow((2, False, 1), (3, True, 3), (3, False, 3))],
 )
 @pytest.mark.slow
 def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool, microbatches: int) -> None:
@@ -185,7 +183,7 @@ def test_tables_are_reduced_once_a_microbatch(stage: int, tied: bool, microbatch
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("stage", [3, *slow((0,), (1,), (2,))])
+@pytest.mark.parametrize("stage", [3, *slow((0,))])
 def test_program_does_not_grow_with_depth(stage: int) -> None:
     deep, shallow = (programs.count_instructions(compiled(layers, FSDP, stage).text) for layers in (16, 8))
     assert deep <= 1.01 * shallow  # XLA may copy a buffer or two more
@@ -276,7 +274,7 @@ def test_a_layer_more_on_the_host_costs_its_input_and_its_adapters_gradients(rem
     ("stage", "dtype", "per_parameter"),
     [
         (3, "int8", (4 + 2.0625) / 8),
-        *slow((3, "bfloat16", (4 + 4) / 8), (0, "int8", 4 + 2.0625), (1, "int8", 2 + (4 + 2.0625) / 8)),
+        *slow((3, "bfloat16", (4 + 4) / 8), (1, "int8", 2 + (4 + 2.0625) / 8)),
     ],
 )
 @pytest.mark.slow
@@ -351,7 +349,7 @@ def base_bytes(base: str) -> tuple[float, float]:
     "stage, base",
     [
         *((3, "float"), (3, "nf4")),
-        *slow((0, "int8"), (1, "nf4"), (2, "float"), (3, "int8")),
+        *slow((0, "int8"), (1, "nf4")),
     ],
 )
 def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> None:
@@ -366,7 +364,7 @@ def test_resting_bytes_of_adapters_over_a_frozen_base(stage: int, base: str) -> 
     assert step.memory.aliased >= step.memory.arguments - batch - 4096, "the state is not updated in place"
 
 
-@pytest.mark.parametrize("stage, base", [(0, "float"), (1, "int8"), (2, "float"), (3, "nf4")])
+@pytest.mark.parametrize("stage, base", [(0, "float"), (1, "int8"), (3, "nf4")])
 @pytest.mark.slow
 def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
     moved = per_layer(Compiled.wire_bytes, FSDP, stage, adapters_over=base)
@@ -381,7 +379,7 @@ def test_only_adapters_have_gradients_to_move(stage: int, base: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("base, remat", [("nf4", "full"), *slow(("nf4", "none"), ("int8", "full"), ("int8", "none"))])
+@pytest.mark.parametrize("base, remat", [("nf4", "full"), *slow(("nf4", "none"), ("int8", "full"))])
 def test_a_base_in_codes_is_gathered_as_codes_a_layer_at_a_time(base: str, remat: str) -> None:
     step = compiled(8, FSDP, 3, remat, adapters_over=base)
     inside = [each for each in step.collectives if each.kind == "all-gather" and each.times > 1]

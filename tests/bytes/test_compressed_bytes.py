@@ -55,7 +55,6 @@ def measure(sharded: dict[str, Any], stage: int = 3, accumulation: int = 1) -> f
         ({}, 2 * 4),
         ({"optimizer_over_data": True}, 4 + 2),
         ({"data_gradients": "int8"}, CODED["int8"] + CODED["int8"]),
-        ({"optimizer_over_data": True, "int8_gathers": ("data",), "data_gradients": "int8"}, 2 * CODED["int8"]),
         ({"optimizer_over_data": True, "int8_gathers": ("data",), "data_gradients": "int4"}, sum(CODED.values())),
     ],
 )
@@ -64,11 +63,10 @@ def test_bytes_between_hosts(sharded: dict[str, Any], expected: float) -> None:
     assert measure(sharded, accumulation=3) == pytest.approx(SHARE * expected, rel=0.02)
 
 
-@pytest.mark.parametrize("accumulation", [1, *slow(3)])
-def test_a_dense_step_sends_about_a_quarter_between_hosts(accumulation: int) -> None:
+def test_a_dense_step_sends_about_a_quarter_between_hosts() -> None:
     """All of a step, its tables and norms included: ZeRO++'s factor of 4, and more with 4 bits."""
     exact, int8, int4 = (
-        between_hosts(compiled(8, HOSTS, 3, accumulation=accumulation, sharded=sharded, shape=ROWS))
+        between_hosts(compiled(8, HOSTS, 3, sharded=sharded, shape=ROWS))
         for sharded in (
             (),
             *(
@@ -79,27 +77,6 @@ def test_a_dense_step_sends_about_a_quarter_between_hosts(accumulation: int) -> 
     )
     assert int8 <= 0.28 * exact
     assert int4 <= 0.21 * exact
-
-
-@pytest.mark.slow
-def test_a_step_of_10b_sends_a_quarter_between_hosts() -> None:
-    """The whole model of `10b.py` with a row on each of 8 × 8 H100s: all 36 layers, both tables and the norms."""
-    recipe = replace_fields(cli.load_recipe("10b.py"), {"mesh.data": 8, "training.batch_size": 64})
-
-    def measure_step(**sharding: Any) -> tuple[float, int]:
-        config = replace_fields(recipe, {f"sharding.{name}": value for name, value in sharding.items()})
-        plan = make_plan(config, "h100", hosts=8, gpus_per_host=8)
-        assert all(each.link == ("network" if "data" in each.axes else "nvlink") for each in plan.collectives)
-        return sum(each.bytes for each in plan.collectives if each.link == "network"), plan.parameters
-
-    exact, parameters = measure_step()
-    assert parameters == 10_237_096_960
-    of_host = SHARE * parameters / HOSTS.fsdp
-    assert exact == pytest.approx(8 * of_host, rel=0.001)
-    for bits, most in (("int8", 0.28), ("int4", 0.2)):
-        sent, _ = measure_step(optimizer_over_data=True, int8_gathers=("data",), data_gradients=bits)
-        assert sent == pytest.approx((CODED[bits] + CODED["int8"]) * of_host, rel=0.02)
-        assert sent <= most * exact
 
 
 def test_the_page_has_the_results_of_five_speeds_and_of_long_runs() -> None:
@@ -139,10 +116,9 @@ def test_the_settings_that_a_search_found_wait_for_the_network_as_the_page_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("over_data", [False, True])
-def test_gathers_of_layers_stay_inside_the_host_and_send_codes(over_data: bool) -> None:
+def test_gathers_of_layers_stay_inside_the_host_and_send_codes() -> None:
     """Forward and backward each gather a layer, in int8; only the reduce-scatter of gradients is exact there."""
-    sharded = (("optimizer_over_data", over_data), ("int8_gathers", ("fsdp",)))
+    sharded = (("optimizer_over_data", True), ("int8_gathers", ("fsdp",)))
     inside = per_layer(lambda step: step.wire_bytes("fsdp"), HOSTS, 3, sharded=sharded, shape=ROWS)
     assert inside == pytest.approx(SHARE * (4 + 2 * CODED["int8"]) * layer_parameters(), rel=0.02)
 
@@ -152,7 +128,6 @@ def test_gathers_of_layers_stay_inside_the_host_and_send_codes(over_data: bool) 
     [
         ({"fsdp_gradients": "int8"}, MeshConfig(fsdp=8)),
         *slow(
-            ({"fsdp_gradients": "int4"}, MeshConfig(fsdp=8)),
             ({"fsdp_gradients": "int8", "int8_gathers": ("fsdp",)}, HOSTS),
             ({"fsdp_gradients": "int8"}, MeshConfig(fsdp=2, expert=2, context=2)),
         ),
@@ -169,16 +144,15 @@ def test_gradients_are_reduced_over_fsdp_as_codes(sharded: dict[str, Any], mesh:
     assert sent == pytest.approx(SHARE * (gathers + CODED[sharded["fsdp_gradients"]]) * layer_parameters(), rel=0.02)
 
 
-@pytest.mark.parametrize(("tied", "most"), [(False, 0.39), *slow((True, 0.4))])
-def test_a_step_over_slow_fsdp_sends_less_than_half(tied: bool, most: float) -> None:
+def test_a_step_over_slow_fsdp_sends_less_than_half() -> None:
     """All of a step, its tables and norms included: 8 bytes per parameter become 3.1."""
 
     def measure_step(**sharded: Any) -> float:
-        model = {"sharded": tuple(sharded.items()), "tied": tied, "shape": ROWS}
+        model = {"sharded": tuple(sharded.items()), "tied": False, "shape": ROWS}
         return compiled(8, MeshConfig(fsdp=8), 3, **model).wire_bytes("fsdp")
 
     exact, coded = measure_step(), measure_step(fsdp_gradients="int8", int8_gathers=("fsdp",))
-    assert coded <= most * exact
+    assert coded <= 0.39 * exact
 
 
 @pytest.mark.slow
@@ -209,7 +183,7 @@ def make_local(format: Any) -> tuple[Program, Placement]:
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("format", "expected"),
-    [("int8", 2 * CODED["int8"]), *slow(("exact", 4 + 4), ("bfloat16", 2 + 2), ("int4", 2 * CODED["int4"]))],
+    [("int8", 2 * CODED["int8"]), *slow(("exact", 4 + 4), ("bfloat16", 2 + 2))],
 )
 def test_groups_exchange_their_changes_in_outer_steps_alone(format: Any, expected: float) -> None:
     """In a local step a few numbers go between the groups, for the records. In an outer step each value of the masters

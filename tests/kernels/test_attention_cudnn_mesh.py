@@ -20,8 +20,6 @@ from jaxopt_llm.parallel.placement import Placement
         ({"fsdp": 2, "tensor": 2}, 3, "ring", "save_attention"),
         ({"context": 4, "tensor": 2}, 3, "ring", "none"),
         *slow(
-            ({}, 0, "ring", "none"),
-            ({"data": 2, "fsdp": 2}, 1, "ring", "none"),
             ({"pipeline": 2, "fsdp": 2}, 1, "ring", "none"),
             ({"fsdp": 2, "context": 2}, 3, "all_to_all", "save_attention"),
             ({"fsdp": 2, "context": 2}, 3, "ring", "save_attention"),

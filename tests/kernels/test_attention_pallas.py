@@ -218,7 +218,7 @@ def test_rounds_no_more_than_xla(parameters: AttentionParameters, dtype: Any) ->
         assert toy.distance(got, want) <= 1.2 * toy.distance(other, want), name
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
 def test_random_calls_round_no_more_than_xla(seed: int) -> None:
     """Draw lengths, heads, key ranges, dtype and soft-cap, with scores of up to hundreds.
 

@@ -186,19 +186,10 @@ def test_bad_input(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-KILLED = [
-    ("sgd", ["text"]),
-    ("lion", ["a.jsonl"]),
-    ("adafactor", ["a.parquet"]),
-    ("adamw", ["a_document"]),
-    ("muon", ["prepared"]),
-    ("adamw", ["a.npy", "text"]),
-]
-
-
+# All formats give the same run, above, and test_optimizer.py resumes each optimizer.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "names", "kills"),
-    [pytest.param(*pair, 20, marks=pytest.mark.slow) for pair in KILLED],
+    ("optimizer", "names", "kills"), [("adafactor", ["a.parquet"], 20), ("adamw", ["a.npy", "text"], 20)]
 )
 def test_a_run_killed_at_random_moments_gives_the_same_bits(
     optimizer: str, names: list[str], kills: int, corpus: Path, tmp_path: Path

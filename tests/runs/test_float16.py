@@ -34,8 +34,6 @@ ROWS, LENGTH = 8, 16
             for more in (
                 (0, "float32", {}),
                 (1, "float16", {"pipeline": 2, "fsdp": 2}),
-                (1, "float16", {"data": 2, "fsdp": 2}),
-                (2, "float16", {"fsdp": 8}),
                 (3, "float32", {"pipeline": 2, "fsdp": 2, "tensor": 2}),
             )
         ),

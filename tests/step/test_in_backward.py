@@ -68,7 +68,6 @@ CASES = [
     (1, {"data": 2, "fsdp": 2, "tensor": 2}, {}, "tied", ""),
     slow(1, {"data": 2, "expert": 2}, {}, "experts", ""),
     slow(0, {}, {"name": "muon"}, "two segments", ""),
-    slow(0, {"fsdp": 2, "tensor": 2}, {}, "tied", ""),
     slow(0, {"fsdp": 8}, {"name": "lion"}, "two segments", ""),
     slow(1, {"fsdp": 4, "tensor": 2}, {}, "two segments", "lora"),
     slow(1, {"fsdp": 8}, {"state_dtype": "bfloat16", "offload": True}, "tied", ""),

@@ -122,7 +122,6 @@ def train_by_hand(groups: int, **settings: Any) -> tuple[Params, list[Params], l
         pytest.param(MeshConfig(data=2, fsdp=4), {}, marks=pytest.mark.core),
         (MeshConfig(data=3), {"training.accumulation": 2}),
         *slow(
-            (MeshConfig(data=4, fsdp=2), {"training.accumulation": 3}),
             (MeshConfig(data=2, fsdp=2, tensor=2), {"sharding.zero_stage": 0}),
             (MeshConfig(data=2, context=2), {"sharding.context_exchange": "all_to_all"}),
             (MeshConfig(data=2, fsdp=2, expert=2), {"model": EXPERTS, "sharding.expert_exchange": "gather"}),

@@ -79,8 +79,6 @@ def memories(leaves: Params) -> dict[str, set[str]]:
                 ("adapters over int8", "zero3", 1, False),
                 ("parameters", "one device", 1, False),
                 ("parameters", "zero3", 2, False),
-                ("parameters", "zero3", 1, True),
-                ("adapters", "one device", 1, False),
                 ("adapters", "zero1", 2, False),
                 ("adapters", "pipeline", 2, False),
                 ("parameters", "pipeline of copies", 2, True),
