@@ -44,6 +44,26 @@ def recomputed(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def recomputed_apart(function: F) -> F:
+    """Let the backward recompute an elementwise function where XLA would read what the forward made of it.
+
+    XLA computes something once if the forward and the backward of a layer are in one program without loops. The
+    backward here multiplies the operands with a 1 behind a barrier, which makes another computation of the same values.
+    A barrier around the operands would copy them out of the stacks of a loop.
+    """
+
+    @jax.custom_vjp
+    def call(*arguments: jax.Array) -> jax.Array:
+        return function(*arguments)
+
+    def backward(arguments: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
+        one = jax.lax.optimization_barrier(jnp.ones((), dy.dtype))
+        return jax.vjp(function, *(one * each for each in arguments))[1](dy)
+
+    call.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return functools.wraps(function)(call)  # type: ignore[return-value]
+
+
 Function = Callable[[jax.Array], jax.Array]
 
 
@@ -158,9 +178,15 @@ def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Func
             for name, array in zip(products, project_all(x, params, products), strict=True)
         ]
 
+    activation = ACTIVATIONS[kind]
+    if context.placement.precision.matmul == "fp8":
+        # Two kernels of the forward read the result, that of its largest magnitude and that of its codes. XLA would
+        # keep silu(gate) for both, and for the backward.
+        activation = recomputed_apart(activation)
+
     @recomputed
     def project_out(*projected: jax.Array) -> jax.Array:
-        hidden = ACTIVATIONS[kind](*projected)
+        hidden = activation(*projected)
         return reduce_scatter_sequence(project("BSF,FD->BSD", hidden, params, "down"), context.placement)
 
     return mark(project_out(*project_in(x)), "mlp_output", "product", "batch", "residual_sequence", "embed")

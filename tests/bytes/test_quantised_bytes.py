@@ -7,13 +7,16 @@ from compiled_steps import FSDP, LOSS_CHUNK, ROWS, SEQUENCE, WIDTH, Compiled, co
 from marks import slow
 
 from jaxopt_llm.compiler import hlo
+from jaxopt_llm.compiler.instructions import parse_module
 from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.model.linear.outliers import COLUMNS
+from jaxopt_llm.planning.kernel_bytes import walk_kernels
 
 LAYERS = 8
 BOTH = MeshConfig(fsdp=4, tensor=2)
 CALL = "__cublas$lt$matmul$f8"
-DOWN = 4096 * WIDTH  # parameters of the product that no recomputation repeats
+MLP_WIDTH = 4096
+DOWN = MLP_WIDTH * WIDTH  # parameters of the product that no recomputation repeats
 
 
 def matrices() -> int:
@@ -57,6 +60,20 @@ def test_fp8_gathers_a_byte_per_parameter_and_reduces_scales() -> None:
     # A scale per tensor: in loops devices reduce no more than scalars, and the loss of a chunk of tokens, in float32.
     of_scales = [each for each in step.collectives if each.kind == "all-reduce" and each.dtypes == ("f32",)]
     assert max(each.array_bytes for each in of_scales if each.times > 1) <= 4 * LOSS_CHUNK
+
+
+@pytest.mark.core  # what a program computes once is XLA's choice
+def test_unrolled_layers_keep_gate_and_up_but_not_the_activation() -> None:
+    """No kernel reads more arrays of the MLP's width than gate, up and the gradient of their product."""
+    rows = 64  # with fewer, XLA computes silu(gate) again by itself
+    step = compiled(2, MeshConfig(), 3, remat="none", matmul="fp8", unroll="all", shape=(rows, SEQUENCE))
+    read = [
+        sum(array.dtype == "bf16" and array.bytes == 2 * rows * SEQUENCE * MLP_WIDTH for array in operands)
+        for computation, kernel, _ in walk_kernels(parse_module(step.text))
+        if kernel.opcode == "fusion"
+        for operands in [[each for name in kernel.operands for each in computation[name].results]]
+    ]
+    assert max(read) == 3
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from jaxopt_llm.config import ModelConfig, RopeConfig
 from jaxopt_llm.config.model import GATED
 from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.layers import ACTIVATIONS, gelu, mlp, mlp_specs, norm, norm_specs
+from jaxopt_llm.model.layers import ACTIVATIONS, gelu, mlp, mlp_specs, norm, norm_specs, recomputed_apart
 from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.model.self_attention import AttentionOptions, attention_specs, self_attention
 from jaxopt_llm.parallel.gathering import attach_shardings, make_perturbations
@@ -43,6 +43,17 @@ def test_an_mlp_keeps_only_its_input_and_projections(kind: str, projections: int
 
     assert count_residuals(layer, specs, MLP_WIDTH) == projections
     assert count_residuals(layer, specs, WIDTH) == 1
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_recomputing_an_activation_apart_changes_no_bit(kind: str) -> None:
+    """Of the result and of the gradients, in 16 bits, with values whose squares overflow and the smallest ones."""
+    function = ACTIVATIONS[kind]
+    values = jnp.concatenate([jnp.linspace(-8, 8, 33), jnp.array([0.0, -0.0, 1e-38, 1e-30, 1e30, jnp.inf])])
+    arrays = [values.astype(jnp.bfloat16), values[::-1].astype(jnp.bfloat16)][: 1 + (kind in GATED)]
+    (y, backward), (expected, plain) = (jax.vjp(each, *arrays) for each in (recomputed_apart(function), function))
+    for found, right in zip((y, *backward(y + 1)), (expected, *plain(y + 1)), strict=True):
+        np.testing.assert_array_equal(found.astype(jnp.float32), right.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("biases", ["none", "all"])

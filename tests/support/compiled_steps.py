@@ -82,6 +82,7 @@ def compiled(
     expert_exchange: str = "auto",
     sharded: tuple[tuple[str, Any], ...] = (),
     shape: tuple[int, int] = (ROWS, SEQUENCE),
+    unroll: str = "none",
     listed: bool = False,
 ) -> Compiled:
     """Compile a step. switches, sharded: further settings of the model and of its sharding. listed: whether the
@@ -119,6 +120,7 @@ def compiled(
         accumulation=accumulation,
         loss_chunk=LOSS_CHUNK,
         attention=attention,
+        unroll=unroll,
     )
     optimizer = OptimizerConfig(
         state_dtype=state_dtype, in_backward=in_backward, clip_norm=0 if in_backward else OptimizerConfig.clip_norm

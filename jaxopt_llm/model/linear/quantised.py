@@ -73,7 +73,7 @@ def quantise_gradient(matmul: Matmul, dy: jax.Array, grouped: bool) -> Operand:
 
 def find_largest(array: jax.Array, leading: int = 0) -> jax.Array:
     """Return the largest magnitude of each row of a stack, float32. leading: dimensions of the stack; 0 for none."""
-    return jnp.max(jnp.abs(array.astype(jnp.float32)), axis=tuple(range(leading, array.ndim)))
+    return jnp.max(jnp.abs(array), axis=tuple(range(leading, array.ndim))).astype(jnp.float32)
 
 
 def to_float8(array: jax.Array, dtype: jnp.dtype, grouped: bool = False, largest: jax.Array | None = None) -> Quantised:

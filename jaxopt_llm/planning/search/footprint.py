@@ -108,7 +108,8 @@ def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
     every, tensor = config.remat.every, config.mesh.tensor
     if config.training.unroll == "all":  # XLA keeps the elementwise results that a loop would compute again
         norms = ("attention_input", "mlp_input") if tensor == 1 else ()
-        per_layer += block.count_elements(*norms, "mlp_up")
+        activation = ("mlp_up",) if config.precision.matmul != "fp8" else ()  # fp8: `recomputed_apart` of the model
+        per_layer += block.count_elements(*norms, *activation)
     layers = passes.layers * per_layer
     if every > 1:
         layers = passes.layers / every * block.residual + every * per_layer
