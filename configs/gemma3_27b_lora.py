@@ -2,11 +2,12 @@
 
     python -m jaxopt_llm.train --config gemma3_27b_lora.py --model.pretrained FOLDER --data.paths chats.jsonl
 
-Hardware: 8 GPUs of 80 GB in one host. Memory and communication per GPU and step, as compiled by
+Hardware: 8 GPUs of 24 GB or more in one host. Memory and communication per GPU and step, as compiled by
 
     python -m jaxopt_llm.plan --config gemma3_27b_lora.py --remat.policy full --gpu h100 --hosts 1 --gpus-per-host 8
 
-are 15.9 GiB at the peak and 177.7 GiB sent. Without --remat.policy full, a run recomputes less where the memory suffices.
+are 15.9 GiB at the peak and 177.7 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+suffices.
 FOLDER is the downloaded model with its vision tower, which an export or a merge keeps. For chats.jsonl see
 docs/chat.md.
 """
@@ -37,7 +38,7 @@ def get_config() -> Config:
             kv_heads=16,
             head_dim=128,
             mlp_width=21_504,
-            pattern=(*["sliding"] * 5, "global"),
+            pattern=("sliding", "sliding", "sliding", "sliding", "sliding", "global"),
             window=1024,
             norm_placement="both",
             norm_zero_centered=True,

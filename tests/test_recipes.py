@@ -35,7 +35,10 @@ from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "llama2_70b_pipeline", "gpt3_175b")
-TUNING = ("llama3_8b_128k", "llama3_8b_1m", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full")
+TUNING = (
+    *("llama3_8b_128k", "llama3_8b_1m", "llama3_8b_lora", "llama3_8b_qlora", "llama2_70b_qlora", "qwen3_8b_full"),
+    "gemma3_27b_lora",
+)
 SIZED = PRETRAINING + TUNING
 # Docstrings have what jax 0.10.2 compiles. What 0.11.2 compiles otherwise: GiB at the peak, and GiB sent where that
 # differs, too.
