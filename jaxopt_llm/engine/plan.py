@@ -31,6 +31,7 @@ from jaxopt_llm.planning.memory import (
     format_largest,
     sum_by_kind,
 )
+from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.units import GIB, choose_unit
 
 GPUS_PER_HOST = 8
@@ -108,15 +109,28 @@ class EnginePlan:
 
 def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: int | None) -> EnginePlan:
     """Compile the step for given GPUs and measure it; see Engine.plan."""
-    job, gpu = _resize(job, gpus, rows), gpu.lower()
-    count = job.config.mesh.devices
-    gpus_per_host = min(gpus_per_host, count)
+    job = _resize(job, gpus, rows)
+    return plan_job(job, find_cluster(gpu, job.config.mesh.devices, gpus_per_host))
+
+
+def find_cluster(gpu: str, gpus: int, gpus_per_host: int) -> Cluster:
+    """Return the hosts that have these GPUs.
+
+    Raises:
+        InputError: the GPU is unknown, or the hosts would not be whole.
+    """
+    gpu, gpus_per_host = gpu.lower(), min(gpus_per_host, gpus)
     if gpu not in CHIPS:
         raise InputError(f"plan: gpu={gpu} is unknown; choose one of {', '.join(sorted(CHIPS))}")
-    if count % gpus_per_host:
-        raise InputError(f"plan: {count} GPUs are not a whole number of hosts with {gpus_per_host}; set gpus_per_host")
-    chip, hosts = CHIPS[gpu], count // gpus_per_host
-    mesh = make_mesh(job.config.mesh, topology.gpu_topology(gpu, hosts, gpus_per_host))
+    if gpus < 1 or gpus_per_host < 1 or gpus % gpus_per_host:
+        raise InputError(f"plan: {gpus} GPUs are not a whole number of hosts with {gpus_per_host}; set gpus_per_host")
+    return Cluster(gpu, gpus // gpus_per_host, gpus_per_host)
+
+
+def plan_job(job: Job, cluster: Cluster) -> EnginePlan:
+    """Compile the step of a job, whose mesh has as many devices as the cluster, and measure it."""
+    chip, gpus_per_host = cluster.chip, cluster.gpus_per_host
+    mesh = make_mesh(job.config.mesh, topology.gpu_topology(cluster.gpu, cluster.hosts, gpus_per_host))
     clock = time.perf_counter()
     limit = count_chip_bytes(chip)
     written = make_engine_program(job, mesh)
@@ -129,7 +143,7 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
     flops = Counter(hlo.count_dot_flops_by_dtype(text)) + Counter(count_convolution_flops(text))
     return EnginePlan(
         gpu=chip.name,
-        hosts=hosts,
+        hosts=cluster.hosts,
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
         parameters=param.count_parameters(program.model.specs),

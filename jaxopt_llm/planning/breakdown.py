@@ -150,6 +150,20 @@ def break_down_step(text: str, transfers: Sequence[roofline.Transfer], chip: Chi
     return tuple(part for part in parts if part.seconds or part.hidden_seconds)
 
 
+def sum_by_cause(parts: Sequence[Part]) -> roofline.StepTime:
+    """Return the time of a step by cause, as a search shows it. Idle ticks of a pipeline are in the kernels."""
+    seconds = dict.fromkeys(("compute", "memory", "links", "pcie", "idle"), 0.0)
+    for part in parts:
+        if part.name in (MATMULS, CONVOLUTIONS, ATTENTION):
+            cause = "compute"
+        elif part.name in KERNELS:
+            cause = "memory"
+        else:
+            cause = "pcie" if part.name.startswith(HOST_COPIES) else "links"
+        seconds[cause] += part.seconds
+    return roofline.StepTime(**seconds)
+
+
 def _list_links(transfers: Sequence[roofline.Transfer]) -> Iterator[Part]:
     groups: Mapping[tuple[str, str], list[roofline.Transfer]] = collections.defaultdict(list)
     for each in transfers:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.core.errors import InputError
@@ -61,22 +61,16 @@ MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given 
 
 
 class CompiledPlan(Protocol):
-    """Figures of a compiled program that the search reads (plan.Plan)."""
+    """Figures of a compiled program that the search of any model reads (step_plan.Plan, engine.plan.EnginePlan)."""
 
     @property
     def limit(self) -> int: ...
     @property
     def spare(self) -> int: ...
     @property
-    def flops(self) -> int: ...
-    @property
     def collectives(self) -> Sequence[Transfer]: ...
     @property
-    def pcie_bytes(self) -> int: ...
-    @property
     def memory(self) -> Any: ...
-    @property
-    def model_flops(self) -> float: ...
 
 
 CompileAll = Callable[[Sequence[Config]], Iterable[CompiledPlan]]
@@ -90,7 +84,10 @@ class Candidate:
     kept, because the work of all settings would take a gigabyte.
 
     resolved: the setting with the attention and the experts' exchange of these GPUs.
+    unit: what a step trains on: tokens of the decoder, rows of a user's model (engine/search.py).
     """
+
+    unit: ClassVar[str] = "tokens"
 
     config: Config
     resolved: Config
@@ -111,6 +108,24 @@ class Candidate:
     @functools.cached_property
     def time(self) -> StepTime:
         return compute_step_time(self.work, self.cluster.chip, self.config.precision.compute_dtype)
+
+    @property
+    def units(self) -> int:
+        """Tokens, or rows, of a step over all GPUs, with padding."""
+        return self.config.training.batch_size * self.config.training.sequence_length
+
+    @property
+    def is_valid(self) -> bool:
+        return is_valid(self.config)
+
+    def count_model_flops(self, plan: Any) -> float:
+        """Return the FLOPs that each GPU needs in a step. plan: of the compiled program."""
+        return float(plan.model_flops)
+
+    def compute_compiled_time(self, plan: Any) -> StepTime:
+        """Return the time by the figures of the compiled program."""
+        work = use_compiled_figures(self.work, plan.flops, plan.collectives, plan.pcie_bytes)
+        return compute_step_time(work, self.cluster.chip, self.config.precision.compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,10 @@ class SearchResult:
     illegal: dict[MeshConfig, list[str]]
     candidates: tuple[Candidate, ...]
     compiled: tuple[CompiledCandidate, ...]
+
+    @property
+    def unit(self) -> str:
+        return self.candidates[0].unit
 
     @property
     def winner(self) -> CompiledCandidate | None:
@@ -310,7 +329,7 @@ def _compile_best(
         fitting = (candidate for candidate in candidates if candidate.footprint.peak <= add_slack(limit))
         for candidate in fitting:
             rejected = candidate.config == recipe or is_slower(candidate) or is_hopeless(candidate)
-            if not rejected and is_valid(candidate.config):
+            if not rejected and candidate.is_valid:
                 yield candidate
 
     def compile_some(some: Sequence[Candidate]) -> None:
@@ -322,7 +341,7 @@ def _compile_best(
         compile_some(some)
     if not any(candidate.fits for candidate in compiled):
         by_memory = order_candidates(candidates, 0)
-        least = next(candidate for candidate in by_memory if is_valid(candidate.config))
+        least = next(candidate for candidate in by_memory if candidate.is_valid)
         if all(other.candidate is not least for other in compiled):
             compile_some([least])
     return compiled
@@ -339,6 +358,4 @@ def is_valid(config: Config) -> bool:
 
 def measure(candidate: Candidate, plan: CompiledPlan) -> CompiledCandidate:
     """Return a candidate with the time by the figures of its compiled program."""
-    work = use_compiled_figures(candidate.work, plan.flops, plan.collectives, plan.pcie_bytes)
-    time = compute_step_time(work, candidate.cluster.chip, candidate.config.precision.compute_dtype)
-    return CompiledCandidate(candidate, plan, time)
+    return CompiledCandidate(candidate, plan, candidate.compute_compiled_time(plan))

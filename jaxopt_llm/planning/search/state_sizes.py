@@ -88,6 +88,11 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
         specs = make_group_specs(specs, config.mesh.data)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None
+    return count_state(specs, placement)
+
+
+def count_state(specs: StateSpecs, placement: Placement) -> StateSizes:
+    """Return the size of a train state with these specs on each device."""
     stored = state.abstract_state(specs, placement)
     everything = tree.merge(specs.masters, specs.frozen)
     count = functools.partial(_count_parameters, specs.masters, everything, placement)
