@@ -12,7 +12,7 @@ XLA holds, which schedules for time. So the figure may discard no setting that f
 import collections
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -38,25 +38,32 @@ class LossCost:
     flops: of products and convolutions.
     moved: bytes that the kernels between them read and write.
     held: bytes of the arrays at the moment when most are alive.
+    summed: bytes of the products that contract a dimension which `tensor` divides: it sums them over its devices.
     """
 
     flops: float
     moved: float
     held: float
+    summed: float
 
 
-def count_cost(closed: ClosedJaxpr, doubled: ClosedJaxpr) -> LossCost:
+def count_cost(closed: ClosedJaxpr, doubled: ClosedJaxpr, divided: Sequence[frozenset[int]]) -> LossCost:
     """Return the cost of a function of a batch.
 
     Args:
         closed: its jaxpr.
         doubled: that for twice as many rows. If its equations are others, nothing is known of the bytes.
+        divided: the dimensions of each argument that `tensor` divides.
     """
     growth = dict(_pair_sizes(closed.jaxpr, doubled.jaxpr)) if _are_alike(closed.jaxpr, doubled.jaxpr) else {}
     walk = _Walk(growth)
-    for value in walk.run(closed.jaxpr, [walk.make(growth.get(var, 0)) for var in closed.jaxpr.invars]):
+    arguments = [
+        replace(walk.make(growth.get(var, 0)), divided=dims)
+        for var, dims in zip(closed.jaxpr.invars, divided, strict=True)
+    ]
+    for value in walk.run(closed.jaxpr, arguments):
         walk.read(value)
-    return LossCost(walk.flops, walk.moved, walk.find_peak())
+    return LossCost(walk.flops, walk.moved, walk.find_peak(), walk.summed)
 
 
 def _list_inner(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -105,10 +112,15 @@ class _Array:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value: the arrays that it is computed from. is_array: whether it is one of them, in some form."""
+    """A value: the arrays that it is computed from.
+
+    is_array: whether it is one of them, in some form.
+    divided: its dimensions that `tensor` divides, if it is a parameter.
+    """
 
     arrays: frozenset[_Array] = frozenset()
     is_array: bool = True
+    divided: frozenset[int] = frozenset()
 
     @property
     def bytes(self) -> float:
@@ -126,6 +138,7 @@ class _Walk:
     growth: Mapping[Any, float]
     flops: float = 0.0
     moved: float = 0.0
+    summed: float = 0.0
     now: int = 0
     times: int = 1
     arrays: list[_Array] = field(default_factory=list)
@@ -184,6 +197,8 @@ class _Walk:
             return self.run(inner[-1], arguments)[: len(sizes)]
         if name in PRODUCTS:
             self.flops += self.times * _count_flops(eqn)
+            contracted = zip(inputs, _list_contracted(eqn), strict=False)
+            self.summed += self.times * sum(sizes) * any(value.divided & {*dims} for value, dims in contracted)
             inputs = [
                 self.write(value, self.growth.get(_as_key(atom), 0))
                 for atom, value in zip(eqn.invars, inputs, strict=True)
@@ -193,7 +208,8 @@ class _Walk:
         else:
             arrays = frozenset[_Array]().union(*(value.arrays for value in inputs))
             is_array = name in VIEWS and all(value.is_array for value in inputs) and len(arrays) == 1
-            return [_Value(arrays if size else frozenset(), is_array) for size in sizes]
+            divided = _follow_dimensions(eqn, inputs[0].divided) if inputs else frozenset()
+            return [_Value(arrays if size else frozenset(), is_array, divided) for size in sizes]
         for value in inputs:
             self.read(value)
         in_kernel = SCOPE in str(eqn.source_info.name_stack).split("/")
@@ -206,7 +222,10 @@ class _Walk:
             self.write(value, self.growth.get(_as_key(atom), 0)) for atom, value in zip(eqn.invars, inputs, strict=True)
         ]
         results = [self.make(size) for size in sizes]
-        slices = [self.make(self.growth.get(var, 0), held=0) for var in body.invars[constants + carried :]]
+        slices = [
+            replace(self.make(self.growth.get(var, 0), held=0), divided=frozenset(dim - 1 for dim in stack.divided))
+            for var, stack in zip(body.invars[constants + carried :], inputs[constants + carried :], strict=True)
+        ]
         self.times *= eqn.params["length"]
         made = self.run(body, [*inputs[:constants], *results[:carried], *slices])
         for var, value in zip(body.outvars, made, strict=True):  # written to where they are carried and stacked
@@ -225,10 +244,23 @@ def _as_key(atom: Any) -> Any:
 def _count_flops(eqn: JaxprEqn) -> float:
     """Return the FLOPs of a product or a convolution."""
     right, result = typeof(eqn.invars[1]).shape, math.prod(typeof(eqn.outvars[0]).shape)
+    return 2 * result * math.prod(right[dim] for dim in _list_contracted(eqn)[1])
+
+
+def _list_contracted(eqn: JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the dimensions of both operands of a product that it sums over; of a convolution, those of its kernel."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return (), eqn.params["dimension_numbers"].rhs_spec[1:]
     if "ragged_dot_dimension_numbers" in eqn.params:
-        summed = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][1]
-    elif eqn.primitive.name == "conv_general_dilated":
-        summed = eqn.params["dimension_numbers"].rhs_spec[1:]
+        left, right = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
     else:
-        summed = eqn.params["dimension_numbers"][0][1]
-    return 2 * result * math.prod(right[dim] for dim in summed)
+        left, right = eqn.params["dimension_numbers"][0]
+    return left, right
+
+
+def _follow_dimensions(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:
+    """Return where dimensions of the first operand are in the result; nothing if the equation changes the shape."""
+    if dims and eqn.primitive.name == "transpose":
+        return frozenset(position for position, dim in enumerate(eqn.params["permutation"]) if dim in dims)
+    is_same = dims and typeof(eqn.invars[0]).shape == typeof(eqn.outvars[0]).shape
+    return dims if is_same else frozenset()

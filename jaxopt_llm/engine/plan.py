@@ -174,11 +174,10 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
         if gpus % others:
             raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
         job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
+    job = change_rows(job, rows)
     if job.in_one_piece:
-        if rows is not None:
-            raise InputError(f"plan: rows={rows}, but the arrays of the example have no common rows; leave it out")
         return job
-    rows = count_rows(job.example, job.replicated) if rows is None else rows
+    rows = count_rows(job.example, job.replicated)
     mesh, accumulation = job.config.mesh, job.config.training.accumulation
     parts = accumulation * mesh.batch_shards
     if rows % parts:
@@ -187,4 +186,15 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
             f"{parts // accumulation} GPUs along data and fsdp; give a number of rows that is, such as "
             f"rows={math.ceil(rows / parts) * parts} (--rows)"
         )
-    return replace(job, example=with_rows(job.example, rows, job.replicated))
+    return job
+
+
+def change_rows(job: Job, rows: int | None) -> Job:
+    """Return the job with batches of another number of rows; None keeps it."""
+    if rows is None:
+        return job
+    if job.in_one_piece:
+        raise InputError(f"plan: rows={rows}, but the arrays of the example have no common rows; leave it out")
+    training = replace(job.config.training, batch_size=rows)
+    example = with_rows(job.example, rows, job.replicated)
+    return replace(job, example=example, config=replace(job.config, training=training))

@@ -9,7 +9,7 @@ ranked by the time that `Engine.plan` prints.
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -17,12 +17,13 @@ import jax
 
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.unread import find_unread
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.engine.checks import NOT_READ, READ, check_config
+from jaxopt_llm.engine.checks import NOT_READ, READ
 from jaxopt_llm.engine.loss_cost import LossCost, count_cost
 from jaxopt_llm.engine.microbatches import Microbatches, with_rows
-from jaxopt_llm.engine.plan import EnginePlan, plan_job
+from jaxopt_llm.engine.plan import EnginePlan, change_rows, plan_job
 from jaxopt_llm.engine.program import (
     EngineProgram,
     Job,
@@ -32,6 +33,8 @@ from jaxopt_llm.engine.program import (
     make_placement,
 )
 from jaxopt_llm.engine.row_coupling import check_loss_over
+from jaxopt_llm.execution.weight_uses import drop_results
+from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning.breakdown import sum_by_cause
 from jaxopt_llm.planning.free_memory import count_chip_bytes
@@ -94,6 +97,11 @@ class EngineCandidate(Candidate):
         return self.config.training.batch_size
 
     @property
+    def kind(self) -> Hashable:
+        """What a loss keeps, and when weights move, decide what XLA fuses and hides."""
+        return self.config.sharding.zero_stage, self.config.remat.policy, self.config.mesh.tensor > 1
+
+    @property
     def is_valid(self) -> bool:
         return not _find_problem(self.job)
 
@@ -122,7 +130,7 @@ class EngineCandidate(Candidate):
             attention_efficiency=1.0,
             repeated_flops=(self.cost.flops - self.needed.flops) / self.config.mesh.devices,
             bytes=streamed,
-            transfers=tuple(_list_transfers(self.config, self.state, self.cluster)),
+            transfers=tuple(_list_transfers(self.config, self.state, self.cluster, self.cost)),
             pcie_bytes=2 * state.host,
             idle=0.0,
         )
@@ -135,10 +143,7 @@ def search_engine(job: Job, cluster: Cluster, rows: int | None, allowed: Sequenc
         InputError: no setting is legal, or a field of `allowed` changes nothing.
     """
     clock = time.perf_counter()
-    if rows is not None and not job.in_one_piece:
-        training = replace(job.config.training, batch_size=rows)
-        example = with_rows(job.example, rows, job.replicated)
-        job = replace(job, example=example, config=replace(job.config, training=training))
+    job = change_rows(job, rows)
     _check_allowed(job, allowed)
     space = _Space(job, cluster, tuple(allowed))
     candidates = space.list_candidates()
@@ -151,7 +156,7 @@ def search_engine(job: Job, cluster: Cluster, rows: int | None, allowed: Sequenc
     return EngineSearch(result, time.perf_counter() - clock)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Space:
     """The legal settings of a job.
 
@@ -207,13 +212,18 @@ class _Space:
         return found
 
     def estimate(self, mesh: MeshConfig) -> Iterator[EngineCandidate]:
-        """Yield the settings on a mesh, with their estimates. Stage 2 divides what stage 1 does."""
+        """Yield the settings on a mesh, with their estimates.
+
+        Settings with which XLA compiles what it does with others are left out: stage 2 divides what stage 1 does, and
+        so does `optimizer_over_data`, on another mesh, in stages 0 and 1.
+        """
         most = self.job.config.training.batch_size // mesh.batch_shards
         accumulations = list_divisors(most) if self.may_accumulate else [1]
         for variant in list_variants(_with(self.job, mesh=mesh).config, self.allowed):
             for offloads in (False, True):
                 for stage in {*list_zero_stages(mesh, offloads)} - {2}:
-                    for over_data in (False, True) if mesh.data > 1 else (False,):
+                    differs = stage == 3 or variant.sharding.data_gradients != "exact"
+                    for over_data in (False, True) if mesh.data > 1 and differs else (False,):
                         sharding = replace(variant.sharding, zero_stage=stage, optimizer_over_data=over_data)
                         offload = replace(variant.offload, optimizer=offloads)
                         divided = replace(self.job, config=replace(variant, sharding=sharding, offload=offload))
@@ -256,8 +266,7 @@ class _Space:
         """Return the cost of the loss of all rows on one device."""
         job = _with(replace(self.job, config=replace(self.job.config, precision=precision)), policy=policy)
 
-        def trace(example: Any) -> Any:
-            program = _make_alone(replace(job, example=example))
+        def trace(program: EngineProgram) -> Any:
             differentiate = differentiate_user_model(program.model, program.placement)
 
             def compute_gradients(state: TrainState, batch: Microbatches) -> Any:
@@ -265,14 +274,22 @@ class _Space:
                     state = take_share(state, job.loss_name, program.optimizers[job.loss_name].trained)
                 return differentiate(state, batch, 1.0).gradients
 
-            return jax.make_jaxpr(compute_gradients)(program.state, program.batch)
+            closed = jax.make_jaxpr(compute_gradients)(program.state, program.batch)
+            return drop_results(closed, [True] * len(closed.jaxpr.outvars))  # without what no gradient needs
 
         rows = 2 * job.config.training.batch_size
         doubled = job.example if job.in_one_piece else with_rows(job.example, rows, job.replicated)
-        return count_cost(trace(job.example), trace(doubled))
+        program = _make_alone(job)
+        state, specs = program.state, program.specs
+        parameters = jax.tree.leaves((state.masters, state.frozen)), jax.tree.leaves((specs.masters, specs.frozen))
+        divided = {id(leaf): _list_divided(spec) for leaf, spec in zip(*parameters, strict=True)}
+        dims = [divided.get(id(leaf), frozenset()) for leaf in jax.tree.leaves((state, program.batch))]
+        return count_cost(trace(program), trace(_make_alone(replace(job, example=doubled))), dims)
 
-    def __hash__(self) -> int:
-        return id(self)
+
+def _list_divided(spec: ParamSpec) -> frozenset[int]:
+    """Return the dimensions of a parameter that `tensor` divides."""
+    return frozenset(dim for dim, axis in enumerate(spec.axes) if axis == "tensor")
 
 
 def _with(job: Job, **changes: Any) -> Job:
@@ -313,12 +330,8 @@ def _find_problem(job: Job, division_only: bool = False) -> str:
 
 
 def _is_read(config: Config) -> bool:
-    """Return whether all settings have an effect."""
-    try:
-        check_config(config, config.training.batch_size)
-    except InputError:
-        return False
-    return True
+    """Return whether the settings that a search changes can be combined, and have an effect."""
+    return not config.problems() and not any(name.startswith("sharding.") for name in find_unread(config))
 
 
 def _check_allowed(job: Job, allowed: Sequence[str]) -> None:
@@ -335,23 +348,27 @@ def _count_gradient_bytes(config: Config, state: StateSizes) -> float:
     return (BYTES[config.precision.reduce_dtype] + 4 * several) * (state.layers + state.non_layer).gradients
 
 
-def _list_transfers(config: Config, state: StateSizes, cluster: Cluster) -> Iterator[EstimatedTransfer]:
-    """Yield the collectives of a step that move parameters and their gradients, as if no kernel hid them.
+def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: LossCost) -> Iterator[EstimatedTransfer]:
+    """Yield the collectives of a step.
 
-    Every microbatch sums its gradients over all devices (`Placement.reduces_microbatches`).
+    Every microbatch sums its gradients over all devices (`Placement.reduces_microbatches`). What happens in a
+    microbatch counts as if kernels ran next to it; only a compiled program shows how many do.
     """
     mesh, sharding, accumulation = config.mesh, config.sharding, config.training.accumulation
     weights = state.layers + state.non_layer
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
 
-    def transfer(axes: tuple[str, ...], kind: str, size: float, rounds: int = 1) -> Iterator[EstimatedTransfer]:
+    def transfer(
+        axes: tuple[str, ...], kind: str, size: float, rounds: int = 1, hidden: bool = True
+    ) -> Iterator[EstimatedTransfer]:
         axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
-        if axes:
+        if axes and size:
             group = math.prod(mesh.size(axis) for axis in axes)
             link, rate = find_link_over(axes, kind, mesh, cluster)
             moved = rounds * size * (group - 1) / group
-            yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0)
+            yield EstimatedTransfer(axes, link, kind, moved, moved / rate, float(hidden))
 
+    yield from transfer(("tensor",), "all-reduce", cost.summed / mesh.batch_shards, 2, hidden=False)
     summed = reduced * accumulation * weights.trained
     if sharding.zero_stage == 0 and not sharding.optimizer_over_data:
         yield from transfer(("data", "fsdp"), "all-reduce", summed, 2)
@@ -361,8 +378,10 @@ def _list_transfers(config: Config, state: StateSizes, cluster: Cluster) -> Iter
     shares = mesh.size("fsdp") if divided else 1
     if sharding.optimizer_over_data:
         yield from transfer(("data",), "reduce-scatter", summed / shares)
-        yield from transfer(("data",), "all-gather", compute * weights.trained / shares)
+        yield from transfer(("data",), "all-gather", compute * weights.trained / shares, hidden=False)
     else:
         yield from transfer(("data",), "all-reduce", summed / shares, 2)
-    read = 2 * accumulation if sharding.zero_stage == 3 else 1  # forward and backward, or the compute copy
-    yield from transfer(divided, "all-gather", read * compute * weights.weights)
+    if sharding.zero_stage == 3:  # forward and backward
+        yield from transfer(divided, "all-gather", 2 * accumulation * compute * weights.weights)
+    else:  # the compute copy
+        yield from transfer(divided, "all-gather", compute * weights.weights, hidden=False)

@@ -8,7 +8,7 @@ compiled. They are then ranked by the same roofline with the compiler's own figu
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -115,6 +115,11 @@ class Candidate:
         return self.config.training.batch_size * self.config.training.sequence_length
 
     @property
+    def kind(self) -> Hashable:
+        """Settings whose estimates err alike. That of pipeline stages errs in another way than that of all others."""
+        return self.config.mesh.pipeline > 1
+
+    @property
     def is_valid(self) -> bool:
         return is_valid(self.config)
 
@@ -155,10 +160,6 @@ class CompiledCandidate:
         between_hosts = [each for each in self.plan.collectives if each.link == "network"]
         return compute_link_time(between_hosts, math.inf, math.inf).exposed / self.time.total
 
-    @property
-    def has_stages(self) -> bool:
-        return self.config.mesh.pipeline > 1
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -180,7 +181,7 @@ class SearchResult:
 
     @property
     def unit(self) -> str:
-        return self.candidates[0].unit
+        return self.compiled[0].candidate.unit
 
     @property
     def winner(self) -> CompiledCandidate | None:
@@ -318,9 +319,10 @@ def _compile_best(
     def is_slower(candidate: Candidate) -> bool:
         """Return whether what has been compiled shows that the candidate is hardly faster than the best."""
         measured = [other for other in compiled if suffices(other)]
-        # The estimate of pipeline stages errs in another way than that of all other settings.
-        alike = [other for other in measured if other.has_stages == (candidate.config.mesh.pipeline > 1)] or measured
-        times = [(other.candidate.time.total, other.time.total) for other in alike]
+        alike = [other for other in measured if other.candidate.kind == candidate.kind]
+        times = [(other.candidate.time.total, other.time.total) for other in alike or measured]
+        if times and not alike:  # others tell little of its error: its estimate may be right, too
+            times.append((1.0, 1.0))
         return bool(times) and is_settled(candidate.time.total, times, min(other.time.total for other in measured))
 
     def list_promising() -> Iterator[Candidate]:
