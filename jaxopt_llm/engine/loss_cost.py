@@ -191,10 +191,9 @@ class _Walk:
         sizes = [self.growth.get(var, 0) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, sizes)
-        if inner := _list_inner(eqn):
-            arguments = inputs[-len(inner[-1].invars) :] if inner[-1].invars else []
-            arguments = [_Value()] * (len(inner[-1].invars) - len(arguments)) + arguments
-            return self.run(inner[-1], arguments)[: len(sizes)]
+        inner = _list_inner(eqn)
+        if inner and len(inner[-1].outvars) == len(sizes) and len(inner[-1].invars) <= len(inputs):
+            return self.run(inner[-1], inputs[len(inputs) - len(inner[-1].invars) :])  # a condition comes first
         if name in PRODUCTS:
             self.flops += self.times * _count_flops(eqn)
             contracted = zip(inputs, _list_contracted(eqn), strict=False)
@@ -203,7 +202,7 @@ class _Walk:
                 self.write(value, self.growth.get(_as_key(atom), 0))
                 for atom, value in zip(eqn.invars, inputs, strict=True)
             ]
-        elif name.startswith(MAKERS):
+        elif name.startswith(MAKERS) and name != "reduce_precision":
             self.moved += self.times * (sum(sizes) + sum(value.bytes for value in inputs))
         else:
             arrays = frozenset[_Array]().union(*(value.arrays for value in inputs))

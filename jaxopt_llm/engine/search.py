@@ -34,6 +34,7 @@ from jaxopt_llm.engine.program import (
 )
 from jaxopt_llm.engine.row_coupling import check_loss_over
 from jaxopt_llm.execution.weight_uses import drop_results
+from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning.breakdown import sum_by_cause
@@ -251,7 +252,8 @@ class _Space:
 
     def _count_state(self, config: Config) -> StateSizes:
         program = self._make_program(config.optimizer, config.precision)
-        return count_state(program.specs, make_placement(config, make_abstract_mesh(config.mesh)))
+        placement = make_placement(config, make_abstract_mesh(config.mesh))
+        return count_state(program.specs, placement, _find_trained(program, self.job))
 
     def _count_cost(self, config: Config) -> LossCost:
         return self._trace(config.remat.policy, config.precision)
@@ -270,8 +272,8 @@ class _Space:
             differentiate = differentiate_user_model(program.model, program.placement)
 
             def compute_gradients(state: TrainState, batch: Microbatches) -> Any:
-                if has_shares(program.optimizers):
-                    state = take_share(state, job.loss_name, program.optimizers[job.loss_name].trained)
+                if (trained := _find_trained(program, job)) is not None:
+                    state = take_share(state, job.loss_name, trained)
                 return differentiate(state, batch, 1.0).gradients
 
             closed = jax.make_jaxpr(compute_gradients)(program.state, program.batch)
@@ -284,7 +286,17 @@ class _Space:
         parameters = jax.tree.leaves((state.masters, state.frozen)), jax.tree.leaves((specs.masters, specs.frozen))
         divided = {id(leaf): _list_divided(spec) for leaf, spec in zip(*parameters, strict=True)}
         dims = [divided.get(id(leaf), frozenset()) for leaf in jax.tree.leaves((state, program.batch))]
-        return count_cost(trace(program), trace(_make_alone(replace(job, example=doubled))), dims)
+        closed = trace(program)
+        try:
+            larger = trace(_make_alone(replace(job, example=doubled)))
+        except Exception:  # the user's loss takes no other number of rows, and nothing is known of its bytes
+            larger = closed
+        return count_cost(closed, larger, dims)
+
+
+def _find_trained(program: EngineProgram, job: Job) -> Params | None:
+    """Return the specs of the parameters that one of several losses trains; None if there is only one."""
+    return program.optimizers[job.loss_name].trained if has_shares(program.optimizers) else None
 
 
 def _list_divided(spec: ParamSpec) -> frozenset[int]:
@@ -314,7 +326,7 @@ def _make_alone(job: Job) -> EngineProgram:
 
 
 def _find_problem(job: Job, division_only: bool = False) -> str:
-    """Return why a job cannot run; "" if it can.
+    """Return why a job cannot run; "" if it can. A user's loss may raise anything at another number of rows.
 
     Args:
         division_only: ask only whether the devices divide the batch.
@@ -326,6 +338,8 @@ def _find_problem(job: Job, division_only: bool = False) -> str:
             make_engine_program(job, mesh)
     except InputError as error:
         return str(error)
+    except Exception as error:
+        return f"loss: it fails with {job.config.training.accumulation} microbatches: {error}"
     return ""
 
 
