@@ -241,9 +241,10 @@ def _as_key(atom: Any) -> Any:
 
 
 def _count_flops(eqn: JaxprEqn) -> float:
-    """Return the FLOPs of a product or a convolution."""
+    """Return the FLOPs of a product or a convolution, without those of zeros between the values of a dilated input."""
     right, result = typeof(eqn.invars[1]).shape, math.prod(typeof(eqn.outvars[0]).shape)
-    return 2 * result * math.prod(right[dim] for dim in _list_contracted(eqn)[1])
+    zeros = math.prod(eqn.params.get("lhs_dilation", ()))
+    return 2 * result * math.prod(right[dim] for dim in _list_contracted(eqn)[1]) / zeros
 
 
 def _list_contracted(eqn: JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
