@@ -7,6 +7,7 @@ ranked by the time that `Engine.plan` prints.
 """
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
@@ -213,27 +214,16 @@ class _Space:
         return found
 
     def estimate(self, mesh: MeshConfig) -> Iterator[EngineCandidate]:
-        """Yield the settings on a mesh, with their estimates.
-
-        Settings with which XLA compiles what it does with others are left out: stage 2 divides what stage 1 does, and
-        so does `optimizer_over_data`, on another mesh, in stages 0 and 1.
-        """
+        """Yield the settings on a mesh, with their estimates."""
         most = self.job.config.training.batch_size // mesh.batch_shards
         accumulations = list_divisors(most) if self.may_accumulate else [1]
         for variant in list_variants(_with(self.job, mesh=mesh).config, self.allowed):
-            for offloads in (False, True):
-                for stage in {*list_zero_stages(mesh, offloads)} - {2}:
-                    differs = stage == 3 or variant.sharding.data_gradients != "exact"
-                    for over_data in (False, True) if mesh.data > 1 and differs else (False,):
-                        sharding = replace(variant.sharding, zero_stage=stage, optimizer_over_data=over_data)
-                        offload = replace(variant.offload, optimizer=offloads)
-                        divided = replace(self.job, config=replace(variant, sharding=sharding, offload=offload))
-                        state = self._count_state(divided.config)
-                        for policy in self.policies:
-                            for accumulation in accumulations:
-                                job = _with(divided, policy=policy, accumulation=accumulation)
-                                if _is_read(job.config):
-                                    yield self._estimate(job, state)
+            for config in _list_divisions(variant):
+                divided, state = replace(self.job, config=config), self._count_state(config)
+                for policy, accumulation in itertools.product(self.policies, accumulations):
+                    job = _with(divided, policy=policy, accumulation=accumulation)
+                    if _is_read(job.config):
+                        yield self._estimate(job, state)
 
     def _estimate(self, job: Job, state: StateSizes) -> EngineCandidate:
         config, cost = job.config, self._count_cost(job.config)
@@ -297,6 +287,24 @@ class _Space:
 def _find_trained(program: EngineProgram, job: Job) -> Params | None:
     """Return the specs of the parameters that one of several losses trains; None if there is only one."""
     return program.optimizers[job.loss_name].trained if has_shares(program.optimizers) else None
+
+
+def _list_divisions(config: Config) -> Iterator[Config]:
+    """Yield the configuration with each way to divide and to offload the state on its mesh.
+
+    Ways with which XLA compiles what it does with others are left out: stage 2 divides what stage 1 does, and so does
+    `optimizer_over_data`, on another mesh, in stages 0 and 1.
+    """
+    sharding, over_data = config.sharding, config.mesh.data > 1
+    for offloads in (False, True):
+        for stage in sorted({*list_zero_stages(config.mesh, offloads)} - {2}):
+            differs = stage == 3 or sharding.data_gradients != "exact"
+            for divides in (False, True) if over_data and differs else (False,):
+                yield replace(
+                    config,
+                    sharding=replace(sharding, zero_stage=stage, optimizer_over_data=divides),
+                    offload=replace(config.offload, optimizer=offloads),
+                )
 
 
 def _list_divided(spec: ParamSpec) -> frozenset[int]:
