@@ -63,7 +63,7 @@ def count_cost(closed: ClosedJaxpr, doubled: ClosedJaxpr, divided: Sequence[froz
     ]
     for value in walk.run(closed.jaxpr, arguments):
         walk.read(value)
-    return LossCost(walk.flops, walk.moved, walk.find_peak(), walk.summed)
+    return LossCost(walk.flops, walk.moved, walk.find_most_held(), walk.summed)
 
 
 def _list_inner(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -160,7 +160,7 @@ class _Walk:
         self.moved += self.times * (size + value.bytes)
         return self.make(size)
 
-    def find_peak(self) -> float:
+    def find_most_held(self) -> float:
         changes: dict[int, float] = collections.defaultdict(float)
         for each in self.arrays:
             changes[each.born] += each.held

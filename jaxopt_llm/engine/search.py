@@ -100,7 +100,7 @@ class EngineCandidate(Candidate):
 
     @property
     def kind(self) -> Hashable:
-        """What a loss keeps, and when weights move, decide what XLA fuses and hides."""
+        """Settings whose estimates err alike: what is kept, and when weights move, decide what XLA fuses and hides."""
         return self.config.sharding.zero_stage, self.config.remat.policy, self.config.mesh.tensor > 1
 
     @property
@@ -197,7 +197,7 @@ class _Space:
 
     @functools.cached_property
     def may_accumulate(self) -> bool:
-        """Whether the loss of a batch is that of its microbatches, or the user accepts that it is not."""
+        """True if the loss of a batch is that of its microbatches, or if the user accepts that it is not."""
         program = _make_alone(_with(self.job, policy=self.policies[0]))
         try:
             check_loss_over(self.job.loss_over, 2, program.model, self.job.have_rows)
