@@ -83,7 +83,10 @@ def estimate(listed: bool) -> list[EngineCandidate]:
     [("none", 1, 3), *slow(("full", 1, 3), ("none", 4, 3), ("full", 4, 0), ("none", 1, 0))],
 )
 def test_the_arithmetic_is_close_to_the_compiler(listed: bool, policy: str, accumulation: int, stage: int) -> None:
-    """What layers of a list keep is fused in more ways than the trace shows, so their memory is only a lower bound."""
+    """Memory and transfers are meant as lower bounds.
+
+    XLA keeps more of the layers of a list than of those of a loop, and it hides few of the transfers.
+    """
     mesh = MeshConfig(fsdp=8) if stage else MeshConfig(data=8)
     (found,) = (
         each
@@ -96,8 +99,8 @@ def test_the_arithmetic_is_close_to_the_compiler(listed: bool, policy: str, accu
     plan = plan_job(found.job, CLUSTER)
     assert found.work.flops == pytest.approx(plan.flops, rel=0.001)
     assert (0.45 if listed else 0.75) * plan.memory.peak < found.footprint.peak < 1.05 * plan.memory.peak
-    assert found.time.total == pytest.approx(found.compute_compiled_time(plan).total, rel=0.55 if listed else 0.25)
     assert found.compute_compiled_time(plan).total == pytest.approx(plan.step_seconds)
+    assert 0.65 * plan.step_seconds < found.time.total < 1.3 * plan.step_seconds
 
 
 @pytest.fixture(scope="module")
