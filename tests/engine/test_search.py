@@ -87,7 +87,7 @@ def test_the_arithmetic_is_close_to_the_compiler(listed: bool, policy: str, accu
 
     XLA keeps more of the layers of a list than of those of a loop, and it hides few of the transfers.
     """
-    mesh = MeshConfig(fsdp=8) if stage else MeshConfig(data=8)
+    mesh = MeshConfig(fsdp=8) if stage else MeshConfig(data=8, fsdp=1)
     (found,) = (
         each
         for each in estimate(listed)
@@ -236,7 +236,7 @@ def test_the_order_of_time_decides_what_is_compiled(monkeypatch: pytest.MonkeyPa
 
 def test_one_of_several_losses_is_searched() -> None:
     """A step holds gradients only of what its loss trains, and the state of all."""
-    engine, mesh = test_several_losses.make_engine(), MeshConfig(data=8)
+    engine, mesh = test_several_losses.make_engine(), MeshConfig(data=8, fsdp=1)
     spaces = [search._Space(engine.steps.find_job(name), CLUSTER, ()) for name in engine.losses]
     found = [next(space.estimate(mesh)) for space in spaces]
     assert all(each.work.flops > 0 for each in found) and len({each.footprint.optimizer for each in found}) == 1
