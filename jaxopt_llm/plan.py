@@ -18,9 +18,10 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from jaxopt_llm.compiler.chips import CHIPS, LinkRates
 from jaxopt_llm.config import cli
@@ -227,7 +228,7 @@ def _check_fits(spare: int, remedy: str = "") -> None:
 def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     from jaxopt_llm.engine.fit import make_engine  # takes a second to import
 
-    for name in ("search", "save", "network", "nvlink", "pcie"):
+    for name in ("save", "network", "nvlink", "pcie", "write"):
         if getattr(options, name):
             raise InputError(f"--{name}: only for recipes of the decoder, and {recipe.path} has a model of its own")
     _choose_gpu(options)
@@ -235,11 +236,25 @@ def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     gpus = options.gpus_per_host or GPUS_PER_HOST
     wanted = gpus if recipe.config.mesh.fsdp == AUTO else recipe.config.mesh.devices
     count = wanted if options.hosts is None else options.hosts * gpus
-    plan = make_engine(recipe).plan(options.gpu, count, gpus, options.rows)
-    values = dataclasses.asdict(plan) | {"spare": plan.spare, "fits": plan.spare >= 0}
-    print(json.dumps(values, indent=2) if options.json else plan)
+    engine = make_engine(recipe)
+    if options.search:
+        found = engine.search(options.gpu, (options.hosts or 1) * gpus, gpus, options.rows, allow=options.allow)
+        _print_search([found.result], found.seconds, [], options, _list_own_values)
+        if found.config is None:
+            raise DoesNotFit(
+                f"nothing fits: the smallest of the compiled settings lacks {-found.plan.spare / GIB:.2f} GiB of each "
+                "GPU; take more GPUs (--hosts), GPUs with more memory (--gpu), or fewer rows (--rows)"
+            )
+        return 0
+    plan = engine.plan(options.gpu, count, gpus, options.rows)
+    print(json.dumps(_list_own_values(plan), indent=2) if options.json else plan)
     _check_fits(plan.spare)
     return 0
+
+
+def _list_own_values(plan: Any) -> dict[str, Any]:
+    """Return the plan of a model of the recipe's own as JSON values."""
+    return dataclasses.asdict(plan) | {"spare": plan.spare, "fits": plan.spare >= 0}
 
 
 def _without_illegal_mesh(config: Config) -> Config:
@@ -367,14 +382,18 @@ def _with_choices(config: Config, cluster: Cluster, limit: int) -> Config:
 
 
 def _print_search(
-    results: Sequence[ranking.SearchResult], seconds: float, steps: list[str], options: argparse.Namespace
+    results: Sequence[ranking.SearchResult],
+    seconds: float,
+    steps: list[str],
+    options: argparse.Namespace,
+    list_values: Callable[[Any], Any] = lambda plan: json_files.parse(to_json(plan)),
 ) -> None:
     trees = [decision_tree.format_tree(each) if options.explain else "" for each in results]
     several = len(results) > 1
     if options.json:
         told = []
         for result, tree in zip(results, trees, strict=True):
-            values = report.to_json(result, seconds, lambda plan: json_files.parse(to_json(plan)))
+            values = report.to_json(result, seconds, list_values)
             told.append(values | ({"tree": tree.splitlines()} if tree else {}))
         found = {"networks": told} if several else told[0]
         print(json.dumps(found | {"next_steps": steps}, indent=2))

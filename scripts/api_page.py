@@ -28,6 +28,7 @@ docstrings by `scripts/api_page.py`.
 # What the public functions return, raise or warn of; imported from where they are.
 FURTHER = (
     "jaxopt_llm.engine.plan.EnginePlan",
+    "jaxopt_llm.engine.search.EngineSearch",
     "jaxopt_llm.engine.checks.EngineWarning",
     "jaxopt_llm.inference.load.Pretrained",
     "jaxopt_llm.core.errors.InputError",
@@ -40,7 +41,7 @@ MEMBERS = {
     "Config": (),
     "LanguageModel": ("initialize", "logits", "hidden", "head", "weights", "save_pretrained"),
     "Engine": (
-        *("step", "evaluate", "gradients", "predict", "learning_rate", "plan", "model", "save", "restore"),
+        *("step", "evaluate", "gradients", "predict", "learning_rate", "plan", "search", "model", "save", "restore"),
         *("example", "parameters"),
     ),
     "Max": (),

@@ -33,8 +33,9 @@ from jaxopt_llm.engine.checks import register_engine, register_returned
 from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
 from jaxopt_llm.engine.microbatches import Microbatches
-from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, plan_engine
+from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, find_cluster, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, differentiate_user_model
+from jaxopt_llm.engine.search import EngineSearch, search_engine
 from jaxopt_llm.engine.steps import Steps
 from jaxopt_llm.engine.user_model import nest_variables
 from jaxopt_llm.execution.partitioning import correct_partitioning
@@ -372,6 +373,34 @@ class Engine:
         """
         job = self._job if loss is None else self.steps.find_job(loss)
         return plan_engine(job, gpu, gpus, gpus_per_host, rows)
+
+    def search(
+        self,
+        gpu: str = "h200",
+        gpus: int | None = None,
+        gpus_per_host: int = GPUS_PER_HOST,
+        rows: int | None = None,
+        loss: str | None = None,
+        allow: Sequence[str] = (),
+    ) -> EngineSearch:
+        """Return the fastest settings with which a step fits GPUs that this machine need not have.
+
+        Nothing is allocated. The settings are the meshes of all GPUs, ZeRO stages, offload, rematerialisation and
+        accumulation. Up to twelve are compiled for these GPUs, the fastest by arithmetic first.
+
+        Args:
+            gpu: one of the chips of `plan`, such as "h100".
+            gpus: number of GPUs, by default those of the mesh.
+            rows: rows of the batch over all GPUs, by default those of the example.
+            loss: name of the loss, if the engine has several; by default the first.
+            allow: fields that may also change to narrower values, as for `plan --search --allow`.
+
+        Raises:
+            InputError: the GPU is unknown, no mesh divides the batch, or a field of `allow` changes nothing.
+        """
+        job = self._job if loss is None else self.steps.find_job(loss)
+        cluster = find_cluster(gpu, job.config.mesh.devices if gpus is None else gpus, gpus_per_host)
+        return search_engine(job, cluster, rows, allow)
 
     def model(self, ema: bool = True) -> Any:
         """Return the user's model with the trained parameters: an NNX module, Linen's variables, or the pytree.

@@ -192,11 +192,11 @@ def initialize(
     rows = count_rows(losses[0].example, replicated)
     settings, processes = _resolve_settings(config, rows, losses, devices)
     frontend = make_frontend(model, *join_losses(losses), settings.run.seed)
-    jobs = [_make_job(each, settings, frontend, rules, tuple(replicated)) for each in losses]
+    jobs = [_make_job(each, settings, frontend, rules, tuple(replicated), loss_over) for each in losses]
     job = replace(jobs[0], others=tuple(jobs[1:]))
     if weights is not None:
         check_weights(weights, frontend.parameters)
-    _check_programs(job, processes, loss_over)
+    _check_programs(job, processes)
     return Engine(job, processes, weights, devices)
 
 
@@ -222,14 +222,14 @@ def _resolve_settings(
     return config, processes
 
 
-def _check_programs(job: Job, processes: Processes, loss_over: LossOver | None) -> None:
+def _check_programs(job: Job, processes: Processes) -> None:
     """Make the programs on an abstract mesh: all errors and warnings appear now, and nothing is allocated."""
     mesh = make_abstract_mesh(job.config.mesh)
     oddities: dict[str, None] = {}
     for one in job.losses:
         one.check_division(make_placement(job.config, mesh))
         program = make_engine_program(one, mesh)
-        check_loss_over(loss_over, job.config.training.accumulation, program.model, one.have_rows)
+        check_loss_over(one.loss_over, job.config.training.accumulation, program.model, one.have_rows)
         oddities |= dict.fromkeys(program.model.oddities)
         _check_same_job(one, program, processes)
     for oddity in oddities:
@@ -242,6 +242,7 @@ def _make_job(
     frontend: Frontend,
     rules: Mapping[str, str | None] | None,
     replicated: tuple[str, ...],
+    loss_over: LossOver | None,
 ) -> Job:
     """Return the job of a loss, with its own optimizer in the settings.
 
@@ -265,6 +266,7 @@ def _make_job(
         in_one_piece=find_rows(given.example, replicated) is None,
         loss_name=given.name,
         trains=given.trains,
+        loss_over=loss_over,
     )
 
 

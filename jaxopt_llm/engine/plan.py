@@ -31,6 +31,7 @@ from jaxopt_llm.planning.memory import (
     format_largest,
     sum_by_kind,
 )
+from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.units import GIB, choose_unit
 
 GPUS_PER_HOST = 8
@@ -108,15 +109,28 @@ class EnginePlan:
 
 def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: int | None) -> EnginePlan:
     """Compile the step for given GPUs and measure it; see Engine.plan."""
-    job, gpu = _resize(job, gpus, rows), gpu.lower()
-    count = job.config.mesh.devices
-    gpus_per_host = min(gpus_per_host, count)
+    job = _resize(job, gpus, rows)
+    return plan_job(job, find_cluster(gpu, job.config.mesh.devices, gpus_per_host))
+
+
+def find_cluster(gpu: str, gpus: int, gpus_per_host: int) -> Cluster:
+    """Return the hosts that have these GPUs.
+
+    Raises:
+        InputError: the GPU is unknown, or the hosts would not be whole.
+    """
+    gpu, gpus_per_host = gpu.lower(), min(gpus_per_host, gpus)
     if gpu not in CHIPS:
         raise InputError(f"plan: gpu={gpu} is unknown; choose one of {', '.join(sorted(CHIPS))}")
-    if count % gpus_per_host:
-        raise InputError(f"plan: {count} GPUs are not a whole number of hosts with {gpus_per_host}; set gpus_per_host")
-    chip, hosts = CHIPS[gpu], count // gpus_per_host
-    mesh = make_mesh(job.config.mesh, topology.gpu_topology(gpu, hosts, gpus_per_host))
+    if gpus < 1 or gpus_per_host < 1 or gpus % gpus_per_host:
+        raise InputError(f"plan: {gpus} GPUs are not a whole number of hosts with {gpus_per_host}; set gpus_per_host")
+    return Cluster(gpu, gpus // gpus_per_host, gpus_per_host)
+
+
+def plan_job(job: Job, cluster: Cluster) -> EnginePlan:
+    """Compile the step of a job, whose mesh has as many devices as the cluster, and measure it."""
+    chip, gpus_per_host = cluster.chip, cluster.gpus_per_host
+    mesh = make_mesh(job.config.mesh, topology.gpu_topology(cluster.gpu, cluster.hosts, gpus_per_host))
     clock = time.perf_counter()
     limit = count_chip_bytes(chip)
     written = make_engine_program(job, mesh)
@@ -129,7 +143,7 @@ def plan_engine(job: Job, gpu: str, gpus: int | None, gpus_per_host: int, rows: 
     flops = Counter(hlo.count_dot_flops_by_dtype(text)) + Counter(count_convolution_flops(text))
     return EnginePlan(
         gpu=chip.name,
-        hosts=hosts,
+        hosts=cluster.hosts,
         gpus_per_host=gpus_per_host,
         jax=jax.__version__,
         parameters=param.count_parameters(program.model.specs),
@@ -160,11 +174,10 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
         if gpus % others:
             raise InputError(f"plan: {gpus} GPUs are not divisible by the other axes of the mesh, {others}")
         job = replace(job, config=replace(job.config, mesh=replace(mesh, fsdp=gpus // others)))
+    job = change_rows(job, rows)
     if job.in_one_piece:
-        if rows is not None:
-            raise InputError(f"plan: rows={rows}, but the arrays of the example have no common rows; leave it out")
         return job
-    rows = count_rows(job.example, job.replicated) if rows is None else rows
+    rows = count_rows(job.example, job.replicated)
     mesh, accumulation = job.config.mesh, job.config.training.accumulation
     parts = accumulation * mesh.batch_shards
     if rows % parts:
@@ -173,4 +186,15 @@ def _resize(job: Job, gpus: int | None, rows: int | None) -> Job:
             f"{parts // accumulation} GPUs along data and fsdp; give a number of rows that is, such as "
             f"rows={math.ceil(rows / parts) * parts} (--rows)"
         )
-    return replace(job, example=with_rows(job.example, rows, job.replicated))
+    return job
+
+
+def change_rows(job: Job, rows: int | None) -> Job:
+    """Return the job with batches of another number of rows; None keeps it."""
+    if rows is None:
+        return job
+    if job.in_one_piece:
+        raise InputError(f"plan: rows={rows}, but the arrays of the example have no common rows; leave it out")
+    training = replace(job.config.training, batch_size=rows)
+    example = with_rows(job.example, rows, job.replicated)
+    return replace(job, example=example, config=replace(job.config, training=training))

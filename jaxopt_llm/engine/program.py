@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +147,7 @@ class Job:
     in_one_piece: whether the batches have no rows at all; see microbatches.py.
     loss_name: name of the loss; "" if the engine has one loss.
     trains: patterns of the parameters that the loss trains, of those that `config.training.trainable` selects.
+    loss_over: what the user says of the loss of microbatches; see `initialize`.
     others: the jobs of the engine's other losses, which have no `others`.
     """
 
@@ -161,6 +162,7 @@ class Job:
     in_one_piece: bool = False
     loss_name: str = ""
     trains: tuple[str, ...] = ("*",)
+    loss_over: Literal["rows", "batch"] | None = None
     others: tuple["Job", ...] = ()
 
     @property

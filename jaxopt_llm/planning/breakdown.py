@@ -168,7 +168,7 @@ def _list_host_copies(kernels: _Kernels, transfers: Sequence[roofline.Transfer],
     yield Part(name, time.exposed, time.hidden, kernels.host.runs, 0, kernels.host.bytes)
 
 
-def sum_by_cause(parts: Sequence[Part], idle: float) -> roofline.StepTime:
+def sum_by_cause(parts: Sequence[Part], idle: float = 0.0) -> roofline.StepTime:
     """Return the time of a step by cause.
 
     Args:

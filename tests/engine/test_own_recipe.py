@@ -145,7 +145,7 @@ def test_what_train_refuses(recipe: Path, tmp_path: Path, added: str, arguments:
             ("--hosts", 8),
             "plan: a batch of 16 rows is not divisible by training.accumulation=1 × 64 GPUs along data and",
         ),
-        (("--search",), "--search: only for recipes of the decoder"),
+        (("--search", "--write", "found.py"), "--write: only for recipes of the decoder"),
     ],
 )
 def test_what_plan_refuses(recipe: Path, arguments: tuple[Any, ...], message: str) -> None:

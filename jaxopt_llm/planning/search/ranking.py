@@ -8,9 +8,9 @@ compiled. They are then ranked by the time that `plan` reads off the compiled pr
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.core.errors import InputError
@@ -61,7 +61,7 @@ MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given 
 
 
 class CompiledPlan(Protocol):
-    """Figures of a compiled program that the search reads (plan.Plan)."""
+    """Figures of a compiled program that the search of any model reads (step_plan.Plan, engine.plan.EnginePlan)."""
 
     @property
     def limit(self) -> int: ...
@@ -70,13 +70,7 @@ class CompiledPlan(Protocol):
     @property
     def collectives(self) -> Sequence[Transfer]: ...
     @property
-    def speed(self) -> Any: ...
-    @property
-    def idle(self) -> float: ...
-    @property
     def memory(self) -> Any: ...
-    @property
-    def model_flops(self) -> float: ...
 
 
 CompileAll = Callable[[Sequence[Config]], Iterable[CompiledPlan]]
@@ -90,7 +84,10 @@ class Candidate:
     kept, because the work of all settings would take a gigabyte.
 
     resolved: the setting with the attention and the experts' exchange of these GPUs.
+    unit: what a step trains on: tokens of the decoder, rows of a user's model (engine/search.py).
     """
+
+    unit: ClassVar[str] = "tokens"
 
     config: Config
     resolved: Config
@@ -111,6 +108,28 @@ class Candidate:
     @functools.cached_property
     def time(self) -> StepTime:
         return compute_step_time(self.work, self.cluster.chip, self.config.precision.compute_dtype)
+
+    @property
+    def units(self) -> int:
+        """Tokens, or rows, of a step over all GPUs, with padding."""
+        return self.config.training.batch_size * self.config.training.sequence_length
+
+    @property
+    def kind(self) -> Hashable:
+        """Settings whose estimates err alike. That of pipeline stages errs in another way than that of all others."""
+        return self.config.mesh.pipeline > 1
+
+    @property
+    def is_valid(self) -> bool:
+        return is_valid(self.config)
+
+    def count_model_flops(self, plan: Any) -> float:
+        """Return the FLOPs that each GPU needs in a step. plan: of the compiled program."""
+        return float(plan.model_flops)
+
+    def compute_compiled_time(self, plan: Any) -> StepTime:
+        """Return the time by the parts of the compiled program."""
+        return sum_by_cause(plan.speed.breakdown, plan.idle)
 
 
 @dataclass(frozen=True)
@@ -140,10 +159,6 @@ class CompiledCandidate:
         between_hosts = [each for each in self.plan.collectives if each.link == "network"]
         return compute_link_time(between_hosts, math.inf, math.inf).exposed / self.time.total
 
-    @property
-    def has_stages(self) -> bool:
-        return self.config.mesh.pipeline > 1
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -162,6 +177,10 @@ class SearchResult:
     illegal: dict[MeshConfig, list[str]]
     candidates: tuple[Candidate, ...]
     compiled: tuple[CompiledCandidate, ...]
+
+    @property
+    def unit(self) -> str:
+        return self.compiled[0].candidate.unit
 
     @property
     def winner(self) -> CompiledCandidate | None:
@@ -299,9 +318,10 @@ def _compile_best(
     def is_slower(candidate: Candidate) -> bool:
         """Return whether what has been compiled shows that the candidate is hardly faster than the best."""
         measured = [other for other in compiled if suffices(other)]
-        # The estimate of pipeline stages errs in another way than that of all other settings.
-        alike = [other for other in measured if other.has_stages == (candidate.config.mesh.pipeline > 1)] or measured
-        times = [(other.candidate.time.total, other.time.total) for other in alike]
+        alike = [other for other in measured if other.candidate.kind == candidate.kind]
+        times = [(other.candidate.time.total, other.time.total) for other in alike or measured]
+        if times and not alike:  # others tell little of its error: its estimate may be right, too
+            times.append((1.0, 1.0))
         return bool(times) and is_settled(candidate.time.total, times, min(other.time.total for other in measured))
 
     def list_promising() -> Iterator[Candidate]:
@@ -310,7 +330,7 @@ def _compile_best(
         fitting = (candidate for candidate in candidates if candidate.footprint.peak <= add_slack(limit))
         for candidate in fitting:
             rejected = candidate.config == recipe or is_slower(candidate) or is_hopeless(candidate)
-            if not rejected and is_valid(candidate.config):
+            if not rejected and candidate.is_valid:
                 yield candidate
 
     def compile_some(some: Sequence[Candidate]) -> None:
@@ -322,7 +342,7 @@ def _compile_best(
         compile_some(some)
     if not any(candidate.fits for candidate in compiled):
         by_memory = order_candidates(candidates, 0)
-        least = next(candidate for candidate in by_memory if is_valid(candidate.config))
+        least = next(candidate for candidate in by_memory if candidate.is_valid)
         if all(other.candidate is not least for other in compiled):
             compile_some([least])
     return compiled
@@ -339,4 +359,4 @@ def is_valid(config: Config) -> bool:
 
 def measure(candidate: Candidate, plan: CompiledPlan) -> CompiledCandidate:
     """Return a candidate with the time of its compiled program."""
-    return CompiledCandidate(candidate, plan, sum_by_cause(plan.speed.breakdown, plan.idle))
+    return CompiledCandidate(candidate, plan, candidate.compute_compiled_time(plan))

@@ -81,7 +81,7 @@ def format_table(result: SearchResult, seconds: float) -> str:
     lines = [
         _make_heading(result, seconds),
         "",
-        f"{'':5}s/step  tokens/s     days  MFU  {'bottleneck':16}  "
+        f"{'':5}s/step {f'{result.unit}/s':>9} {'days':>8}  MFU  {'bottleneck':16}  "
         f"{' '.join(f'{name:>6}' for name in COLUMNS)}  (GiB of each GPU)",
     ]
     for rank, candidate in enumerate(result.compiled, 1):
@@ -90,7 +90,7 @@ def format_table(result: SearchResult, seconds: float) -> str:
         columns = " ".join(f"{size / GIB:6.2f}" for size in sizes)
         mark = " (the recipe)" if candidate.config == recipe else ""
         days = compute_days(candidate)
-        speed = f"{compute_tokens_per_second(candidate):9,.0f} {'-' if days is None else f'{days:,.2f}':>8}"
+        speed = f"{compute_rate(candidate):9,.0f} {'-' if days is None else f'{days:,.2f}':>8}"
         mfu = f"{compute_mfu(candidate, result):4.0%}"
         fits = (
             ("" if candidate.is_roomy else f", leaves less than {FREE:.0%} free")
@@ -128,7 +128,7 @@ def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
         if winner is None:
             return "\n".join([lines[0], "no setting fits"])
         lines.append(
-            f"{gigabits:>23} {winner.time.total:10,.4g} {compute_tokens_per_second(winner):12,.0f} "
+            f"{gigabits:>23} {winner.time.total:10,.4g} {compute_rate(winner):12,.0f} "
             f"{winner.network_share:21.1%}  {describe_setting(winner.config, result.recipe)}"
         )
         flags.append(f"{gigabits:>7} Gb/s: {format_flags(winner.config, result.recipe) or 'the recipe'}")
@@ -146,13 +146,12 @@ def _make_heading(result: SearchResult, seconds: float, purpose: str = "") -> st
 def compute_mfu(candidate: CompiledCandidate, result: SearchResult) -> float:
     """Return the model FLOPs divided by the chip's peak FLOPs in the step's time."""
     peak = result.cluster.chip.peak_flops[candidate.config.precision.compute_dtype]
-    return candidate.plan.model_flops / (peak * candidate.time.total)
+    return candidate.candidate.count_model_flops(candidate.plan) / (peak * candidate.time.total)
 
 
-def compute_tokens_per_second(candidate: CompiledCandidate) -> float:
-    """Return the tokens of all GPUs in a second, with padding."""
-    training = candidate.config.training
-    return training.batch_size * training.sequence_length / candidate.time.total
+def compute_rate(candidate: CompiledCandidate) -> float:
+    """Return the tokens or rows of all GPUs in a second, with padding."""
+    return candidate.candidate.units / candidate.time.total
 
 
 def compute_days(candidate: CompiledCandidate) -> float | None:
@@ -181,7 +180,7 @@ def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any
                 "settings": list_changes(candidate.config, result.recipe),
                 "is_recipe": candidate.config == result.recipe,
                 "step_seconds": candidate.time.total,
-                "tokens_per_second": compute_tokens_per_second(candidate),
+                f"{result.unit}_per_second": compute_rate(candidate),
                 "days": compute_days(candidate),
                 "binds": candidate.time.bottleneck,
                 "network_share": candidate.network_share,

@@ -170,20 +170,10 @@ def list_narrower(config: Config, name: str) -> tuple[Any, ...]:
 
 
 def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> Iterator[ShardingConfig]:
-    """Yield the legal shardings, without ZeRO stages that gain nothing.
-
-    With `fsdp` or `expert`, stage 0 is the same as `data`. With `context`, stages 0 and 1 sum whole gradients in every
-    layer without any benefit. With none of these axes there is nothing to divide, but stage 1 has master weights in
-    addition to the compute copy that the blocks read, and the master weights can be offloaded to the host. On one
-    device stages 0 and 3 are the same program: a recipe with stage 3 keeps it, and is not compiled twice.
-    """
-    undivided: ZeroStage = 3 if mesh.devices == 1 and config.sharding.zero_stage == 3 else 0
-    zero_stages: tuple[ZeroStage, ...] = (undivided, 1) if offloads else (undivided,)
-    if any(mesh.size(axis) > 1 for axis in STORAGE_AXES):
-        zero_stages = (2, 3) if mesh.context > 1 else (1, 2, 3)
-    stage: ZeroStage
+    """Yield the legal shardings, without ZeRO stages that gain nothing."""
     over_data = (False, True) if mesh.data > 1 else (False,)
-    for stage, exchange, divides in itertools.product(zero_stages, _list_exchanges(config, mesh), over_data):
+    stages = list_zero_stages(mesh, offloads, config.sharding.zero_stage)
+    for stage, exchange, divides in itertools.product(stages, _list_exchanges(config, mesh), over_data):
         for sequence_parallel in (False, True) if mesh.tensor > 1 else (False,):
             sharding = replace(
                 config.sharding,
@@ -194,6 +184,24 @@ def _enumerate_shardings(config: Config, mesh: MeshConfig, offloads: bool) -> It
             )
             if not size_problems(config.model, replace(config.training, accumulation=1), mesh, sharding):
                 yield sharding
+
+
+def list_zero_stages(mesh: MeshConfig, offloads: bool, of_recipe: ZeroStage) -> tuple[ZeroStage, ...]:
+    """Return the ZeRO stages that gain something on a mesh.
+
+    With `fsdp` or `expert`, stage 0 is the same as `data`. With `context`, stages 0 and 1 sum whole gradients in every
+    layer without any benefit. With none of these axes there is nothing to divide, but stage 1 has master weights in
+    addition to the compute copy that the blocks read, and the master weights can be offloaded to the host. On one
+    device stages 0 and 3 are the same program: a recipe with stage 3 keeps it, and is not compiled twice.
+
+    Args:
+        offloads: whether the optimizer's state is on the host.
+        of_recipe: the recipe's stage.
+    """
+    if any(mesh.size(axis) > 1 for axis in STORAGE_AXES):
+        return (2, 3) if mesh.context > 1 else (1, 2, 3)
+    undivided: ZeroStage = 3 if mesh.devices == 1 and of_recipe == 3 else 0
+    return (undivided, 1) if offloads else (undivided,)
 
 
 def _list_exchanges(config: Config, mesh: MeshConfig) -> Sequence[Literal["auto", "ring", "all_to_all"]]:

@@ -88,9 +88,18 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
         specs = make_group_specs(specs, config.mesh.data)
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None
+    return count_state(specs, placement)
+
+
+def count_state(specs: StateSpecs, placement: Placement, trained: Params | None = None) -> StateSizes:
+    """Return the size of a train state with these specs on each device.
+
+    Args:
+        trained: specs of the parameters that a step trains; None for all masters.
+    """
     stored = state.abstract_state(specs, placement)
     everything = tree.merge(specs.masters, specs.frozen)
-    count = functools.partial(_count_parameters, specs.masters, everything, placement)
+    count = functools.partial(_count_parameters, specs.masters if trained is None else trained, everything, placement)
     stacks = [name for name in specs.masters if name != "non_layer"]
     non_layer = [
         part["non_layer"]

@@ -184,6 +184,17 @@ def test_the_error_of_a_pipeline_says_nothing_about_other_settings() -> None:
     assert compiled == few and compiled[0] == slow
 
 
+def test_slow_settings_rule_out_no_other_kind() -> None:
+    """Without stages all take much longer than estimated. With stages they are as fast as estimated, and one wins."""
+
+    def others_are_slow(config: Config) -> Plan:
+        plan = as_estimated(config)
+        return dataclasses.replace(plan, flops=round(plan.flops * (1 if config.mesh.pipeline > 1 else 3)))
+
+    found, _ = run(others_are_slow)
+    assert found.winner is not None and found.winner.config.mesh.pipeline > 1
+
+
 def test_candidates_like_one_that_did_not_fit_are_skipped() -> None:
     def fsdp_needs_more(config: Config) -> Plan:
         return as_estimated(config, 3.0 if config.mesh == MeshConfig(fsdp=4) else 1.0)

@@ -1,0 +1,409 @@
+"""Search for the fastest settings of an engine on GPUs that need not exist.
+
+The search is that of `plan --search` (planning/search/ranking.py): arithmetic discards and orders settings, and the
+compiler decides. What differs is where the arithmetic comes from: the trace of the user's loss (loss_cost.py) gives the
+FLOPs, and the bytes that grow with the rows; the shardings give all that concerns parameters. Compiled settings are
+ranked by the time that `Engine.plan` prints.
+"""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import jax
+
+from jaxopt_llm.config import Config, MeshConfig
+from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.unread import find_unread
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.engine.checks import NOT_READ, READ
+from jaxopt_llm.engine.loss_cost import LossCost, count_cost
+from jaxopt_llm.engine.microbatches import Microbatches, with_rows
+from jaxopt_llm.engine.plan import EnginePlan, change_rows, plan_job
+from jaxopt_llm.engine.program import (
+    EngineProgram,
+    Job,
+    differentiate_user_model,
+    is_open,
+    make_engine_program,
+    make_placement,
+)
+from jaxopt_llm.engine.row_coupling import check_loss_over
+from jaxopt_llm.execution.weight_uses import drop_results
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.parallel.mesh import make_abstract_mesh
+from jaxopt_llm.planning.breakdown import sum_by_cause
+from jaxopt_llm.planning.free_memory import count_chip_bytes
+from jaxopt_llm.planning.search import report
+from jaxopt_llm.planning.search.footprint import Footprint
+from jaxopt_llm.planning.search.microbatch import BYTES
+from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, rank_settings
+from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Work
+from jaxopt_llm.planning.search.setting_space import enumerate_meshes, list_divisors, list_variants, list_zero_stages
+from jaxopt_llm.planning.search.state_sizes import StateSizes, count_state
+from jaxopt_llm.planning.search.transfers import EstimatedTransfer, find_link_over
+from jaxopt_llm.step.program import take_share
+from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.update import has_shares
+
+
+@dataclass(frozen=True)
+class EngineSearch:
+    """The settings that a search compiled. `print(found)` shows them as a table, the fastest that fits first.
+
+    Attributes:
+        config: the fastest that fits, for `initialize`; None if nothing fits.
+        plan: its plan, or that of the compiled setting that lacks least memory.
+    """
+
+    result: SearchResult
+    seconds: float
+
+    @property
+    def config(self) -> Config | None:
+        return self.result.winner.config if self.result.winner else None
+
+    @property
+    def plan(self) -> EnginePlan:
+        if self.result.winner:
+            plan = self.result.winner.plan
+        else:
+            plan = max((each.plan for each in self.result.compiled), key=lambda plan: plan.spare)
+        assert isinstance(plan, EnginePlan)
+        return plan
+
+    def __str__(self) -> str:
+        return report.format_table(self.result, self.seconds)
+
+
+@dataclass(frozen=True)
+class EngineCandidate(Candidate):
+    """Setting of an engine.
+
+    cost: of its loss, with the policy of the setting. needed: of the loss as it is written.
+    """
+
+    unit: ClassVar[str] = "rows"
+    job: Job
+    cost: LossCost
+    needed: LossCost
+
+    @property
+    def units(self) -> int:
+        return self.config.training.batch_size
+
+    @property
+    def kind(self) -> Hashable:
+        """Settings whose estimates err alike: what is kept, and when weights move, decide what XLA fuses and hides."""
+        return self.config.sharding.zero_stage, self.config.remat.policy, self.config.mesh.tensor > 1
+
+    @property
+    def is_valid(self) -> bool:
+        return not _find_problem(self.job)
+
+    def count_model_flops(self, plan: Any) -> float:
+        return self.needed.flops / self.config.mesh.devices
+
+    def compute_compiled_time(self, plan: EnginePlan) -> StepTime:
+        return sum_by_cause(plan.breakdown)
+
+    @property
+    def work(self) -> Work:
+        state, accumulation = self.state, self.config.training.accumulation
+        weights, gradients = state.layers + state.non_layer, _count_gradient_bytes(self.config, state)
+        # Weights are cast and written whole forward and backward; gradients are written, and read for their reduction.
+        streamed = self.cost.moved / self.config.mesh.devices
+        streamed += 4 * accumulation * BYTES[self.config.precision.compute_dtype] * weights.weights
+        streamed += 2 * accumulation * BYTES[self.config.precision.reduce_dtype] * weights.trained
+        streamed += (accumulation > 1) * 2 * accumulation * gradients
+        # The update reads and writes the train state, and reads the gradients twice: first for their norm.
+        streamed += 2 * (state.parameters + state.optimizer + state.host) + 8 * weights.masters
+        return Work(
+            flops=self.cost.flops / self.config.mesh.devices,
+            grouped=None,
+            attention_flops=0.0,
+            attention_bytes=0.0,
+            attention_efficiency=1.0,
+            repeated_flops=(self.cost.flops - self.needed.flops) / self.config.mesh.devices,
+            bytes=streamed,
+            transfers=tuple(_list_transfers(self.config, self.state, self.cluster, self.cost)),
+            pcie_bytes=2 * state.host,
+            idle=0.0,
+        )
+
+
+def search_engine(job: Job, cluster: Cluster, rows: int | None, allowed: Sequence[str] = ()) -> EngineSearch:
+    """Compile the best settings of a job for these GPUs; see Engine.search.
+
+    Raises:
+        InputError: no setting is legal, or a field of `allowed` changes nothing.
+    """
+    clock = time.perf_counter()
+    job = change_rows(job, rows)
+    _check_allowed(job, allowed)
+    space = _Space(job, cluster, tuple(allowed))
+    candidates = space.list_candidates()
+
+    def compile_all(configs: Sequence[Config]) -> Iterator[EnginePlan]:
+        return (plan_job(replace(job, config=config), cluster) for config in configs)
+
+    limit = count_chip_bytes(cluster.chip)
+    result = rank_settings(job.config, cluster, limit, space.illegal, candidates, compile_all)
+    return EngineSearch(result, time.perf_counter() - clock)
+
+
+@dataclass(eq=False)
+class _Space:
+    """The legal settings of a job.
+
+    illegal: meshes without any, with the reasons.
+    """
+
+    job: Job
+    cluster: Cluster
+    allowed: tuple[str, ...]
+    illegal: dict[MeshConfig, list[str]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def meshes(self) -> list[MeshConfig]:
+        """The meshes of the axes that an engine has, on which its loss can be divided."""
+        found = []
+        for mesh in enumerate_meshes(self.job.config, self.cluster):
+            divides = mesh.tensor == 1 or any(self.job.rules.values())
+            if divides and mesh.pipeline == mesh.context == mesh.expert == 1:
+                if problem := _find_problem(_with(self.job, mesh=mesh, accumulation=1), division_only=mesh.tensor == 1):
+                    self.illegal[mesh] = [problem]
+                else:
+                    found.append(mesh)
+        if not found:
+            gpus = f"{self.cluster.hosts} × {self.cluster.gpus_per_host} GPUs"
+            raise InputError(f"search: no mesh of {gpus} is legal: {next(iter(self.illegal.values()))[0]}")
+        return found
+
+    @functools.cached_property
+    def policies(self) -> list[str]:
+        """The policies that change something; without any, the one of the job."""
+        job = _with(self.job, policy=AUTO)
+        program = _make_alone(job)
+        if not is_open(program, job):
+            return [str(self.job.config.remat.policy)]
+        return ["none", *(["save_attention"] if program.model.attention.choices else []), "full"]
+
+    @functools.cached_property
+    def may_accumulate(self) -> bool:
+        """True if the loss of a batch is that of its microbatches, or if the user accepts that it is not."""
+        program = _make_alone(_with(self.job, policy=self.policies[0]))
+        try:
+            check_loss_over(self.job.loss_over, 2, program.model, self.job.have_rows)
+        except InputError:
+            return False
+        return not self.job.in_one_piece
+
+    def list_candidates(self) -> list[EngineCandidate]:
+        """Return all settings with their estimates, and the job's own, if it is for as many GPUs."""
+        found = [candidate for mesh in self.meshes for candidate in self.estimate(mesh)]
+        config, is_known = self.job.config, any(candidate.config == self.job.config for candidate in found)
+        if config.mesh.devices == self.cluster.devices and not is_known and not _find_problem(self.job):
+            found.append(self._estimate(self.job, self._count_state(config)))
+        return found
+
+    def estimate(self, mesh: MeshConfig) -> Iterator[EngineCandidate]:
+        """Yield the settings on a mesh, with their estimates."""
+        most = self.job.config.training.batch_size // mesh.batch_shards
+        accumulations = list_divisors(most) if self.may_accumulate else [1]
+        for variant in list_variants(_with(self.job, mesh=mesh).config, self.allowed):
+            for config in _list_divisions(variant):
+                divided, state = replace(self.job, config=config), self._count_state(config)
+                for policy, accumulation in itertools.product(self.policies, accumulations):
+                    job = _with(divided, policy=policy, accumulation=accumulation)
+                    if _is_read(job.config):
+                        yield self._estimate(job, state)
+
+    def _estimate(self, job: Job, state: StateSizes) -> EngineCandidate:
+        config, cost = job.config, self._count_cost(job.config)
+        footprint = Footprint(
+            parameters=state.parameters,
+            optimizer=state.optimizer,
+            gradients=_count_gradient_bytes(config, state),
+            activations=cost.held / (config.training.accumulation * config.mesh.devices),
+            working=0.0,
+            loss=0.0,
+            reduction=0.0,
+            host=state.host,
+        )
+        needed = self._count_cost(_with(job, policy=self.policies[0]).config)
+        return EngineCandidate(config, config, self.cluster, state, footprint, job, cost, needed)
+
+    def _count_state(self, config: Config) -> StateSizes:
+        program = self._make_program(config.optimizer, config.precision)
+        placement = make_placement(config, make_abstract_mesh(config.mesh))
+        return count_state(program.specs, placement, _find_trained(program, self.job))
+
+    def _count_cost(self, config: Config) -> LossCost:
+        return self._trace(config.remat.policy, config.precision)
+
+    @functools.cache  # noqa: B019
+    def _make_program(self, optimizer: Any, precision: Any) -> EngineProgram:
+        config = replace(self.job.config, optimizer=optimizer, precision=precision)
+        return _make_alone(_with(replace(self.job, config=config), policy=self.policies[0]))
+
+    @functools.cache  # noqa: B019
+    def _trace(self, policy: str, precision: Any) -> LossCost:
+        """Return the cost of the loss of all rows on one device."""
+        job = _with(replace(self.job, config=replace(self.job.config, precision=precision)), policy=policy)
+
+        def trace(program: EngineProgram) -> Any:
+            differentiate = differentiate_user_model(program.model, program.placement)
+
+            def compute_gradients(state: TrainState, batch: Microbatches) -> Any:
+                if (trained := _find_trained(program, job)) is not None:
+                    state = take_share(state, job.loss_name, trained)
+                return differentiate(state, batch, 1.0).gradients
+
+            closed = jax.make_jaxpr(compute_gradients)(program.state, program.batch)
+            return drop_results(closed, [True] * len(closed.jaxpr.outvars))  # without what no gradient needs
+
+        rows = 2 * job.config.training.batch_size
+        doubled = job.example if job.in_one_piece else with_rows(job.example, rows, job.replicated)
+        program = _make_alone(job)
+        state, specs = program.state, program.specs
+        parameters = jax.tree.leaves((state.masters, state.frozen)), jax.tree.leaves((specs.masters, specs.frozen))
+        divided = {id(leaf): _list_divided(spec) for leaf, spec in zip(*parameters, strict=True)}
+        dims = [divided.get(id(leaf), frozenset()) for leaf in jax.tree.leaves((state, program.batch))]
+        closed = trace(program)
+        try:
+            larger = trace(_make_alone(replace(job, example=doubled)))
+        except Exception:  # the user's loss takes no other number of rows, and nothing is known of its bytes
+            larger = closed
+        return count_cost(closed, larger, dims)
+
+
+def _find_trained(program: EngineProgram, job: Job) -> Params | None:
+    """Return the specs of the parameters that one of several losses trains; None if there is only one."""
+    return program.optimizers[job.loss_name].trained if has_shares(program.optimizers) else None
+
+
+def _list_divisions(config: Config) -> Iterator[Config]:
+    """Yield the configuration with each way to divide and to offload the state on its mesh.
+
+    Ways with which XLA compiles what it does with others are left out: stage 2 divides what stage 1 does, and so does
+    `optimizer_over_data`, on another mesh, in stages 0 and 1.
+    """
+    sharding, over_data = config.sharding, config.mesh.data > 1
+    for offloads in (False, True):
+        for stage in sorted({*list_zero_stages(config.mesh, offloads, config.sharding.zero_stage)} - {2}):
+            differs = stage == 3 or sharding.data_gradients != "exact"
+            for divides in (False, True) if over_data and differs else (False,):
+                yield replace(
+                    config,
+                    sharding=replace(sharding, zero_stage=stage, optimizer_over_data=divides),
+                    offload=replace(config.offload, optimizer=offloads),
+                )
+
+
+def _list_divided(spec: ParamSpec) -> frozenset[int]:
+    """Return the dimensions of a parameter that `tensor` divides."""
+    return frozenset(dim for dim, axis in enumerate(spec.axes) if axis == "tensor")
+
+
+def _with(job: Job, **changes: Any) -> Job:
+    """Return a job with another mesh, remat policy or accumulation."""
+    config = job.config
+    if "mesh" in changes:
+        config = replace(config, mesh=changes["mesh"])
+    if "policy" in changes:
+        config = replace(config, remat=replace(config.remat, policy=changes["policy"]))
+    if "accumulation" in changes:
+        config = replace(config, training=replace(config.training, accumulation=changes["accumulation"]))
+    return replace(job, config=config)
+
+
+def _make_alone(job: Job) -> EngineProgram:
+    """Make the program of a job on one device, without any division."""
+    config = _with(job, mesh=MeshConfig(), accumulation=1).config
+    sharding = replace(config.sharding, zero_stage=0, optimizer_over_data=False)
+    return make_engine_program(
+        replace(job, config=replace(config, sharding=sharding)), make_abstract_mesh(MeshConfig())
+    )
+
+
+def _find_problem(job: Job, division_only: bool = False) -> str:
+    """Return why a job cannot run; "" if it can. A user's loss may raise anything at another number of rows.
+
+    Args:
+        division_only: ask only whether the devices divide the batch.
+    """
+    mesh = make_abstract_mesh(job.config.mesh)
+    try:
+        job.check_division(make_placement(job.config, mesh))
+        if not division_only:
+            make_engine_program(job, mesh)
+    except InputError as error:
+        return str(error)
+    except Exception as error:
+        return f"loss: it fails with {job.config.training.accumulation} microbatches: {error}"
+    return ""
+
+
+def _is_read(config: Config) -> bool:
+    """Return whether the settings that a search changes can be combined, and have an effect."""
+    return not config.problems() and not any(name.startswith("sharding.") for name in find_unread(config))
+
+
+def _check_allowed(job: Job, allowed: Sequence[str]) -> None:
+    for name in allowed:
+        hidden = job.transformation is not None and name.startswith("optimizer.")
+        if hidden or not tree.first_match(name, READ) or tree.first_match(name, NOT_READ):
+            reason = "an optax transformation is the whole optimizer" if hidden else "an engine does not read it"
+            raise InputError(f"search: {name} changes nothing, because {reason}; leave it out of what is allowed")
+
+
+def _count_gradient_bytes(config: Config, state: StateSizes) -> float:
+    """Return the bytes of the gradients of a microbatch, and of their sum over several."""
+    several = config.training.accumulation > 1
+    return (BYTES[config.precision.reduce_dtype] + 4 * several) * (state.layers + state.non_layer).gradients
+
+
+def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: LossCost) -> Iterator[EstimatedTransfer]:
+    """Yield the collectives of a step.
+
+    Every microbatch sums its gradients over all devices (`Placement.reduces_microbatches`). What happens in a
+    microbatch counts as if kernels ran next to it; only a compiled program shows how many do.
+    """
+    mesh, sharding, accumulation = config.mesh, config.sharding, config.training.accumulation
+    weights = state.layers + state.non_layer
+    compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
+
+    def transfer(
+        axes: tuple[str, ...], kind: str, size: float, rounds: int = 1, hidden: bool = True
+    ) -> Iterator[EstimatedTransfer]:
+        axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+        if axes and size:
+            group = math.prod(mesh.size(axis) for axis in axes)
+            link, rate = find_link_over(axes, kind, mesh, cluster)
+            moved = rounds * size * (group - 1) / group
+            yield EstimatedTransfer(axes, link, kind, moved, moved / rate, float(hidden))
+
+    yield from transfer(("tensor",), "all-reduce", cost.summed / mesh.batch_shards, 2, hidden=False)
+    summed = reduced * accumulation * weights.trained
+    if sharding.zero_stage == 0 and not sharding.optimizer_over_data:
+        yield from transfer(("data", "fsdp"), "all-reduce", summed, 2)
+        return
+    divided = ("fsdp",) if sharding.zero_stage else ()
+    yield from transfer(divided, "reduce-scatter", summed)
+    shares = mesh.size("fsdp") if divided else 1
+    if sharding.optimizer_over_data:
+        yield from transfer(("data",), "reduce-scatter", summed / shares)
+        yield from transfer(("data",), "all-gather", compute * weights.trained / shares, hidden=False)
+    else:
+        yield from transfer(("data",), "all-reduce", summed / shares, 2)
+    if sharding.zero_stage == 3:  # forward and backward
+        yield from transfer(divided, "all-gather", 2 * accumulation * compute * weights.weights)
+    else:  # the compute copy
+        yield from transfer(divided, "all-gather", compute * weights.weights, hidden=False)
