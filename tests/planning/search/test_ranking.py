@@ -189,7 +189,7 @@ def test_slow_settings_rule_out_no_other_kind() -> None:
 
     def others_are_slow(config: Config) -> Plan:
         plan = as_estimated(config)
-        return dataclasses.replace(plan, flops=round(plan.flops * (1 if config.mesh.pipeline > 1 else 3)))
+        return slow_down(plan, 1 if config.mesh.pipeline > 1 else 3)
 
     found, _ = run(others_are_slow)
     assert found.winner is not None and found.winner.config.mesh.pipeline > 1
