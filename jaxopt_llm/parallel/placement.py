@@ -168,9 +168,9 @@ class Placement:
         for overlay in overlays:
             used = {axis for dim in dims for axis in dim}
             storage = tuple(axis for axis in overlay if axis not in used and self.size(axis) > 1)
-            for i in range(spec.leading, len(dims)):
-                looped = spec.axes[i] in LOOPED_AXES  # of a stack within a stack
-                if storage and not looped and spec.shape[i] % self.size(*dims[i], *storage) == 0:
+            for i, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
+                is_divided = axis not in LOOPED_AXES and size % self.size(*dims[i], *storage) == 0
+                if storage and is_divided:
                     dims[i] += storage
                     break
         return tuple(dims)

@@ -98,14 +98,14 @@ class Rest:
         stored = quantised.join_scales(safetensors.open_folder(self.folder), settings) if self.folder else {}
         self.names = {alone: name for name in stored if (alone := rename(name)) is not None}
         self.tensors = {name: tensor for name, tensor in stored.items() if rename(name) is None}
-        self._lm_head = next((name for name in stored if rename(name) == "model.embed_tokens.weight"), "")
+        self._table = next((name for name in stored if rename(name) == "model.embed_tokens.weight"), "")
 
     def name(self, alone: str) -> str:
         """Return the name that a tensor of the text model gets."""
         if alone in self.names or self.folder is None:
             return self.names.get(alone, alone)
         # A tensor that the source does not have, such as a head that it ties: with the prefix of the embedding table.
-        prefix = next((prefix for prefix in PREFIXES if self._lm_head.startswith(prefix)), "")
+        prefix = next((prefix for prefix in PREFIXES if self._table.startswith(prefix)), "")
         if alone.startswith("lm_head."):
             return f"language_model.{alone}" if prefix == "language_model.model." else alone
         return prefix + alone.removeprefix("model.") if prefix else alone
