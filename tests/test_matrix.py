@@ -52,6 +52,7 @@ MODELS = {
     ),
     "gemma": replace(
         toy.UNIFORM,
+        biases="mlp",
         norm_placement="both",
         norm_zero_centered=True,
         qk_norm="projection",

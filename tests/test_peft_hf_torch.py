@@ -115,8 +115,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Made()
 
 
-def same(found: Any, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+def same(found: Any, expected: np.ndarray, within: float = 1e-5) -> None:
+    assert np.abs(found - expected).max() <= within * np.abs(expected).max()
 
 
 def adapted(model: Model, targets: str) -> Pretrained:
@@ -397,7 +397,8 @@ def test_peft_loads_whole_weights_of_a_run(
     here = jaxopt_llm.load_pretrained(directory)
     expected = np.asarray(here.logits(model.tokens))
     assert np.abs(expected[..., :150] - model.logits(model.own)).max() > 0.01 * np.abs(expected).max()
-    same(model.logits(theirs), expected)
+    # From logits in float64, torch's differ by up to 2.3e-5 and ours by up to 1.7e-5 on a CPU with AMX.
+    same(model.logits(theirs), expected, within=5e-5)
     same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path / "adapter").logits(model.tokens), expected)
     if trainable:  # training with them goes on: the same parameters, with the same values
         again = start_run({"model.pretrained": str(model.folder), "lora.pretrained": str(tmp_path / "adapter")})

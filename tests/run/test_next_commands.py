@@ -33,7 +33,7 @@ PYTHON = "  python -m jaxopt_llm."
         (CHATS | {"training.trainable": ("*norm*",)}, ["evaluate", "generate", "convert merge", "convert export"]),
         (CHATS | {"model.resize_vocabulary": True}, ["evaluate", "generate", "convert merge", "convert export"]),
         ({"evaluation.every": 0}, ["evaluate --checkpoint DIR --data.paths FILE", "generate", "convert export"]),
-        ({"model.pattern": ("sliding", "global")}, ["evaluate", "generate"]),  # no class of transformers has it
+        ({"model.pattern": ("sliding", "global_nope")}, ["evaluate", "generate"]),  # no class of transformers has it
     ],
 )
 def test_the_commands_are_those_of_the_kind_of_run(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toy
-from test_families_hf_torch import CASES, WINDOW
+from test_families_hf_torch import CASES, CONFIGS, WINDOW
 
 import jaxopt_llm
 from jaxopt_llm.execution.decode import Sampling, TokenGenerator
@@ -37,6 +37,17 @@ FORMS = (
     "deepseek 2 lite",
     "deepseek 3",
     "deepseek 3 unscaled",
+    "ministral",
+    "ministral 3",
+    "gemma 3",
+    "olmo 3",
+    "glm 4",
+    "granite",
+    "seed oss",
+    "ernie 4.5",
+    "glm 4.5",
+    "dots 1",
+    "minimax m2",
     "gpt 2",
 )
 # Frequencies that depend on the length, which transformers takes from the longest row: one prompt.
@@ -71,7 +82,7 @@ def well_conditioned(name: str, lengths: Sequence[int] = LENGTHS) -> tuple[Any, 
     prefix, settings = CASES[name]
     if len(lengths) > 1:
         settings = settings | {"n_positions" if prefix == "GPT2" else "max_position_embeddings": LONGEST + COUNT}
-    config = getattr(transformers, f"{prefix}Config")(**settings)
+    config = getattr(transformers, CONFIGS.get(prefix, f"{prefix}Config"))(**settings)
     model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))(config).eval()
     padded = np.stack([np.pad(prompt, (LONGEST - prompt.size, 0)) for prompt in prompts(lengths)])
     mask = np.stack([np.arange(LONGEST) >= LONGEST - length for length in lengths])

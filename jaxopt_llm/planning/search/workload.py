@@ -46,7 +46,7 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     grouped = {leg: 2 * layers * tokens * count for leg, count in of_experts.items()}
     of_kernel = sum(grouped.values()) if config.training.grouped_matmul != "xla" else 0.0
     dense = {leg: 2 * layers * tokens * (count - of_experts[leg]) for leg, count in matmuls.items()}
-    code_flops = _count_code_flops(config, dense)
+    code_flops = _count_code_flops(config, cluster.chip, dense)
 
     attention = AttentionCost.from_config(config)
     scored_keys = sum(number * attention.count_scored_keys(kind) for kind, number in passes.kinds)
@@ -99,16 +99,16 @@ def _count_multiplied(
     }
 
 
-def _count_code_flops(config: Config, dense: Mapping[Leg, float]) -> dict[str, float]:
+def _count_code_flops(config: Config, chip: Chip, dense: Mapping[Leg, float]) -> dict[str, float]:
     """Return the FLOPs of matmuls of codes, by their dtype. What adapters multiply in compute dtype counts, too.
 
     Args:
         dense: FLOPs of each leg, without those of experts.
     """
     precision, layers = config.precision, config.model.layers
-    if precision.matmul not in CODE_PRODUCTS:
+    products, share = CODE_PRODUCTS.get(precision.matmul), 1 - 2 * precision.compute_dtype_layers / layers
+    if products is None or products.dtype not in chip.peak_flops:  # the second is refused when it is compiled
         return {}
-    products, share = CODE_PRODUCTS[precision.matmul], 1 - 2 * precision.compute_dtype_layers / layers
     return {products.dtype: share * sum(count for leg, count in dense.items() if leg in products.legs)}
 
 
