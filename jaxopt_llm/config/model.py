@@ -114,7 +114,8 @@ class RopeConfig:
         """Return the settings of the layers of one kind."""
         if kind != "sliding" or not self.sliding_theta:
             return self
-        return RopeConfig(theta=self.sliding_theta, size=self.size, interleaved=self.interleaved)
+        same = {name: getattr(self, name) for name in ("size", "interleaved", "query_growth", "original_length")}
+        return RopeConfig(theta=self.sliding_theta, **same)
 
     def problems(self, rotary_dim: int) -> list[str]:
         """Find problems. rotary_dim: size of the part of a head that is rotated."""

@@ -3,7 +3,7 @@
 A family fits a ModelConfig if the config.json that it writes reads back as the same model.
 """
 
-from jaxopt_llm.checkpoint.huggingface import codecs, quantised
+from jaxopt_llm.checkpoint.huggingface import codecs, quantised, rope_codecs
 from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import BY_HEAD, Family, describe_nearest
 from jaxopt_llm.config import ModelConfig
@@ -130,7 +130,7 @@ GPT = {
 
 # --- families
 
-BASIC_CODECS = (codecs.SIZES, codecs.HEADS, codecs.ROPE)
+BASIC_CODECS = (codecs.SIZES, codecs.HEADS, rope_codecs.ROPE)
 ROTARY_CODECS = (*BASIC_CODECS, codecs.MLP_SIZE)
 GATED_CODECS = (*ROTARY_CODECS, codecs.SWIGLU)
 UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
@@ -161,7 +161,7 @@ DEEPSEEK_CODECS: tuple[Codec, ...] = (
     codecs.MLP_SIZE,
     codecs.LATENTS,
     codecs.QUERY_LATENTS,
-    codecs.SCORED_ROPE,
+    rope_codecs.SCORED_ROPE,
     codecs.SWIGLU,
     codecs.copy_fields({"moe.balance_loss": "aux_loss_alpha"}),
     codecs.require_values(attention_bias=False),
@@ -193,7 +193,7 @@ FAMILIES = (
         "ministral3",
         "Ministral3ForCausalLM",
         LLAMA,
-        (*BASIC_CODECS[:2], codecs.GROWING_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
+        (*BASIC_CODECS[:2], rope_codecs.GROWING_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128},
     ),
     Family(
@@ -241,7 +241,7 @@ FAMILIES = (
         "Gemma3ForCausalLM",
         OUTSIDE | ATTENTION | MLP | GEMMA_NORMS | QK_NORMS,
         (
-            *(codecs.SIZES, codecs.HEADS, codecs.LAYERED_ROPE, codecs.MLP_SIZE),
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.LAYERED_ROPE, codecs.MLP_SIZE),
             codecs.DIVISIBLE,
             codecs.GEMMA3_WINDOWS,
             codecs.QUERY_SCALAR,
@@ -253,7 +253,12 @@ FAMILIES = (
                 {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": "head", "mlp": "geglu"}
             ),
         ),
-        {"tie_word_embeddings": True, "rope_theta": 1_000_000.0, codecs.LOCAL_THETA: 10_000.0, "rms_norm_eps": 1e-6}
+        {
+            "tie_word_embeddings": True,
+            "rope_theta": 1_000_000.0,
+            rope_codecs.LOCAL_THETA: 10_000.0,
+            "rms_norm_eps": 1e-6,
+        }
         | {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
     ),
@@ -261,7 +266,7 @@ FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         OUTSIDE | FUSED | NORMS,
-        (codecs.SIZES, codecs.HEADS, codecs.PHI3_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
+        (codecs.SIZES, codecs.HEADS, rope_codecs.PHI3_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
     ),
     Family(
@@ -280,12 +285,12 @@ FAMILIES = (
         "Olmo3ForCausalLM",
         OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
         (
-            *(codecs.SIZES, codecs.HEADS, codecs.LAYERED_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.LAYERED_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
             codecs.OLMO3_WINDOWS,
             codecs.require_values(attention_bias=False),
             codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
-        UNTIED_DEFAULTS | {"rope_theta": 500_000.0, codecs.LOCAL_THETA: 500_000.0, "sliding_window": 4096},
+        UNTIED_DEFAULTS | {"rope_theta": 500_000.0, rope_codecs.LOCAL_THETA: 500_000.0, "sliding_window": 4096},
     ),
     Family(
         "glm4",
@@ -296,12 +301,12 @@ FAMILIES = (
         | layer_names({"mlp.gate_up_proj.weight": "mlp/gate mlp/up", "mlp.down_proj.weight": "mlp/down"})
         | GLM_NORMS,
         (
-            *(codecs.SIZES, codecs.HEADS, codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
-            *(codecs.INPUT_BIASES, codecs.INTERLEAVED),
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            *(codecs.INPUT_BIASES, rope_codecs.INTERLEAVED),
             codecs.set_fields({"norm_placement": "both"}),
         ),
         UNTIED_DEFAULTS
-        | {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, codecs.SHARE: 0.5}
+        | {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, rope_codecs.SHARE: 0.5}
         | {"rms_norm_eps": 0.00000015625},
     ),
     Family(
@@ -323,7 +328,7 @@ FAMILIES = (
         "ernie4_5",
         "Ernie4_5ForCausalLM",
         LLAMA | BIASES,
-        (*GATED_CODECS, codecs.ALL_BIASES, codecs.INTERLEAVED),
+        (*GATED_CODECS, codecs.ALL_BIASES, rope_codecs.INTERLEAVED),
         {"tie_word_embeddings": True, "rope_theta": 500_000.0, "num_key_value_heads": 2, "head_dim": 128},
     ),
     Family(
@@ -431,7 +436,7 @@ FAMILIES = (
         "Glm4MoeForCausalLM",
         LLAMA | QKV_BIASES | QK_NORMS | EXPERTS | SHARED_EXPERTS | ROUTER_BIAS,
         (
-            *(codecs.SIZES, codecs.HEADS, codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
             *(codecs.INPUT_BIASES, codecs.HEAD_NORMS),
             *SIGMOID_CODECS,
             codecs.BALANCE_LOSS,
@@ -439,7 +444,7 @@ FAMILIES = (
         ),
         UNTIED_DEFAULTS
         | SIGMOID_DEFAULTS
-        | {"num_key_value_heads": 8, codecs.SHARE: 0.5, "first_k_dense_replace": 1, "n_routed_experts": 128}
+        | {"num_key_value_heads": 8, rope_codecs.SHARE: 0.5, "first_k_dense_replace": 1, "n_routed_experts": 128}
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408},
         mtp_prefix="model.layers.{}.",
         in_memory_names=STACKED_EXPERTS,
@@ -470,7 +475,7 @@ FAMILIES = (
         | MIXTRAL_EXPERTS
         | layer_names({"block_sparse_moe.e_score_correction_bias": "mlp/router_bias"}),
         (
-            *(codecs.SIZES, codecs.HEADS, codecs.MINIMAX_ROPE, codecs.SWIGLU),
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.MINIMAX_ROPE, codecs.SWIGLU),
             codecs.copy_expert_count("num_local_experts", "num_experts", 256),
             codecs.TOP_K,
             codecs.copy_fields({"moe.expert_width": "intermediate_size"}),

@@ -95,7 +95,7 @@ class Rest:
         Raises InputError if the folder has a rest, and its weights are not there.
         """
         self.folder = folder if TEXT in settings else None
-        stored = quantised.join_scales(safetensors.open_folder(self.folder), settings) if self.folder else {}
+        stored = quantised.join_scales(safetensors.open_folder(self.folder), read_text(settings)) if self.folder else {}
         self.names = {alone: name for name in stored if (alone := rename(name)) is not None}
         self.tensors = {name: tensor for name, tensor in stored.items() if rename(name) is None}
         self._table = next((name for name in stored if rename(name) == "model.embed_tokens.weight"), "")
