@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxopt_llm
-from jaxopt_llm.checkpoint.huggingface import safetensors
+from jaxopt_llm.checkpoint.huggingface import quantised, safetensors
 from jaxopt_llm.core.errors import InputError
 
 torch = pytest.importorskip("torch")
@@ -69,6 +69,15 @@ def test_values_are_those_of_transformers(prefix: str, more: dict[str, Any], tmp
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
     written = safetensors.open_folder(tmp_path / "back").values()
     assert {each.array.dtype for each in written} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_part_of_a_weight_has_its_own_scales(tmp_path: Path) -> None:
+    """As a device reads it: some rows and columns, transposed."""
+    folder = write(tmp_path, "Qwen3", {})
+    settings = json.loads((folder / "config.json").read_text())
+    stored = quantised.join_scales(safetensors.open_folder(folder), settings)["model.layers.0.mlp.gate_proj.weight"]
+    part = np.s_[40:70, 20:50]
+    np.testing.assert_array_equal(stored.read(stored.array[part].T), stored.read()[part].T)
 
 
 def test_a_weight_may_have_one_scale(tmp_path: Path) -> None:
