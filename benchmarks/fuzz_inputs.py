@@ -1,5 +1,6 @@
 """Kinds of input for benchmarks/fuzz.py: a valid sample of each, and the functions that read it in a run."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
 from jaxopt_llm.checkpoint.native import integrity, step_directories
 from jaxopt_llm.checkpoint.peft import adapter_config, adapter_folder
-from jaxopt_llm.checkpoint.peft.adapter_folder import find_modules
+from jaxopt_llm.checkpoint.peft.modules import find_modules
 from jaxopt_llm.config import Config, DataConfig, cli, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, describe_error
 from jaxopt_llm.data.reading.files import find_corpus_files
@@ -169,7 +170,7 @@ def read_model(folder: Path) -> None:
 def read_adapter(folder: Path) -> None:
     family, config = model_folder.read_config(folder / "base")
     opened = adapter_folder.open_adapter_folder(folder, family, config)
-    for part in opened.parts.values():
+    for part in itertools.chain(*opened.parts.values()):
         assert sum(part.read(kind, ()).sum() for kind in ("lora_a", "lora_b"))
     adapter_config.describe_other_base(folder, "base")
 

@@ -28,6 +28,7 @@ import numpy as np
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, Schedule, cli
+from jaxopt_llm.config.parallel import Residuals
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed.runtime import simulate_cpu_devices
 from jaxopt_llm.execution.schedules import make_table
@@ -36,6 +37,9 @@ from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.search.block_cost import BlockCost
+from jaxopt_llm.planning.search.microbatch import BYTES, count_tokens
+from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.program import make_program
@@ -52,8 +56,11 @@ class Way:
     settings: str
 
 
-def stages(schedule: Schedule, stages: int, chunks: int = 1) -> str:
-    return f"--mesh.pipeline {stages} --pipeline.schedule {schedule} --pipeline.virtual-stages {chunks}"
+def stages(schedule: Schedule, stages: int, chunks: int = 1, residuals: Residuals = "store") -> str:
+    return (
+        f"--mesh.pipeline {stages} --pipeline.schedule {schedule} --pipeline.virtual-stages {chunks} "
+        f"--pipeline.residuals {residuals}"
+    )
 
 
 def configured(recipe: str, *settings: str) -> Config:
@@ -62,9 +69,15 @@ def configured(recipe: str, *settings: str) -> Config:
     return config
 
 
-def waiting_bytes(config: Config, slots: int) -> int:
-    """Return the bytes on one device of `slots` chunk inputs [B, S, D] in the compute dtype."""
+def waiting_bytes(config: Config, slots: int) -> float:
+    """Return the bytes on one device of what waits for `slots` chunks, in the compute dtype.
+
+    These are inputs [B, S, D], or the activations of all layers of a chunk.
+    """
     mesh, training = config.mesh, config.training
+    if config.pipeline.residuals == "store":
+        saved = BlockCost.from_config(config).count_saved(config.remat) * Passes.from_config(config).layers
+        return slots * BYTES[config.precision.compute_dtype] * count_tokens(config) * saved
     rows = training.batch_size // training.accumulation // mesh.batch_shards
     divided = mesh.context * mesh.tensor
     width = np.dtype(config.precision.compute_dtype).itemsize
@@ -128,12 +141,15 @@ DEEP = stages("1f1b", HOSTS)
 UNEVEN = f"--pipeline.split 6 {'5 ' * (HOSTS - 2)} 4"
 COMPILED = (
     Way("no pipeline: ZeRO-3, remat full", FSDP),
-    Way("gpipe", stages("gpipe", HOSTS)),
+    Way("gpipe, recompute", stages("gpipe", HOSTS, residuals="recompute")),
+    Way("1f1b, recompute", stages("1f1b", HOSTS, residuals="recompute")),
     Way("1f1b", DEEP),
     Way("1f1b, 64 microbatches", f"{DEEP} --training.batch-size 256 --training.accumulation 64"),
-    Way("1f1b, remat full", f"{DEEP} --remat.policy full"),
     Way("1f1b, split 6 5 ... 5 4", f"{DEEP} {UNEVEN}"),
-    Way("interleaved, 5 chunks", stages("interleaved", HOSTS, 5)),
+    Way("interleaved by 5, recompute", stages("interleaved", HOSTS, 5, "recompute")),
+    Way("interleaved by 5", stages("interleaved", HOSTS, 5)),
+    Way("interleaved by 5, remat save_qkv", f"{stages('interleaved', HOSTS, 5)} --remat.policy save_qkv"),
+    Way("interleaved by 5, remat full", f"{stages('interleaved', HOSTS, 5)} --remat.policy full"),
 )
 
 
@@ -158,13 +174,14 @@ def compile_for_gpus(way: Way) -> dict[str, Any]:
         "network": sum(each.bytes for each in plan.collectives if each.link == "network"),
         "flops": plan.flops,
         "model_flops": plan.model_flops,
+        "step_seconds": plan.speed.step_seconds,
         "compile_seconds": plan.compile_seconds,
     }
 
 
 COMPILED_HEADER = (
-    f"{'':31} | {'idle':>5} {'inputs':>6} {'waiting':>7} | {'params':>6} {'grads':>6} {'optim':>6} {'activ':>6} "
-    f"{'other':>6} {'peak':>6} | {'network':>7} | {'PFLOP':>6} {'/ model':>7} | {'compiled':>8}"
+    f"{'':32} | {'idle':>5} {'inputs':>6} {'waiting':>7} | {'params':>6} {'grads':>6} {'optim':>6} {'activ':>6} "
+    f"{'other':>6} {'peak':>6} | {'network':>7} | {'PFLOP':>6} {'/ model':>7} | {'step':>6} | {'compiled':>8}"
 )
 
 
@@ -173,10 +190,10 @@ def compiled_line(row: dict[str, Any]) -> str:
     sizes = [memory[kind] for kind in ("parameters", "gradients", "optimizer", "activations")]
     sizes += [memory["gathered_weights"] + memory["other"], memory["peak"]]
     return (
-        f"{row['name']:31} | {row['idle']:5.1%} {row['inputs']:6} {row['waiting'] / GIB:7.2f} | "
+        f"{row['name']:32} | {row['idle']:5.1%} {row['inputs']:6} {row['waiting'] / GIB:7.2f} | "
         + " ".join(f"{each / GIB:6.2f}" for each in sizes)
         + f" | {row['network'] / GIB:7.1f} | {row['flops'] / 1e15:6.2f} {row['flops'] / row['model_flops']:7.2f}"
-        + f" | {row['compile_seconds']:6.0f} s"
+        + f" | {row['step_seconds']:4.1f} s | {row['compile_seconds']:6.0f} s"
     )
 
 
@@ -185,11 +202,12 @@ def compiled_line(row: dict[str, Any]) -> str:
 DEVICES = 4
 STEP = (
     "--model.layers 8 --model.pattern global --model.vocabulary-size 2048 --training.sequence-length 128 "
-    "--training.batch-size 32 --training.accumulation 8"
+    "--training.batch-size 32 --training.accumulation 8 --remat.policy none"
 )
 SIMULATED = (
     Way("data 4", "--mesh.data 4 --sharding.zero-stage 0"),
     Way("fsdp 4, ZeRO-3", "--mesh.fsdp 4"),
+    Way("1f1b, recompute", stages("1f1b", DEVICES, residuals="recompute")),
     Way("gpipe", stages("gpipe", DEVICES)),
     Way("1f1b", stages("1f1b", DEVICES)),
     Way("1f1b, 32 microbatches", f"{stages('1f1b', DEVICES)} --training.accumulation 32"),
@@ -202,7 +220,7 @@ def expected_flops(config: Config, model_flops: float) -> float:
     """Return the FLOPs of all devices, with remat none.
 
     In each tick every stage runs all layer slots of a chunk. The forward is a third of the FLOPs that the model needs;
-    the backward repeats the forward and adds the other two thirds. The loss is computed once.
+    the backward adds the other two thirds, and repeats the forward if nothing is stored. The loss is computed once.
     """
     model, training, count = config.model, config.training, config.mesh.pipeline
     if count == 1:
@@ -212,7 +230,8 @@ def expected_flops(config: Config, model_flops: float) -> float:
     table = make_table(config.pipeline.schedule, count, training.accumulation, config.pipeline.virtual_stages)
     head = 6 * model.vocabulary_size * model.width * training.batch_size * training.sequence_length
     runs = int(np.sum(table.forward.active)) * count * places.shape[-1]
-    return head + (model_flops - head) * 4 / 3 * runs / (training.accumulation * model.layers)
+    passes = 1 if config.pipeline.residuals == "store" else 4 / 3
+    return head + (model_flops - head) * passes * runs / (training.accumulation * model.layers)
 
 
 class Contender:
@@ -307,7 +326,8 @@ def sections(rounds: int) -> dict[str, Section]:
         "compiled": Section(
             f"{LARGE} on {HOSTS * GPUS_PER_HOST} {CHIPS[GPU].name}, 16 stages × tensor 8, 256 microbatches of 4 rows, "
             "as compiled. GiB and PFLOP of one GPU and one step; network: GiB that it sends to other hosts; / model: "
-            "divided by the FLOPs that the model needs.",
+            "divided by the FLOPs that the model needs; step: by the roofline of plan. Chunks store what their "
+            "backward reads, except where it says recompute.",
             COMPILED_HEADER,
             map(compile_for_gpus, COMPILED),
             compiled_line,

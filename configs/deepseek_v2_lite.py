@@ -7,8 +7,8 @@ step, as compiled by
 
     python -m jaxopt_llm.plan --config deepseek_v2_lite.py --remat.policy full --gpu h200 --hosts 1 --gpus-per-host 8
 
-are 37.8 GiB at the peak and 134.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory
-suffices. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1 --training.batch-size 128 takes 12.1 GiB: fsdp then
+are 37.0 GiB at the peak and 134.0 GiB sent. Without --remat.policy full, a run recomputes less where the memory
+suffices. On 8 such hosts, --mesh.fsdp 8 --training.accumulation 1 --training.batch-size 128 takes 11.3 GiB: fsdp then
 shards the experts, too.
 
 ZeRO-3 shards the parameters that all tokens use. Each GPU processes 2 rows of 4096 tokens at a time; a step has 64

@@ -10,7 +10,7 @@ communication per GPU and step, as compiled by
 are 52.9 GiB at the peak and 1,017.9 GiB sent. Without --remat.policy full, a run recomputes less where the memory
 suffices. The recipe uses ZeRO-3 over all GPUs. The batch is the paper's: 1024 rows of 4096 tokens, in 2 microbatches
 with 4 rows for each GPU. More microbatches leave memory to recompute less, but every microbatch gathers the weights
-over the network. llama2_70b_pipeline.py needs less memory and is slower by the roofline of `plan`.
+over the network. llama2_70b_pipeline.py is about as fast by the roofline of `plan`, and can do with less memory.
 """
 
 from jaxopt_llm.config import (

@@ -93,7 +93,7 @@ def main() -> int:
     quantisation = flags.read_quantisation(options)
     named = {argument.split("=")[0].replace("_", "-") for argument in overrides}
     reads_other_data = "--data.paths" in named
-    trained = models.open_config(options.checkpoint, options.base)
+    trained = models.open_config(options.checkpoint, options.base, options.family)
     is_folder = not is_run_directory(options.checkpoint)
     if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
         problem = "a model folder has no held-out documents"
@@ -119,6 +119,7 @@ def main() -> int:
             step=options.step,
             base=options.base,
             quantisation=quantisation,
+            family=options.family,
         )
     model = f"step {source.step}"
     if options.adapter:
@@ -126,6 +127,12 @@ def main() -> int:
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
         rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
+        if rows.pairs:
+            raise InputError(
+                f"{name} holds pairs of a chosen and a rejected answer, which have no loss per token: the held-out "
+                "losses of the run are in its metrics.jsonl; name other documents with --data.paths FILE "
+                "--data.content text"
+            )
         if rows.summary:  # of conversations: how many are cut
             print(rows.summary, file=sys.stderr)
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):

@@ -138,6 +138,7 @@ def main() -> int:
             step=arguments.step,
             base=arguments.base,
             quantisation=quantisation,
+            family=arguments.family,
         )
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
@@ -157,7 +158,9 @@ def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
     given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
     if arguments.template_arguments:
         given["template_arguments"] = tuple(arguments.template_arguments)
-    return replace(models.open_config(arguments.checkpoint, arguments.base).data, **given) if given else None
+    if not given:
+        return None
+    return replace(models.open_config(arguments.checkpoint, arguments.base, arguments.family).data, **given)
 
 
 def _read_prompts(file: Path) -> list[str]:

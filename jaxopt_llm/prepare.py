@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +37,7 @@ from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.reading import source
+from jaxopt_llm.data.reading.conversation import SIDES
 from jaxopt_llm.data.reading.files import find_corpus_files
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
@@ -96,7 +97,9 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
 
 
 def preview(config: DataConfig, count: int) -> None:
-    """Print the first conversations. The tokens that training learns are in colour, or in ⟦⟧ without a colour terminal.
+    """Print the first conversations, or pairs of them.
+
+    The tokens that training learns are in colour, or in ⟦⟧ without a colour terminal.
 
     Raises:
         InputError: a source cannot be read.
@@ -110,11 +113,16 @@ def preview(config: DataConfig, count: int) -> None:
     parts = chain.from_iterable(source.split_into_parts(file, config) for file in files)
     read = make_reader(config, tokenizer)
     documents = chain.from_iterable(read(part, skipped) for part in parts)
-    for document in islice(documents, count):
+    shown = 0
+    for document in documents:
         ((ids, starts),) = tokenizer.encode_with_offsets([document.content])
         learned = in_spans(starts, document.spans or ())
-        console.print(f"--- {document.name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
+        name = f"{document.name}, {document.side}" if document.side else document.name
+        console.print(f"--- {name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
         console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
+        shown += document.side != SIDES[0]  # a pair counts once
+        if shown == count:
+            break
     if reasons := skipped.describe():
         console.print(f"skipped: {'; '.join(reasons)}", markup=False)
     for note in skipped.describe_notes():
@@ -239,7 +247,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--input", nargs="+", metavar="PATH", help=paths)
     add("--output", type=Path, metavar="DIR", help="new directory, or one with an unfinished prepared corpus")
     add("--verify", type=Path, metavar="DIR", help="instead, read a prepared corpus and print which parts are damaged")
-    add("--preview", type=int, metavar="N", help="instead, print the first N conversations with learned tokens marked")
+    marked = "instead, print the first N conversations, or pairs of answers, with learned tokens marked"
+    add("--preview", type=int, metavar="N", help=marked)
     add(
         "--tokenizer",
         default="bytes",

@@ -40,6 +40,7 @@ from jaxopt_llm.data.tokens.prepared import Verification, find_prepared
 from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog
+from jaxopt_llm.execution import mtp
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning.context_exchange import FIELD as EXCHANGE
@@ -81,7 +82,8 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         corpus = setup.data.corpus.sha256
         files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
         verification = Verification(find_prepared(files), (processes.index, processes.count))
-        records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, (), corpus))
+        shown = mtp.name_losses(config.model.mtp_layers)
+        records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, shown, corpus))
         stack.enter_context(verification)
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
         if records.end:

@@ -39,8 +39,8 @@ class Reads(ast.NodeVisitor):
     Reads in methods called `problems` do not count, because those only validate.
     """
 
-    def __init__(self, attributes: Mapping[tuple[str, str], str]) -> None:
-        self.attributes = attributes  # (class, attribute) -> annotation
+    def __init__(self, attributes: dict[tuple[str, str], str]) -> None:
+        self.attributes = attributes  # (class, attribute or method) -> annotation of the value or result
         self.scopes: list[dict[str, str]] = [{}]  # name -> annotation, innermost last
         self.found: set[tuple[str, str]] = set()
 
@@ -49,7 +49,7 @@ class Reads(ast.NodeVisitor):
             return next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), "")
         if isinstance(node, ast.Attribute):
             return self.attributes.get((self.type_of(node.value), node.attr), "")
-        return ""
+        return self.type_of(node.func) if isinstance(node, ast.Call) else ""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.scopes.append({"self": node.name})
@@ -75,6 +75,8 @@ class Reads(ast.NodeVisitor):
             for name, value in pairs:
                 if isinstance(name, ast.Name):
                     self.scopes[-1][name.id] = self.type_of(value)
+                elif isinstance(name, ast.Attribute):
+                    self.attributes.setdefault((self.type_of(name.value), name.attr), self.type_of(value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.generic_visit(node)
@@ -100,18 +102,24 @@ def annotation(node: ast.expr) -> str:
 def unread(sources: Mapping[str, str], fields: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return the (class, field) pairs that none of the sources reads. sources: text by file name."""
     trees = {name: ast.parse(source) for name, source in sources.items()}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     attributes = {
         (node.name, each.target.id if isinstance(each.target, ast.Name) else each.target.attr): annotation(
             each.annotation
         )
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        for node in classes
         for each in ast.walk(node)
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name | ast.Attribute)
     }
+    attributes |= {
+        (node.name, each.name): annotation(each.returns)
+        for node in classes
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.returns
+    }
     reads = Reads(attributes)
     for tree in trees.values():
+        reads.scopes = [{}]
         reads.visit(tree)
     return fields - reads.found
 
@@ -225,7 +233,8 @@ def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own
     not_in_folder = {
         f"model.{name}"
         for name in (
-            *("pretrained", "resize_vocabulary", "last_layers", "moe.balance_loss", "moe.router_z_loss"),
+            *("pretrained", "family", "resize_vocabulary", "last_layers", "mtp_layers"),
+            *("moe.balance_loss", "moe.router_z_loss"),
             *("moe.router_bias_rate", "moe.capacity_factor"),
         )
     }

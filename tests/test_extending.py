@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / name for name in ("extending.md", "extending_kernels.md")]
 TEXT = "".join(page.read_text() for page in PAGES)
 BLOCK = re.compile(r'^```(diff|python) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-NAMES = ("relu2", "gated", "every_switch", "arcee", "dense", "signum", "half_rate")
+NAMES = ("reglu", "gated", "every_switch", "jais", "dense", "signum", "half_rate")
 MAX_FILES, MAX_LINES = 4, 300  # of a model switch, tests included; of the page
 
 
@@ -93,9 +93,9 @@ def test_the_tests_of_the_examples_pass(extended: Path) -> None:
 def test_the_examples_are_settings_of_the_commands(extended: Path) -> None:
     switches = (
         "--model.mlp",
-        "relu2",
+        "reglu",
         "--model.attention-gate",
-        "True",
+        "head",
         "--optimizer.name",
         "signum",
         "--training.attention",
@@ -107,4 +107,4 @@ def test_the_examples_are_settings_of_the_commands(extended: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "attention: dense" in done.stdout
     page = run(extended, "scripts/settings_page.py")
-    assert page.returncode == 0 and "`relu2`" in (extended / "docs" / "configuration.md").read_text()
+    assert page.returncode == 0 and "`reglu`" in (extended / "docs" / "configuration.md").read_text()

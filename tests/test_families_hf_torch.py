@@ -67,6 +67,7 @@ LATENT = SIZES | {
 }
 ROUTED = SIZES | {key: each for key, each in LATENT.items() if "_experts" in key or "moe" in key or "_repl" in key}
 ROUTED |= {"num_experts_per_tok": 3, "routed_scaling_factor": 1.5}
+AFMOE = SIZES | MOE | {"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5}
 # Of the four pairs that are turned one stays, one is slowed down, and two are mixed.
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -81,6 +82,7 @@ YARN_ROPE = {
 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 DYNAMIC_ROPE = LINEAR_ROPE | {"rope_type": "dynamic"}  # the original length is max_position_embeddings
+ALPHA_ROPE = DYNAMIC_ROPE | {"alpha": 50.0, "factor": 1.0}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
@@ -91,11 +93,35 @@ LONG_ROPE = {
 PARTIAL_LONG_ROPE = LONG_ROPE | {
     **{"partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 4.0]},
 }
+PROPORTIONAL_ROPE = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "factor": 2.0}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 30.0}
 LONGER = LONG_ROPE | {"original_max_position_embeddings": 32}  # than the tokens below, which have the short factors
 PLAIN_YARN = {key: each for key, each in YARN_ROPE.items() if "mscale" not in key}
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# Rows longer than the window, with two layers after the last whole period, of which the class makes the last global.
+GEMMA4 = SIZES | {
+    **{"num_hidden_layers": 5, "sliding_window": WINDOW, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    **{"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]},
+}
+
+CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Gemma4", "Llama4")}
+MULTIPLIERS = {
+    **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
+}
+GRANITE_MOE = MULTIPLIERS | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
+GRANITE_4 = MULTIPLIERS | {"num_local_experts": 0, "shared_intermediate_size": 40, "mamba_n_heads": 4}
+GRANITE_4 |= {"layer_types": ["full_attention"] * LAYERS}
+
+LLAMA4 = {
+    **{
+        "num_local_experts": 4,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "attention_chunk_size": WINDOW + 1,
+    },
+    **{"floor_scale": 3, "attn_scale": 0.6, "head_dim": 8, "no_rope_layer_interval": 2},
+}
+
 # The class, and what it is given.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("Llama", SIZES | {"num_key_value_heads": 4}),
@@ -267,6 +293,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1",
         ROUTED | WINDOWS | {"n_shared_experts": 1, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
+    "afmoe": (
+        "Afmoe",
+        AFMOE | {"head_dim": 12, "sliding_window": WINDOW, "global_attn_every_n_layers": 3, "mup_enabled": True},
+    ),
+    "afmoe tied, biases": (
+        "Afmoe",
+        AFMOE
+        | {"head_dim": 8, "sliding_window": WINDOW + 2, "num_key_value_heads": 4, "attention_bias": True}
+        | {"tie_word_embeddings": True, "num_shared_experts": 2, "num_dense_layers": 2},
+    ),
     "minimax m2": (
         "MiniMaxM2",
         SIZES
@@ -292,6 +328,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES
         | {"head_dim": 8, "sliding_window": WINDOW + 3, "num_key_value_heads": 1, "tie_word_embeddings": False}
         | {"rope_parameters": None, "final_logit_softcapping": 3.0, "num_hidden_layers": 7},
+    ),
+    "gemma 4": (
+        "Gemma4",
+        GEMMA4
+        | {"global_head_dim": 12, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0}
+        | {"rope_parameters": {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": LOCAL_ROPE}},
+    ),
+    "gemma 4, own values": (
+        "Gemma4",
+        GEMMA4
+        | {"global_head_dim": 16, "attention_k_eq_v": False, "tie_word_embeddings": False, "rope_parameters": None},
+    ),
+    "gemma 4, experts": (
+        "Gemma4",
+        GEMMA4
+        | {"global_head_dim": 12, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6}
+        | {"top_k_experts": 3, "moe_intermediate_size": 20}
+        | {"rope_parameters": {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": LOCAL_ROPE}},
+    ),
+    "gemma 4, shared keys": (
+        "Gemma4",
+        GEMMA4
+        | {"global_head_dim": 12, "num_key_value_heads": 1, "attention_k_eq_v": False, "final_logit_softcapping": 3.0}
+        | {
+            "num_hidden_layers": 7,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2 + ["full_attention"],
+        }
+        | {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 250, "num_kv_shared_layers": 3}
+        | {"use_double_wide_mlp": True}
+        | {"rope_parameters": {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": LOCAL_ROPE}},
+    ),
+    "gemma 4, layer inputs": (
+        "Gemma4",
+        GEMMA4
+        | {"global_head_dim": 16, "tie_word_embeddings": False, "rope_parameters": None}
+        | {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 250},
     ),
     "olmo 3": (
         "Olmo3",
@@ -331,15 +403,153 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie 4.5": ("Ernie4_5", SIZES | {"head_dim": 16, "use_bias": True}),
     "ernie 4.5 untied": ("Ernie4_5", SIZES | {"head_dim": 8, "tie_word_embeddings": False}),
+    "glm 4.7 flash": (
+        "Glm4MoeLite",
+        {key: each for key, each in LATENT.items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": 16, "n_group": 4, "topk_group": 2, "rope_parameters": YARN_ROPE | {"mscale": 1.0}},
+    ),
+    "glm 4.7 flash tied": (
+        "Glm4MoeLite",
+        {key: each for key, each in LATENT.items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": None, "norm_topk_prob": False, "n_shared_experts": 1, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["dense", "sparse"] * 2 + ["dense"]},
+    ),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        SIZES
+        | {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 12, "moe_num_shared_experts": 2}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": -1},
+    ),
+    "ernie 4.5 moe untied": (
+        "Ernie4_5_Moe",
+        SIZES
+        | {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 0}
+        | {"moe_layer_start_index": 3, "moe_layer_interval": 2, "tie_word_embeddings": False},
+    ),
+    "granite moe": ("GraniteMoe", SIZES | GRANITE_MOE),
+    "granite moe tied": (
+        "GraniteMoe",
+        SIZES | GRANITE_MOE | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "granite moe shared": ("GraniteMoeShared", SIZES | GRANITE_MOE | {"shared_intermediate_size": 20}),
+    "granite moe shared, none": (
+        "GraniteMoeShared",
+        SIZES | GRANITE_MOE | {"num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
+    "granite 4": ("GraniteMoeHybrid", SIZES | GRANITE_4 | {"position_embedding_type": "rope"}),
+    "granite 4 without positions": (
+        "GraniteMoeHybrid",
+        SIZES | GRANITE_4 | {"position_embedding_type": None, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "hunyuan moe": (
+        "HunYuanMoEV1",
+        SIZES | {"head_dim": 12, "num_experts": 6, "moe_topk": 3, "rope_parameters": ALPHA_ROPE},
+    ),
+    "hunyuan moe tied": (
+        "HunYuanMoEV1",
+        SIZES
+        | {"head_dim": 8, "num_experts": 5, "moe_topk": [2] * LAYERS, "attention_bias": True}
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "qwen 2 moe": ("Qwen2Moe", SIZES | MOE | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}),
+    "qwen 2 moe tied, windows": (
+        "Qwen2Moe",
+        SIZES
+        | MOE
+        | WINDOWS
+        | {"max_window_layers": 4, "decoder_sparse_step": 2, "tie_word_embeddings": True, "norm_topk_prob": True}
+        | {"qkv_bias": False, "shared_expert_intermediate_size": 28},
+    ),
+    "llama 4 scout": (
+        "Llama4",
+        SIZES | LLAMA4 | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+    ),
+    "llama 4 maverick": (
+        "Llama4",
+        SIZES
+        | LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"attention_bias": True, "no_rope_layers": [1, 1, 0, 1, 1], "tie_word_embeddings": True, "head_dim": 12},
+    ),
+    "llama 4 without temperature": (
+        "Llama4",
+        SIZES
+        | LLAMA4
+        | {"attn_temperature_tuning": False, "moe_layers": [2, 3, 4], "num_key_value_heads": 4}
+        | {"layer_types": ["chunked_attention", *["full_attention"] * 3, "chunked_attention"]},
+    ),
     "phi 4 mini": (
         "Phi3",
         SIZES
         | {"tie_word_embeddings": True, "original_max_position_embeddings": 14}
         | {"rope_parameters": PARTIAL_LONG_ROPE},
     ),
+    "arcee": ("Arcee", SIZES | {"hidden_act": "relu2", "head_dim": 12, "rope_parameters": PLAIN_YARN}),
+    "arcee tied, biases": (
+        "Arcee",
+        SIZES | {"num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    # With 48 hidden values a learned value's gradient is the small rest of a sum, and so are its errors.
+    "apertus": ("Apertus", SIZES | {"intermediate_size": 44, "rope_parameters": LLAMA3_ROPE}),
+    "apertus tied, unscaled": (
+        "Apertus",
+        SIZES | {"head_dim": 12, "num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        SIZES | {"head_dim": 12, "rope_parameters": ALPHA_ROPE, "tie_word_embeddings": True},
+    ),
+    "hunyuan, dynamic": (
+        "HunYuanDenseV1",
+        SIZES
+        | {"head_dim": 8, "num_key_value_heads": 4, "attention_bias": True, "max_position_embeddings": 14}
+        | {"rope_parameters": DYNAMIC_ROPE},
+    ),
+    "exaone 4": (
+        "Exaone4",
+        SIZES | {"head_dim": 12, "sliding_window": WINDOW, "sliding_window_pattern": 4, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "exaone 4 tied, global": (
+        "Exaone4",
+        SIZES
+        | {"head_dim": 16, "sliding_window": None, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention"] * LAYERS},
+    ),
+    "cohere": ("Cohere", SIZES | {"layer_norm_eps": 1e-2, "logit_scale": 0.3, "head_dim": 12}),
+    "cohere untied, biases": (
+        "Cohere",
+        SIZES
+        | {"layer_norm_eps": 1e-2, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "cohere 2": (
+        "Cohere2",
+        SIZES | {"layer_norm_eps": 1e-2, "logit_scale": 0.25, "sliding_window": WINDOW, "sliding_window_pattern": 3},
+    ),
+    "cohere 2 untied": (
+        "Cohere2",
+        SIZES
+        | {"layer_norm_eps": 1e-2, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+        | {"sliding_window": WINDOW + 3, "attention_bias": True},
+    ),
+    "gpt oss": (
+        "GptOss",
+        SIZES
+        | {"head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 3}
+        | {"rope_parameters": PLAIN_YARN | {"truncate": False}},
+    ),
+    "gpt oss tied": (
+        "GptOss",
+        SIZES
+        | {"head_dim": 6, "num_key_value_heads": 1, "attention_bias": False, "tie_word_embeddings": True}
+        | {"sliding_window": WINDOW + 2, "num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+        | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+    ),
     "gpt 2": ("GPT2", GPT),
     "gpt 2 untied": ("GPT2", GPT | {"n_inner": 48, "tie_word_embeddings": False}),
 }
+
+
+BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")  # of a folder, which no loss teaches
 
 
 class Case:
@@ -352,8 +562,8 @@ class Case:
         self.model.eval()
         torch.manual_seed(0)
         with torch.no_grad():
-            biases = [each for name, each in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
-            for parameter in [*self.model.parameters(), *biases]:
+            buffers = [each for name, each in self.model.named_buffers() if name.endswith(BUFFERS)]
+            for parameter in [*self.model.parameters(), *buffers]:
                 if parameter.ndim == 1:  # away from 1 and 0: a scale or bias that is dropped or swapped shows
                     parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
                 else:
@@ -406,7 +616,12 @@ def test_a_round_trip_is_equal_to_the_bit(name: str, cases: dict[str, Case], tmp
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral 0.1", "gpt 2", "gemma 2", "mixtral", "qwen 3 moe", "olmoe", "deepseek 2 lite", "deepseek 3"]
+    "name",
+    [
+        *("mistral 0.1", "gpt 2", "gpt oss tied", "gemma 2", "mixtral", "qwen 3 moe", "olmoe", "deepseek 2 lite"),
+        *("deepseek 3", "llama 4 scout", "granite moe shared", "ernie 4.5 moe"),
+        "granite 4 without positions",
+    ],
 )
 def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     """Whose config.json says what ModelConfig knows, and no more."""
@@ -418,7 +633,9 @@ def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], 
     np.testing.assert_array_equal(case.their_logits(own), case.their_logits(case.model))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe", "olmoe", "deepseek 2", "deepseek 3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen 3 moe", "olmoe", "deepseek 2", "deepseek 3", "ernie 4.5 moe", "granite moe shared"]
+)
 def test_experts_are_read_as_the_classes_hold_them(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases[name]
     case.model.save_pretrained(tmp_path, save_original_format=False)
@@ -429,7 +646,7 @@ def test_experts_are_read_as_the_classes_hold_them(name: str, cases: dict[str, C
 
 
 # The further forms of a family differ in what the logits show already.
-ONE_EACH = {prefix: name for name, (prefix, _) in reversed(CASES.items())}.values()
+ONE_EACH = {*{prefix: name for name, (prefix, _) in reversed(CASES.items())}.values(), "gemma 4, experts"}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name in ONE_EACH])
@@ -442,7 +659,8 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
     expected.backward()
 
     # Their own code gives the gradients of experts the names that folders have.
-    case.model.save_pretrained(tmp_path, state_dict={key: each.grad for key, each in case.model.named_parameters()})
+    gradients = {key: each.grad for key, each in case.model.named_parameters() if each.grad is not None}
+    case.model.save_pretrained(tmp_path, state_dict=gradients)
     theirs = safetensors.open_folder(tmp_path)
 
     here = case.here
@@ -475,7 +693,7 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
         for piece in tensor.pieces:
             place = tuple(each for each in (piece.layer, piece.expert) if each is not None)
             pieces.append(leaves[piece.path][place][tuple(slice(size) for size in piece.spec.shape)])
-        if key.endswith("e_score_correction_bias"):  # which no loss teaches
+        if key.endswith(BUFFERS):
             assert key not in theirs
             continue
         wanted = theirs[key].array
@@ -501,5 +719,7 @@ def test_the_formats_own_library_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_every_family_is_here_twice() -> None:
+    """Except those without a class of text alone, which test_text_part_hf_torch.py has."""
     classes = [f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM" for prefix, _ in CASES.values()]
-    assert all(classes.count(family.architecture) >= 2 for family in families.FAMILIES)
+    of_text = [each for each in families.FAMILIES if not each.architecture.endswith("ForConditionalGeneration")]
+    assert all(classes.count(family.architecture) >= 2 for family in of_text)

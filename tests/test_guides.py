@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import guides
+import jax
 import jinja2
 import pytest
 from commands import ROOT
@@ -124,8 +125,9 @@ def test_several_gpus(tmp_path: Path) -> None:
     assert len(losses(one)) == 3 and losses(one) == pytest.approx(losses(two), rel=1e-4)
     planned = printed_by(done, " plan ")
     assert planned.startswith(line)
-    for number in re.findall(r"^  (\w+ +[\d.]+)$", shown[1], re.MULTILINE):
-        assert number in planned
+    if f"with jax {jax.__version__}" in shown[1]:  # another version needs other numbers of bytes
+        for number in re.findall(r"^  (\w+ +[\d.]+)$", shown[1], re.MULTILINE):
+            assert number in planned
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.planning import free_memory
-from jaxopt_llm.planning.settings_choice import format_choices, list_settings
+from jaxopt_llm.planning.settings_choice import format_choices, list_choices
 from jaxopt_llm.run import attention_choice, compile, divergence, setup, workload
 from jaxopt_llm.run.compile import LossSum
 from jaxopt_llm.step import guard, program
@@ -146,7 +146,7 @@ def test_chosen_settings_are_in_the_configuration_and_a_run_that_continues_keeps
             command.train(fields.replace_fields(config, values), preemption)
         written = fields.from_json((tmp_path / "run" / "config.json").read_text())
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("chosen: ")]
-        return list_settings(written), "".join(lines)
+        return list_choices(config, written), "".join(lines)
 
     chosen, line = train(**{"training.steps": 2})
     assert chosen == {

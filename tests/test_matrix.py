@@ -16,6 +16,7 @@ from jaxopt_llm.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     PrecisionConfig,
     RematConfig,
     ScheduleConfig,
@@ -23,6 +24,7 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.config.parallel import Residuals
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
@@ -38,7 +40,7 @@ UNTIED: dict[str, Any] = {"tied_head": False, "norm_placement": "post", "qk_norm
 # By which head, the one of two segments and two kinds of block, and with many of the decoder's switches on.
 MODELS = {
     "tied": toy.UNIFORM,
-    "global": replace(toy.UNIFORM, pattern=("global",)),
+    "global": replace(toy.UNIFORM, pattern=("global",), mlp="relu2"),
     "untied": replace(toy.UNIFORM, **UNTIED),
     "segments": replace(toy.CONFIG, **UNTIED),
     "gpt": replace(
@@ -63,6 +65,29 @@ MODELS = {
         residual_scale=0.6,
         logit_scale=0.7,
     ),
+    "positions": replace_fields(
+        toy.CONFIG,
+        {
+            "head_dim": 8,
+            "biases": "attention",
+            "rope.sliding_theta": 30.0,
+            "rope.size": 4,
+            "rope.interleaved": True,
+            "rope.query_growth": 0.7,
+            "rope.scaling": "dynamic",
+            "rope.factor": 3.0,
+            "rope.original_length": 3,
+        },
+    ),
+    "parallel": replace(
+        toy.UNIFORM,
+        norm="layer_no_bias",
+        parallel_block=True,
+        qk_norm="rotated_head",
+        attention_gate="element",
+        mlp="xielu",
+        tied_head=False,
+    ),
     "experts": replace_fields(
         toy.UNIFORM,
         {"layers": 4, "moe.experts": 4, "moe.expert_width": 8, "moe.expert_every": 2, "moe.router_z_loss": 1e-2},
@@ -85,6 +110,28 @@ MODELS = {
         },
     ),
 }
+# Documents of several chunks; the scores weigh the inputs of experts.
+MODELS["llama4"] = replace_fields(
+    toy.UNIFORM,
+    {
+        "layers": 4,
+        "pattern": ("chunked", "global_nope"),
+        "qk_norm": "rotated_unit",
+        "rope.interleaved": True,
+        "rope.query_growth": 0.7,
+        "rope.growth_layers": "nope",
+        "rope.growth_length": 3,
+        "moe.experts": 4,
+        "moe.experts_per_token": 1,
+        "moe.expert_width": 8,
+        "moe.expert_every": 2,
+        "moe.shared_expert_width": 8,
+        "moe.router": "sigmoid",
+        "moe.router_renormalises": False,
+        "moe.router_weighs": "inputs",
+        "moe.shared_expert_gate": True,
+    },
+)
 LATENT: dict[str, Any] = {
     "kv_heads": 4,
     "head_dim": 6,
@@ -99,7 +146,52 @@ LATENT: dict[str, Any] = {
 MODELS |= {
     "latent": replace_fields(toy.UNIFORM, {**LATENT, "mla.query_rank": 16}),
     "deepseek": replace_fields(MODELS["shared"], {**LATENT, "moe.capacity_factor": 0.0}),
+    "gpt_oss": replace_fields(
+        toy.CONFIG,
+        {
+            "attention_sinks": True,
+            "biases": "all",
+            "mlp": "clamped_swiglu",
+            "tied_head": False,
+            "moe.experts": 4,
+            "moe.expert_width": 8,
+        },
+    ),
+    # Two sizes of heads, and key-value heads that a part of the devices of `tensor` share in global layers only.
+    "gemma4": replace_fields(
+        toy.CONFIG,
+        {
+            "norm_epsilon": 1.0,  # norms of small results would make rounding exceed the tolerance
+            "logit_scale": 4.0,
+            "norm_placement": "both",
+            "qk_norm": "head",
+            "mlp": "geglu",
+            "global_head_dim": 8,
+            "global_kv_heads": 1,
+            "values_from_keys": True,
+            "value_norm": True,
+            "layer_scales": True,
+            "rope.sliding_theta": 30.0,
+            "rope.rotated_pairs": 3,
+        },
+    ),
 }
+
+MODELS["gemma4_experts"] = replace_fields(
+    MODELS["gemma4"],
+    {
+        "layers": 4,  # one segment
+        "moe.experts": 4,
+        "moe.expert_width": 8,
+        "moe.shared_expert_width": 12,
+        "moe.own_norms": True,
+        "moe.expert_scales": True,
+    },
+)
+MODELS["gemma4_keys"] = replace_fields(
+    MODELS["gemma4"],
+    {"values_from_keys": False, "shared_key_layers": 2, "wide_mlp": True, "layer_input_size": 8},
+)
 
 
 def list_values(name: str) -> list[Any]:
@@ -115,6 +207,9 @@ def add_new_switches(models: dict[str, ModelConfig], model: ModelConfig) -> Mode
     return replace(model, **{name: values[0] for name, values in missing.items() if values})
 
 
+# Two modules behind the layers: a block of experts with latents each, or one that slides and one that does not.
+MODELS["mtp_experts"] = replace_fields(MODELS["deepseek"], {"mtp_layers": 1})
+MODELS["mtp"] = replace(toy.UNIFORM, **UNTIED, pattern=("sliding", "global"), layers=4, mtp_layers=2)
 MODELS["segments"] = add_new_switches(MODELS, MODELS["segments"])
 ROWS, LENGTH = 24, 16
 LOSS_CHUNK = 7  # tokens: less than any device has, and no divisor of what it has
@@ -161,14 +256,21 @@ EXTRAS = [
     BASIC | {"zero": 3, "tensor": 2, "split": {"fsdp": 2}, "accumulation": 1, "model": "segments", "remat": "none"},
     BASIC | {"model": "gpt", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "named"},
     BASIC | {"model": "gemma", "zero": 3, "tensor": 4, "split": {"fsdp": 2}, "remat": "dots"},
+    BASIC | {"model": "parallel", "zero": 3, "tensor": 4, "split": {"fsdp": 2}, "remat": "dots"},
     BASIC | {"zero": 3, "tensor": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"model": "gemma4", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "pipeline": 2, "remat": "save_qkv"},
+    BASIC | {"model": "gemma4_keys", "zero": 3, "tensor": 2, "split": {"context": 2, "fsdp": 2}},
+    BASIC | {"model": "positions", "zero": 3, "tensor": 2, "split": {"context": 2, "fsdp": 2}, "attention": "kernel"},
     BASIC
     | ROUNDS
     | {"model": "experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
     BASIC
     | {"model": "latent", "zero": 3, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "save_qkv"},
+    BASIC
+    | ROUNDS
+    | {"model": "gpt_oss", "zero": 3, "tensor": 2, "sequence_parallel": True, "split": {"expert": 2, "fsdp": 2}},
 ]
-CORE_MODELS = ("gpt", "gemma", "experts")
+CORE_MODELS = ("gpt", "gemma", "gemma4", "gemma4_keys", "parallel", "experts", "gpt_oss")
 MARKS: dict[int, list[pytest.MarkDecorator]] = {0: [pytest.mark.core], 3: []}  # of one in six; the others are slow
 # Latents, which `tensor` leaves whole, on every axis, and their matrices under each kind of leaf.
 SLOW_LATENTS = [
@@ -186,6 +288,61 @@ SLOW_EXPERTS = [
     BASIC | ROUNDS | {"model": "shared", "zero": 3, "split": {"expert": 8}},
     BASIC | {"model": "shared", "zero": 3, "split": {"expert": 2, "fsdp": 2}, "pipeline": 2},
 ]
+SLOW_GEMMA4 = [
+    BASIC | {"model": "gemma4", "zero": 3, "split": {"context": 2, "fsdp": 2}, "tensor": 2, "attention": "kernel"},
+    BASIC | {"model": "gemma4", "zero": 2, "split": {"context": 4}, "exchange": "all_to_all", "remat": "none"},
+    BASIC | {"model": "gemma4", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}},
+    BASIC | {"model": "gemma4", "zero": 3, "split": {"fsdp": 2}, "adapt": "lora", "remat": "save_attention"},
+    BASIC | {"model": "gemma4", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"model": "gemma4_experts", "zero": 3, "split": {"expert": 2, "fsdp": 2}, "tensor": 2},
+    BASIC | ROUNDS | {"model": "gemma4_experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2},
+    BASIC | {"model": "gemma4_experts", "zero": 3, "split": {"expert": 2, "context": 2}, "adapt": "lora"},
+    BASIC | {"model": "gemma4_experts", "zero": 3, "split": {"expert": 2}, "tensor": 2, "adapt": "lora-nf4"},
+    BASIC | {"model": "gemma4", "pipeline": 3, "tensor": 2, "sequence_parallel": True, "adapt": "lora-int8"},
+    BASIC | {"model": "gemma4_keys", "zero": 3, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}},
+    BASIC | {"model": "gemma4_keys", "zero": 2, "split": {"context": 4}, "exchange": "all_to_all", "remat": "none"},
+    BASIC | {"model": "gemma4_keys", "split": {"data": 2, "fsdp": 2}, "accumulation": 1, "attention": "kernel"},
+    BASIC | {"model": "gemma4_keys", "zero": 3, "split": {"fsdp": 2}, "adapt": "lora", "remat": "named"},
+    BASIC | {"model": "gemma4_keys", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "adapt": "qlora"},
+]
+CHUNKS = [
+    BASIC | {"model": "llama4", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "attention": "kernel"},
+    BASIC | {"model": "llama4", "zero": 1, "split": {"context": 4}, "attention": "kernel"},
+    BASIC | {"model": "llama4", "split": {"context": 2, "expert": 2}, "exchange": "all_to_all"},
+    BASIC | ROUNDS | {"model": "llama4", "zero": 3, "split": {"expert": 2}, "tensor": 4, "sequence_parallel": True},
+    BASIC | {"model": "llama4", "pipeline": 2, "split": {"expert": 2, "context": 2}, "remat": "named"},
+    BASIC | {"model": "llama4", "tensor": 2, "split": {"fsdp": 2}, "adapt": "lora", "remat": "none"},
+    BASIC | {"model": "llama4", "zero": 3, "split": {"fsdp": 2, "context": 2}, "adapt": "lora-nf4"},
+]
+# Sinks and the biases of experts on every axis, with each exchange of either, and under each kind of leaf.
+SLOW_SINKS = [
+    BASIC | {"model": "gpt_oss", "split": {"expert": 2, "context": 2}, "tensor": 2, "attention": "kernel"},
+    BASIC | ROUNDS | {"model": "gpt_oss", "split": {"context": 2, "expert": 2}, "remat": "save_attention"},
+    BASIC | {"model": "gpt_oss", "tensor": 4, "split": {"fsdp": 2}, "zero": 3, "attention": "kernel", "remat": "none"},
+    BASIC | ROUNDS | {"model": "gpt_oss", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "zero": 1},
+    BASIC | {"model": "gpt_oss", "split": {"context": 2}, "pipeline": 2, "tensor": 2, "sequence_parallel": True},
+    BASIC | {"model": "gpt_oss", "split": {"expert": 2, "fsdp": 2}, "zero": 3, "adapt": "lora"},
+    BASIC | {"model": "gpt_oss", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "adapt": "lora-nf4", "zero": 2},
+    BASIC | {"model": "gpt_oss", "split": {"expert": 4}, "pipeline": 2, "adapt": "lora-int8", "accumulation": 1},
+]
+# Modules of multi-token prediction on every axis, and under each kind of leaf.
+MTP = [
+    BASIC | {"model": "mtp", "split": {"context": 2, "fsdp": 2}, "tensor": 2, "zero": 3},
+    BASIC | {"model": "mtp_experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "sequence_parallel": True},
+]
+SLOW_MTP = [
+    BASIC | {"model": "mtp", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}, "zero": 3},
+    BASIC | {"model": "mtp", "pipeline": 2, "split": {"context": 2, "data": 2}, "accumulation": 1, "zero": 0},
+    BASIC | {"model": "mtp_experts", "pipeline": 2, "split": {"expert": 2}, "tensor": 2, "zero": 1},
+    BASIC | {"model": "mtp", "pipeline": 2, "split": {"fsdp": 2}, "adapt": "qlora"},
+    BASIC | {"model": "mtp", "zero": 3, "split": {"context": 4}, "exchange": "all_to_all", "remat": "none"},
+    BASIC | {"model": "mtp", "zero": 2, "tensor": 4, "sequence_parallel": True, "split": {"fsdp": 2}, "remat": "every"},
+    BASIC | {"model": "mtp", "zero": 0, "split": {"data": 2, "fsdp": 2}, "accumulation": 1, "attention": "kernel"},
+    BASIC | {"model": "mtp", "zero": 3, "split": {"fsdp": 2}, "tensor": 2, "adapt": "lora"},
+    BASIC | {"model": "mtp", "zero": 3, "split": {"fsdp": 2}, "tensor": 2, "adapt": "qlora"},
+    BASIC | {"model": "mtp_experts", "zero": 3, "split": {"context": 2, "expert": 2}, "remat": "named"},
+    BASIC | ROUNDS | {"model": "mtp_experts", "zero": 3, "split": {"expert": 4}, "remat": "dots"},
+]
 # What is left of the switches' own product with the axes.
 SLOW = [
     BASIC | {"model": "shared", "split": {"expert": 2, "fsdp": 2, "context": 2}, "zero": 1, "remat": "offload"},
@@ -195,9 +352,19 @@ SLOW = [
     BASIC | ROUNDS | {"model": "shared", "split": {"expert": 2, "fsdp": 2}, "pipeline": 2, "zero": 3, "adapt": "lora"},
     BASIC | ROUNDS | {"model": "experts", "split": {"expert": 4, "fsdp": 2}, "zero": 3, "adapt": "lora-int8"},
     BASIC | {"pipeline": 3, "tensor": 2, "sequence_parallel": True, "model": "segments", "remat": "every"},
-    BASIC | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_qkv"},
+    BASIC
+    | {"model": "gpt", "zero": 2, "pipeline": 2, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}}
+    | {"remat": "save_qkv"},
     BASIC | {"model": "gemma", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "remat": "offload"},
+    BASIC
+    | {"model": "parallel", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "split": {"context": 2}, "zero": 1},
+    BASIC
+    | {"model": "parallel", "zero": 2, "tensor": 2, "sequence_parallel": True, "split": {"data": 2, "fsdp": 2}}
+    | {"adapt": "qlora"},
+    BASIC | {"model": "parallel", "pipeline": 2, "split": {"fsdp": 2}, "adapt": "lora-int8", "remat": "save_qkv"},
     BASIC | {"zero": 3, "split": {"context": 8}, "remat": "save_attention", "model": "segments"},
+    BASIC | {"model": "positions", "pipeline": 2, "split": {"fsdp": 2, "context": 2}, "adapt": "qlora"},
+    BASIC | {"model": "positions", "split": {"context": 4}, "exchange": "all_to_all", "adapt": "lora"},
     BASIC | {"pipeline": 2, "accumulation": 1, "model": "segments"},
     BASIC | {"pipeline": 2, "split": {"data": 2, "fsdp": 2}, "adapt": "qlora"},
     BASIC | {"pipeline": 2, "tensor": 2, "split": {"fsdp": 2}, "remat": "save_attention", "attention": "kernel"},
@@ -250,6 +417,7 @@ def compute(
     adapt: str,
     attention: str = "xla",
     loss_chunk: int = LOSS_CHUNK,
+    residuals: Residuals = "store",
 ) -> Result:
     """The real training step, twice: loss, norm and gradients of the first, and the parameters after the second."""
     training = TrainingConfig(
@@ -263,7 +431,7 @@ def compute(
     # An epsilon under which rounding noise of a zero gradient does not become a full step; a clip that always acts.
     optimizer = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, clip_norm=0.5)
     of = (MODELS[model], training, optimizer, ScheduleConfig(1, 10), REMAT[remat], ADAPT[adapt])
-    program = toy.make_program(*of, placement)
+    program = toy.make_program(*of, placement, pipelined=PipelineConfig(residuals=residuals))
     saved = checkpoint_sharding(training_state.checkpoint_specs(program.specs), placement)
     state = training_state.resume_state(program.specs, 0, placement, **jax.device_put(initial(model, adapt), saved))
 
@@ -339,8 +507,11 @@ def name(case: dict[str, Any]) -> str:
     "case",
     [
         *(pytest.param(case, marks=MARKS.get(index % 6, [pytest.mark.slow])) for index, case in enumerate(CASES)),
-        *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in EXTRAS),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS)),
+        *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in (*EXTRAS, *MTP)),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS, *CHUNKS, *SLOW_SINKS, *SLOW_GEMMA4, *SLOW_MTP)
+        ),
     ],
     ids=name,
 )
@@ -353,7 +524,8 @@ def test_placement_changes_nothing(case: dict[str, Any]) -> None:
         expert_room=0.5,
     )
     placement = replace(toy.placement(**sizes(case)), sharding=sharding)
-    found = compute(placement, case["accumulation"], case["remat"], case["model"], case["adapt"], case["attention"])
+    of = (case["accumulation"], case["remat"], case["model"], case["adapt"], case["attention"])
+    found = compute(placement, *of, residuals="store" if case["zero"] % 2 else "recompute")
     expected = one_device(case["model"], case["adapt"])
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.norm == pytest.approx(expected.norm, rel=1e-5)

@@ -4,6 +4,7 @@ Over small models of Hugging Face's; values are random, and B is never zero.
 """
 
 import copy
+import itertools
 import json
 import math
 import warnings
@@ -40,6 +41,7 @@ from jaxopt_llm.step.state import StateSpecs
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 library = pytest.importorskip("peft")
+save = pytest.importorskip("safetensors.numpy")
 
 LAYERS, RANK, ALPHA = 3, 3, 1.5
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
@@ -78,7 +80,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2": ("Gemma2", SIZES | {"head_dim": 16, "sliding_window": 4, "tie_word_embeddings": True}),
+    "gpt oss": ("GptOss", SIZES | {"head_dim": 8, "sliding_window": 4, "num_local_experts": 5}),
+    "llama 4": (
+        "Llama4",
+        SIZES
+        | {"head_dim": 8, "num_local_experts": 3, "intermediate_size": 20, "intermediate_size_mlp": 24}
+        | {"interleave_moe_layer_step": 2, "tie_word_embeddings": False},
+    ),
+    "granite moe": ("GraniteMoe", SIZES | {"num_local_experts": 4, "intermediate_size": 24}),
+    "granite moe shared": (
+        "GraniteMoeShared",
+        SIZES | {"num_local_experts": 4, "intermediate_size": 24, "shared_intermediate_size": 20},
+    ),
+    "gemma 4": (
+        "Gemma4",
+        SIZES
+        | {"head_dim": 8, "global_head_dim": 12, "num_global_key_value_heads": 1, "sliding_window": 4}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_hidden_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20},
+    ),
+    "qwen2 moe": ("Qwen2Moe", SIZES | {"num_experts": 4, "moe_intermediate_size": 12}),
+    "afmoe": (
+        "Afmoe",
+        SIZES
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+        | {"num_shared_experts": 1, "sliding_window": 4, "global_attn_every_n_layers": 2},
+    ),
 }
+CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma4", "Llama4")}
 
 
 class Model:
@@ -88,7 +118,7 @@ class Model:
         prefix, settings = MODELS[name]
         torch.manual_seed(0)
         model = getattr(transformers, prefix + ("LMHeadModel" if prefix == "GPT2" else "ForCausalLM"))
-        self.own = model(getattr(transformers, f"{prefix}Config")(**settings)).eval()
+        self.own = model(getattr(transformers, CONFIGS.get(prefix, f"{prefix}Config"))(**settings)).eval()
         with torch.no_grad():
             for parameter in self.own.parameters():
                 if parameter.ndim > 1:
@@ -158,11 +188,26 @@ OURS = [
     ("gpt2", "*/attention/value */mlp/down */positions/table */embedding/table"),
     ("qwen2", "*/attention/* */embedding/table"),
     ("mixtral", "*/attention/*"),
+    ("mixtral", "*/mlp/gate */mlp/up */mlp/down"),
+    ("mixtral", "*/attention/query */mlp/up */mlp/down"),
+    ("qwen3 moe", "*/attention/* */mlp/gate */mlp/up */mlp/down"),  # also the dense layer
+    ("qwen3 moe", "segment_1/*/mlp/gate"),
+    ("deepseek", "*/attention/query_up */mlp/gate */mlp/up */mlp/down */mlp/shared_up */mlp/shared_down"),
     ("qwen3 moe", "dora */attention/*"),
     ("deepseek", "dora */attention/*"),
     ("deepseek", "*/attention/value */attention/rotary_key"),
+    ("afmoe", "*/attention/query */attention/gate */mlp/down */mlp/shared_gate"),
     ("gemma2", f"*/embedding/table {BLOCKS}"),
     ("gemma2", "segment_1/* segment_0/block_1/mlp/gate"),  # of some layers
+    ("gpt oss", f"{BLOCKS}"),
+    ("gpt oss", "*/attention/query */mlp/up"),
+    ("gpt oss", "*/mlp/down"),
+    ("llama 4", f"{BLOCKS}"),
+    ("llama 4", "*/mlp/gate"),
+    ("llama 4", "*/mlp/shared_up */mlp/down"),
+    ("granite moe", f"{BLOCKS}"),
+    ("granite moe shared", "*/mlp/up */mlp/down */mlp/shared_up"),
+    ("gemma 4", f"{BLOCKS}"),
 ]
 
 
@@ -178,6 +223,11 @@ def test_peft_loads_what_is_written(name: str, targets: str, models: dict[str, M
         warnings.filterwarnings("error", "Found missing adapter keys|.*unexpected")
         theirs = library.PeftModel.from_pretrained(model.fresh(), tmp_path / "adapter").eval()
     same(model.logits(theirs), expected)
+    if "/mlp/" in targets and "experts" in str(theirs):
+        here.save_pretrained(tmp_path / "sum")
+        ours, summed = model.fresh(tmp_path / "sum").state_dict(), copy.deepcopy(theirs).merge_and_unload().state_dict()
+        for parameter, values in summed.items():
+            same(ours[parameter].numpy(), values.numpy(), within=1e-6)
     if "embedding/table" in targets and here.config.tied_head:  # and stays one adapter while PEFT trains it
         table, head = (get() for get in (theirs.get_input_embeddings, theirs.get_output_embeddings))
         assert head.lora_B["default"].weight.data_ptr() == table.lora_embedding_A["default"].data_ptr()
@@ -217,8 +267,46 @@ THEIRS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"target_modules": ["embed_tokens", "lm_head", "k_proj"], "ensure_weight_tying": True}),
     ("mixtral", {"target_modules": ["q_proj", "o_proj", "lm_head"]}),
     ("qwen3 moe", {"target_modules": ["k_proj"], "use_dora": True}),
+    ("mixtral", {"target_modules": ["w1", "w2", "w3"]}),  # which PEFT turns into parameters
+    (
+        "mixtral",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            "rank_pattern": {"down_proj": 2},
+            "alpha_pattern": {r"layers\.1\..*gate_up_proj": 11},
+            "use_rslora": True,
+        },
+    ),
+    ("qwen3 moe", {"target_modules": [], "target_parameters": ["1.mlp.experts.down_proj"]}),
+    (
+        "qwen3 moe",
+        {"target_modules": None, "target_parameters": ["experts.gate_up_proj", "0.mlp.up_proj.weight"]},
+    ),
+    (
+        "deepseek",
+        {"target_modules": ["kv_b_proj"], "target_parameters": ["down_proj", "shared_experts.up_proj.weight"]},
+    ),
     ("deepseek", {"target_modules": ["q_a_proj", "kv_b_proj", "kv_a_proj_with_mqa"], "use_dora": True}),
     ("gemma2", {"target_modules": "all-linear", "use_dora": True}),
+    (
+        "gpt oss",
+        {"target_modules": "all-linear", "target_parameters": ["experts.gate_up_proj", "1.mlp.experts.down_proj"]},
+    ),
+    (
+        "llama 4",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "shared_expert.up_proj.weight"],
+            "rank_pattern": {"experts.down_proj": 2},
+        },
+    ),
+    ("granite moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"], "use_rslora": True}),
+    (
+        "granite moe shared",
+        {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj", "input_linear.weight"]},
+    ),
+    ("gemma 4", {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
 ]
 
 
@@ -330,10 +418,6 @@ def test_whole_weights_that_peft_writes_are_loaded(
             {"modules_to_save": ["layers.1.mlp"]},
             "modules_to_save without .*layers.0.mlp.*: weights of some layers only",
         ),
-        (
-            {"trainable_token_indices": [1, 2]},
-            "trainable_token_indices=.*: single rows of a table.*merge_and_unload",
-        ),
     ],
     ids=str,
 )
@@ -406,11 +490,44 @@ def test_peft_loads_whole_weights_of_a_run(
         same(jaxopt_llm.load_pretrained(tmp_path / "again").logits(model.tokens), expected)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate"], ["w1", "w2", "w3"]], ids=str)
-def test_what_peft_writes_of_experts_is_refused(targets: Any, models: dict[str, Model], tmp_path: Path) -> None:
-    """Where it turns modules of older versions into parameters."""
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate"]], ids=str)
+def test_what_peft_writes_of_routers_is_refused(targets: Any, models: dict[str, Model], tmp_path: Path) -> None:
     model = models["mixtral"]
     config = library.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets)
     library.get_peft_model(model.fresh(), config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="target_parameters=.*: adapters of bare parameters, .* are not supported"):
+    with pytest.raises(
+        InputError, match="target_parameters=.*: 'gate.weight' is no matrix .* routers have no adapters"
+    ):
+        jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)
+
+
+def test_adapters_of_the_gate_of_a_shared_expert_are_refused(models: dict[str, Model], tmp_path: Path) -> None:
+    model = models["qwen2 moe"]
+    config = library.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "shared_expert_gate"])
+    library.get_peft_model(model.fresh(), config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="shared_expert_gate.lora_A.weight' belongs to no adapter of the model's"):
+        jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)
+
+
+def test_adapters_of_single_experts_are_loaded(models: dict[str, Model], tmp_path: Path) -> None:
+    """As PEFT wrote them when each expert was a module. PEFT itself converts them where it loads them."""
+    model, random = models["mixtral"], np.random.default_rng(2)
+    shapes = {"w1": (32, 48), "w3": (32, 48), "w2": (48, 32)}
+    factors = {}
+    for layer, expert, (name, (inputs, outputs)) in itertools.product(range(LAYERS), range(4), shapes.items()):
+        stem = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+        factors[f"{stem}.lora_A.weight"] = random.normal(size=(RANK, inputs)).astype(np.float32) / 6
+        factors[f"{stem}.lora_B.weight"] = random.normal(size=(outputs, RANK)).astype(np.float32) / 2
+    save.save_file(factors, tmp_path / "adapter_model.safetensors")
+    config = library.LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=[*shapes])
+    config.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys|.*unexpected")
+        expected = model.logits(library.PeftModel.from_pretrained(model.fresh(), tmp_path).eval())
+    assert np.abs(expected - model.logits(model.own)).max() > 0.01 * np.abs(expected).max()
+    same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path).logits(model.tokens), expected)
+
+    del factors[next(name for name in factors if "layers.1" in name and "experts.2.w3.lora_A" in name)]
+    save.save_file(factors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="layers.1.block_sparse_moe.experts.2.w3.lora_A.weight' is missing"):
         jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path)

@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import codes
 import jax
 import numpy as np
 import pytest
 
 import jaxopt_llm
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.checkpoint.huggingface import families, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
-from jaxopt_llm.checkpoint.huggingface import safetensors
-from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
+from jaxopt_llm.checkpoint.peft.adapter_writer import WholeParameters, write_adapter_folder
 from jaxopt_llm.config import LoraConfig
 
 torch = pytest.importorskip("torch")
@@ -46,6 +48,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 4, "query_pre_attn_scalar": 12, "sliding_window_pattern": 2},
         SIGLIP,
     ),
+    "gemma 4": (
+        "Gemma4",
+        {"image_token_id": 240, "video_token_id": 241, "audio_config": None},
+        {"sliding_window": 4, "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+        {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        | {"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64},
+    ),
+    "gemma 4, shared keys": (
+        "Gemma4",
+        {"image_token_id": 240, "video_token_id": 241, "audio_config": None},
+        {"sliding_window": 4, "global_head_dim": 12, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 6}
+        | {"vocab_size_per_layer_input": 250, "use_double_wide_mlp": True, "use_bidirectional_attention": "vision"}
+        | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", *["full_attention"] * 3]},
+        {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        | {"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64},
+    ),
     "mistral small 3": (
         "Mistral3",
         {"image_token_index": 240, "tie_word_embeddings": False},
@@ -66,11 +85,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": MROPE | {"mrope_interleaved": True}},
         QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "qwen 3 vl moe": (
+        "Qwen3VLMoe",
+        IMAGES | {"tie_word_embeddings": False},
+        {"rope_parameters": MROPE | {"mrope_interleaved": True}, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 20, "mlp_only_layers": [0]},
+        QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "qwen 3 vl moe tied, square": (
+        "Qwen3VLMoe",
+        IMAGES | {"tie_word_embeddings": True},
+        {"rope_parameters": MROPE | {"mrope_interleaved": True}, "num_experts": 5, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 16, "decoder_sparse_step": 2, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
     "qwen 2.5 vl": (
         "Qwen2_5_VL",
         IMAGES | {"tie_word_embeddings": True},
         {"rope_parameters": MROPE, "head_dim": None},
         QWEN | {"fullatt_block_indexes": [0], "window_size": 28},
+    ),
+    "llama 4": (
+        "Llama4",
+        {"image_token_index": 240, "boi_token_index": 241, "eoi_token_index": 242},
+        {"num_local_experts": 4, "intermediate_size_mlp": 40, "attention_chunk_size": 5, "no_rope_layer_interval": 2}
+        | {"floor_scale": 3, "attn_scale": 0.6, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14, "vision_output_dim": 24, "projector_input_dim": 24}
+        | {"projector_output_dim": 24, "pixel_shuffle_ratio": 0.5},
     ),
 }  # fmt: skip
 
@@ -117,7 +159,38 @@ def test_a_text_model_is_trained_and_the_rest_is_kept(name: str, tmp_path: Path)
     jax.tree.map(np.testing.assert_array_equal, read.params, here.params)
 
 
-@pytest.mark.parametrize("name", ["gemma 3", "qwen 3 vl"])
+def test_every_family_without_a_class_of_text_alone_is_here_twice() -> None:
+    classes = [f"{prefix}ForConditionalGeneration" for prefix, *_ in CASES.values()]
+    of_whole = [each for each in families.FAMILIES if each.architecture.endswith("ForConditionalGeneration")]
+    assert of_whole and all(classes.count(family.architecture) >= 2 for family in of_whole)
+
+
+def test_codes_of_the_text_and_of_the_rest_are_written_as_their_values(tmp_path: Path) -> None:
+    model = make("mistral small 3", tmp_path / "there")
+    values = codes.quantise_folder(tmp_path / "there", tmp_path / "codes", codes.KINDS["int4 with zero-points"])
+    here = jaxopt_llm.load_pretrained(tmp_path / "codes")
+    here.save_pretrained(tmp_path / "back")
+    back = safetensors.open_folder(tmp_path / "back")
+    assert back.keys() == values.keys()
+    for key, value in values.items():
+        np.testing.assert_array_equal(back[key].read(), value.astype(np.float32), err_msg=key)
+    assert "quantization_config" not in (tmp_path / "back" / "config.json").read_text()
+    _, said = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(said.values()), said
+
+
+# Which adapters PEFT adds; of experts, as parameters.
+ADAPTED: dict[str, dict[str, Any]] = {
+    "gemma 3": {"target_modules": r"model\.language_model\..*\.(q_proj|down_proj)"},
+    "qwen 3 vl": {"target_modules": r"model\.language_model\..*\.(q_proj|down_proj)"},
+    "qwen 3 vl moe": {
+        "target_modules": r"model\.language_model\..*\.q_proj",
+        "target_parameters": ["0.mlp.up_proj.weight", "experts.gate_up_proj", "experts.down_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_of_the_text_are_those_of_peft_over_the_whole(name: str, tmp_path: Path) -> None:
     """Read from PEFT and merged here, written here and read by PEFT: the same logits."""
     peft = pytest.importorskip("peft")
@@ -128,8 +201,13 @@ def test_adapters_of_the_text_are_those_of_peft_over_the_whole(name: str, tmp_pa
         with torch.no_grad():
             return model(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
 
-    targets = r"model\.language_model\..*\.(q_proj|down_proj)"
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    settings = peft.LoraConfig(r=2, init_lora_weights=False, trainable_token_indices=[7, 3], **ADAPTED[name])
+    adapted = peft.get_peft_model(model, settings)
+    tokens[:, :4] = 7, 3, 8, 4
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "trainable_tokens" in name:
+                parameter.mul_(-1)
     adapted.save_pretrained(tmp_path / "adapter")
     expected = logits(adapted)
     here = jaxopt_llm.load_pretrained(tmp_path / "there", adapter=tmp_path / "adapter")
@@ -140,9 +218,37 @@ def test_adapters_of_the_text_are_those_of_peft_over_the_whole(name: str, tmp_pa
 
     folder = huggingface.open_model_folder(tmp_path / "there")
     lora = LoraConfig(rank=2, alpha=8.0, targets=("*attention/query", "*mlp/down"))
-    write_adapter_folder(tmp_path / "back", here.params, folder.adapter_family, here.config, lora)
+    family = folder.adapter_family
+    rows = pretrained.open_adapter(tmp_path / "adapter", family, folder.config, "").whole.rows
+    whole = WholeParameters(None, frozenset(), False, rows)
+    write_adapter_folder(tmp_path / "back", here.params, family, here.config, lora, whole=whole)
     again = peft.PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "there"), tmp_path / "back")
     assert np.abs(logits(again) - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+def test_experts_in_the_order_of_published_folders_are_read_and_written(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE's are [experts, in, out] there; transformers 5 turns them, and saves [experts, out, in]."""
+    from safetensors.torch import save_file
+
+    model = make("qwen 3 vl moe", tmp_path / "there")
+    turned = {
+        key: value.transpose(1, 2).contiguous() if ".mlp.experts." in key else value
+        for key, value in model.state_dict().items()
+    }
+    (tmp_path / "published").mkdir()
+    save_file(turned, tmp_path / "published" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "published" / "config.json").write_text((tmp_path / "there" / "config.json").read_text())
+    here, other = (jaxopt_llm.load_pretrained(tmp_path / folder) for folder in ("there", "published"))
+    jax.tree.map(np.testing.assert_array_equal, other.params, here.params)
+
+    other.save_pretrained(tmp_path / "back")
+    back = safetensors.open_folder(tmp_path / "back")
+    assert back.keys() == turned.keys()
+    for key, value in turned.items():
+        np.testing.assert_array_equal(back[key].read(), value.numpy(), err_msg=key)
+    again = type(model).from_pretrained(tmp_path / "back").state_dict()
+    for key, value in model.state_dict().items():
+        assert torch.equal(again[key], value), key
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gemma 3", "language_model.model."), ("qwen 2.5 vl", "model.")])

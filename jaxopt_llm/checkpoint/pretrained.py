@@ -29,7 +29,7 @@ def resolve_pretrained(config: Config) -> Config:
         if not path.exists():
             remedy = "name a downloaded model, a run, or an id of the Hugging Face hub with --model.pretrained"
             raise InputError(f"model.pretrained={config.model.pretrained}: no such folder; {remedy}")
-        model = _resize_vocabulary(read_model_config(path), config.model)
+        model = _resize_vocabulary(read_model_config(path, config.model.family), config.model)
         stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
         config = fields.replace_fields(config, {"model": resolved, "model.pretrained": name})
@@ -48,6 +48,10 @@ def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:
     name, size = f"lora.pretrained={config.lora.pretrained}", adapter.model.vocabulary_size
     values: dict[str, Any] = {"lora": _set_fields("lora", config.lora, adapter.lora)}
     merge = "merge it (python -m jaxopt_llm.convert merge --base MODEL --adapter ADAPTER --to FOLDER) and train FOLDER"
+    if not adapter.lora:
+        raise InputError(
+            f"{name}: it has no adapters, only rows of tables (token_indices), which are not trained; {merge}"
+        )
     if config.model.tied_head and not adapter.model.tied_head:
         raise InputError(f"{name}: its head differs from its embedding table, which the model ties; {merge}")
     if size != config.model.vocabulary_size:
@@ -65,14 +69,20 @@ def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:
     return fields.replace_fields(config, values)
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path, family: str = "") -> ModelConfig:
     """Read the model configuration of a Hugging Face folder or of one of our run directories.
+
+    family: see `ModelConfig.family`.
 
     Raises:
         InputError: the path is neither, or the run trains adapters.
     """
     if not is_run_directory(path):
-        return huggingface.read_config(path)[1]
+        return huggingface.read_config(path, family)[1]
+    if family:
+        raise InputError(
+            f"model.family={family}: model.pretrained={path} is a run, which has no model_type; leave it out"
+        )
     config = cli.load_run_config(path, "model.pretrained=")
     if config.lora.rank:
         raise InputError(

@@ -208,14 +208,26 @@ class StoredLayers:
         return leaves.weight_dtype(self.specs[path])
 
     def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
+        return self.fetch_merged(path, layer)  # the specs say what is contracted
+
+    def fetch_merged(self, path: str, layer: int | None) -> np.ndarray:
+        """Return one layer of a parameter dequantised and with its adapter merged."""
+        return self.merge(path, self.read(path, layer), layer)
+
+    def merge(self, path: str, leaf: tree.Leaf, layer: int | None) -> np.ndarray:
+        """Return what `read` returned dequantised and with its adapter merged."""
+        spec = leaves.unwrap_specs(self.specs[path])
+        contracting = (spec if layer is None else spec.unstack()).contracting
+        return leaf if isinstance(leaf, np.ndarray) else np.asarray(_merge(leaf, contracting))
+
+    def read(self, path: str, layer: int | None) -> tree.Leaf:
+        """Return one layer of a parameter as it is stored: an array, codes, or either with the arrays of an adapter."""
         spec = self.specs[path] if layer is None else jax.tree.map(ParamSpec.unstack, self.specs[path])
         if not isinstance(spec, LoraWeight):
-            base = self._read_base(path, path, spec, layer)
-            return base if isinstance(base, np.ndarray) else np.asarray(_merge(base, contracting))
+            return self._read_base(path, path, spec, layer)
         factors = replace(spec, base=None)
         read = tree.map_with_path(lambda name, each: self._read(f"{path}/{name}", each, layer), factors)
-        base = self._read_base(path, f"{path}/base", spec.base, layer)
-        return np.asarray(_merge(replace(read, base=base), contracting))
+        return replace(read, base=self._read_base(path, f"{path}/base", spec.base, layer))
 
     def release(self) -> None:
         if self.run is not None:

@@ -176,7 +176,7 @@ def _count_calls(instruction: Instruction, callee: str, times: int) -> int:
     Every branch of a conditional counts as called each time, unless the conditional is in a scope that
     `taken_scope_name` named.
     """
-    share = instruction.find(r'op_name="(?:[^"]*/)?(\d+_of_\d+)_times/cond"')
+    share = instruction.find(r'op_name="(?:[^"]*[/(])?(\d+_of_\d+)_times\)*/cond"')
     if instruction.opcode != "conditional" or share is None:
         return times
     taken, total = parse_integers(share)
@@ -192,7 +192,7 @@ def _find_trip_count(module: Module, computation: Computation, loop: Instruction
     """
     if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"\}'):
         return int(known)
-    if share := loop.find(r'op_name="(?:[^"]*/)?(\d+_of_\d+)_times/while"'):
+    if share := loop.find(r'op_name="(?:[^"]*[/(])?(\d+_of_\d+)_times\)*/while"'):
         taken, total = parse_integers(share)
         return taken // total
     condition, body = (module[loop.find(rf"\b{part}=%?([\w.-]+)") or ""] for part in ("condition", "body"))

@@ -31,6 +31,7 @@ from jaxopt_llm.config.training import (
     EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
+    PreferenceConfig,
     ScheduleConfig,
     StateDtype,
     TrainingConfig,

@@ -8,7 +8,7 @@ from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_
 from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
-Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
 # What a run directory keeps of the files that these settings name.
 TOKENIZER_FOLDER = "tokenizer"
@@ -29,14 +29,15 @@ FORMS: dict[str, frozenset[str]] = {
     "pairs": frozenset({"prompt", "completion"}),
     "sharegpt": frozenset({"conversations"}),
     "alpaca": frozenset({"instruction", "output"}),
+    "preference": frozenset({"chosen", "rejected"}),
 }
 _OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
-_ALPACA = frozenset({"input", "history"})
+_OPTIONAL_IN_FORM = {"alpaca": frozenset({"input", "history"}), "preference": frozenset({"prompt"})}
 
 
 def fields_of_form(form: str) -> frozenset[str]:
     """Return the fields of a row that a form of conversations uses."""
-    return FORMS[form] | _OPTIONAL | (_ALPACA if form == "alpaca" else frozenset())
+    return FORMS[form] | _OPTIONAL | _OPTIONAL_IN_FORM.get(form, frozenset())
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class DataConfig:
     """Content of a row of a JSONL, JSON, CSV, Parquet or Arrow file: text, or a conversation. The chat template renders
     a conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content;
     pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
-    alpaca: instruction, input and output; chat: detect the form from the fields of each file."""
+    alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; chat: detect
+    the form from the fields of each file."""
     chat_template: str = ""
     """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
     tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
@@ -75,10 +77,12 @@ class DataConfig:
     long_documents: LongDocuments = "auto"
     """Treatment of documents longer than a row. split: documents continue in the next row, and each row treats its
     part as a separate document; cut: rows hold whole documents, and only the first part of a longer document is kept;
-    drop: rows hold whole documents, and longer documents are dropped; auto: cut for conversations, split otherwise."""
+    drop: rows hold whole documents, and longer documents are dropped; auto: drop for pairs of answers, which are never
+    divided, cut for other conversations, split otherwise."""
     documents_per_row: int = setting(0, bounds=NON_NEGATIVE)
-    """Maximum number of documents in a row; the rest of the row is padding. 0 = no limit, except that with
-    training.attention=cudnn the start of the run sets one of 1 to 16, the smallest that adds hardly any padding."""
+    """Maximum number of documents in a row; the rest of the row is padding. A pair of answers is two documents. 0 = no
+    limit, except that with training.attention=cudnn the start of the run sets one of 1 to 16, the smallest that adds
+    hardly any padding."""
     tokenizer: str = setting("auto", resume="freely")
     """Tokenizer: bytes (256 bytes plus BOS and EOS), the path of a Hugging Face tokenizer.json or its folder, or the id
     of a model on the Hugging Face hub. auto: the tokenizer of model.pretrained, or bytes if there is none."""

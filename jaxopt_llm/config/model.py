@@ -4,7 +4,7 @@ The families are those of checkpoint/huggingface/families.py.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, section, setting
@@ -32,6 +32,9 @@ class RopeConfig:
     size: int = setting(0, bounds=NON_NEGATIVE)
     """Size of the first part of each head, the only one that RoPE rotates (partial_rotary_factor × head_dim). 0 = the
     whole head."""
+    rotated_pairs: int = setting(0, bounds=NON_NEGATIVE)
+    """Number of pairs of values, those with the highest frequencies, that RoPE rotates in a head; the others stay
+    (Gemma 4: rope_type proportional). Sliding layers with sliding_theta rotate all. 0 = all."""
     interleaved: bool = False
     """Rotate pairs of neighbours, instead of a value of the first half with one of the second half (GLM-4, ERNIE 4.5).
     MLA always does."""
@@ -65,8 +68,13 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     """With scaling=longrope: divisor of each frequency in longer documents (long_factor)."""
     query_growth: float = setting(0.0, bounds=NON_NEGATIVE)
-    """Queries are multiplied by 1 + this × log(1 + floor(position / original_length)) (Ministral 3, Llama 4:
-    llama_4_scaling_beta). 0 = off."""
+    """Queries are multiplied by 1 + this × log(1 + floor(position / growth_length)) (Ministral 3: llama_4_scaling_beta;
+    Llama 4: attn_scale). 0 = off."""
+    growth_layers: Literal["rotary", "nope"] = "rotary"
+    """Layers whose queries grow. rotary: those with RoPE (Ministral 3); nope: those without, with positions that count
+    from 1 in this factor (Llama 4)."""
+    growth_length: int = setting(0, bounds=NON_NEGATIVE)
+    """With query_growth: tokens in which the factor stays the same (Llama 4: floor_scale). 0 = original_length."""
     mscale: float = setting(1.0, bounds=NON_NEGATIVE)
     """With scaling=yarn: rotated queries and keys are multiplied by (1 + 0.1 × mscale × log(factor)) /
     (1 + 0.1 × mscale_all_dim × log(factor)) (DeepSeek: mscale)."""
@@ -82,7 +90,7 @@ class RopeConfig:
     @property
     def read_by_growth(self) -> set[str]:
         """Fields that `query_growth` reads whatever the scaling is."""
-        return {"original_length"} if self.query_growth else set()
+        return {"original_length"} if self.query_growth and not self.growth_length else set()
 
     @property
     def is_scaled(self) -> bool:
@@ -114,8 +122,10 @@ class RopeConfig:
         """Return the settings of the layers of one kind."""
         if kind != "sliding" or not self.sliding_theta:
             return self
-        same = {name: getattr(self, name) for name in ("size", "interleaved", "query_growth", "original_length")}
-        return RopeConfig(theta=self.sliding_theta, **same)
+        growth = ("query_growth", "growth_layers", "growth_length", "original_length")
+        return RopeConfig(
+            theta=self.sliding_theta, **{name: getattr(self, name) for name in ("size", "interleaved", *growth)}
+        )
 
     def problems(self, rotary_dim: int) -> list[str]:
         """Find problems. rotary_dim: size of the part of a head that is rotated."""
@@ -123,10 +133,14 @@ class RopeConfig:
         if self.scaling == "yarn" and not self.theta > 1:
             found.append(f"model.rope.theta={self.theta}: must be above 1 with model.rope.scaling=yarn")
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        if high < low or (high == low and self.scaling != "yarn"):  # yarn then has a step, as in Kimi K2
-            found.append(f"model.rope.high_frequency_factor={high}: must exceed model.rope.low_frequency_factor={low}")
+        if high < low:  # equal bounds are a step, as in Kimi K2 and Llama 4
+            found.append(
+                f"model.rope.high_frequency_factor={high}: must be at least model.rope.low_frequency_factor={low}"
+            )
         if self.scaling == "dynamic" and rotary_dim <= 2:
             found.append(f"model.rope.scaling=dynamic: needs more than the {rotary_dim} rotated values of a head")
+        if self.rotated_pairs > rotary_dim // 2:
+            found.append(f"model.rope.rotated_pairs={self.rotated_pairs}: a head has {rotary_dim // 2} pairs")
         return found + (self._longrope_problems(rotary_dim // 2) if self.scaling == "longrope" else [])
 
     def _longrope_problems(self, pairs: int) -> list[str]:
@@ -180,6 +194,14 @@ class MoEConfig:
     shared_expert_width: int = setting(0, resume="never", bounds=NON_NEGATIVE)
     """Hidden size of the shared expert, an MLP that every token passes in addition to the chosen experts (DeepSeek,
     Qwen2-MoE). 0 = no shared expert."""
+    shared_expert_gate: bool = setting(False, resume="never")
+    """Multiply the output of the shared expert by the sigmoid of a projection of its input to one value
+    (Qwen2-MoE)."""
+    own_norms: bool = setting(False, resume="never")
+    """Use separate norms for the inputs of the experts, of their router and of the shared expert, and for the outputs
+    of the experts and of the shared expert (Gemma 4). The router's logits are divided by the root of the width."""
+    expert_scales: bool = setting(False, resume="never")
+    """Multiply the weight of each expert by a learned factor (Gemma 4: per_expert_scale)."""
     dense_layers: int = setting(0, resume="never", bounds=NON_NEGATIVE)
     """Number of layers at the start of the model that have one MLP and no experts (DeepSeek: first_k_dense_replace)."""
     expert_every: int = setting(1, resume="never", bounds=AT_LEAST_ONE)
@@ -192,6 +214,8 @@ class MoEConfig:
     """Divide the scores of the chosen experts by their sum (norm_topk_prob)."""
     router_scale: float = setting(1.0, bounds=POSITIVE)
     """Factor of the scores of the chosen experts, after router_renormalises (DeepSeek: routed_scaling_factor)."""
+    router_weighs: Literal["outputs", "inputs"] = "outputs"
+    """What the scores of the chosen experts multiply: the experts' outputs, or their inputs (Llama 4)."""
     router_groups: int = setting(1, bounds=AT_LEAST_ONE)
     """Number of groups of consecutive experts (DeepSeek: n_group). The router first chooses groups for a token, then
     experts within them. A group's score is its best expert's (DeepSeek-V2) or, with router=sigmoid, the sum of its two
@@ -231,6 +255,10 @@ class MoEConfig:
                 "model.moe.router_renormalises=True: with model.moe.experts_per_token=1 every weight is 1, so the "
                 "router gets no gradient from the loss; set --model.moe.router-renormalises False, as Switch does"
             )
+        if self.own_norms and not self.shared_expert_width:
+            found.append("model.moe.own_norms=True: there is no shared expert; set --model.moe.shared-expert-width")
+        if self.own_norms and self.shared_expert_gate:
+            found.append("model.moe.shared_expert_gate=True: must be False with model.moe.own_norms=True")
         found += self._group_problems()
         if experts * layers > MAX_EXPERTS:
             found.append(f"model.moe.experts={experts} × model.layers={layers}: must be at most {MAX_EXPERTS:,}")
@@ -268,8 +296,9 @@ class MoEConfig:
         return found
 
 
-Kind = Literal["global", "sliding", "global_nope"]
-GATED = ("swiglu", "geglu")  # the values of `mlp` with a gate projection
+Kind = Literal["global", "sliding", "global_nope", "chunked"]
+WINDOWED = ("sliding", "chunked")  # the kinds of layers that read `window`
+GATED = ("swiglu", "geglu", "clamped_swiglu")  # the values of `mlp` with a gate projection
 MAX_LAYERS = 10_000  # the layout lists every layer
 
 
@@ -278,9 +307,12 @@ class ModelConfig:
     pretrained: str = setting("", resume="freely", in_pretrained=False)
     """Model to start from: folder of a Hugging Face model, its id on the Hugging Face hub (org/name or
     org/name@revision), or directory of a run of this program. The initial parameters are its weights (of a run: its
-    last checkpoint). Its config.json sets all fields of this section except resize_vocabulary, last_layers,
-    moe.capacity_factor, moe.balance_loss, moe.router_z_loss and moe.router_bias_rate. Empty = random initial
-    parameters."""
+    last checkpoint). Its config.json sets all fields of this section except family, resize_vocabulary,
+    last_layers, mtp_layers, moe.capacity_factor, moe.balance_loss, moe.router_z_loss and moe.router_bias_rate. Empty =
+    random initial parameters."""
+    family: str = setting("", resume="never", in_pretrained=False)
+    """Family that the Hugging Face folder of `pretrained` is read as, by its model_type, such as llama, if this program
+    does not know the folder's own model_type. An error says which family fits. Empty = that of the folder."""
     resize_vocabulary: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
     """Number of token ids after rows are added to the tables of the model that `pretrained` names, for a tokenizer with
     more tokens. Each added row is the mean of the others (Hewitt 2021). 0 = as many as the model has."""
@@ -293,6 +325,11 @@ class ModelConfig:
     last_layers: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
     """Number of layers at the end that form a separate stack, so that path patterns can select them, as segment_1/*
     if the length of model.pattern divides the number of the other layers. 0 = none."""
+    mtp_layers: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
+    """Number of modules of multi-token prediction (MTP) to train. Module k predicts the token k + 1 ahead by one more
+    block, from the hidden state of the module before it and the embedding of the token k ahead (DeepSeek-V3, section
+    2.2: num_nextn_predict_layers). training.mtp_weight weighs their loss. With pretrained they start from the modules
+    of the folder. 0 = none; an export keeps those of the folder as they are."""
     heads: int = setting(4, resume="never", bounds=AT_LEAST_ONE)
     """Number of query heads (num_attention_heads)."""
     kv_heads: int = setting(2, resume="never", bounds=AT_LEAST_ONE)
@@ -300,39 +337,72 @@ class ModelConfig:
     head_dim: int = setting(32, resume="never", bounds=AT_LEAST_ONE)
     """Size of each query and key head, and of each value head without MLA. Must be even, because RoPE rotates
     pairs of values."""
+    global_head_dim: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Size of each head in global layers (Gemma 4). 0 = head_dim."""
+    global_kv_heads: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Number of key-value heads in global layers (Gemma 4: num_global_key_value_heads). 0 = kv_heads."""
+    values_from_keys: bool = setting(False, resume="never")
+    """In global layers, take the values from the key projection, before the norm and the rotation of the keys (Gemma 4:
+    attention_k_eq_v). These layers have no value projection."""
+    shared_key_layers: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Number of layers at the end without keys and values of their own: they attend to those of the last earlier layer
+    of their kind (Gemma 4: num_kv_shared_layers). 0 = every layer has its own."""
     mlp_width: int = setting(384, resume="never", bounds=AT_LEAST_ONE)
     """Hidden size of the MLP (intermediate_size)."""
+    wide_mlp: bool = setting(False, resume="never")
+    """Double mlp_width in the layers of shared_key_layers (Gemma 4: use_double_wide_mlp)."""
+    layer_input_size: int = setting(0, resume="never", bounds=NON_NEGATIVE)
+    """Size of an input of each layer beside the residual stream, which multiplies the gate of a small MLP at the end of
+    the layer. It comes from the token, by a second table of embeddings, and from a projection of its embedding (Gemma
+    4: hidden_size_per_layer_input). 0 = layers have no such input."""
     pattern: tuple[Kind, ...] = setting(("global",), resume="never")
     """Attention of successive blocks, repeated over the model. global: attend to the whole document; sliding: attend to
-    the last `window` tokens; global_nope: global without RoPE (SmolLM3)."""
+    the last `window` tokens; global_nope: global without RoPE (SmolLM3); chunked: attend to the tokens of the same
+    chunk, of `window` tokens each, of the document (Llama 4)."""
     window: int = setting(128, bounds=AT_LEAST_ONE)
-    """Tokens that a sliding block attends to, including the current one (sliding_window)."""
+    """Tokens that a sliding block attends to, including the current one (sliding_window), and size of the chunks of
+    chunked blocks (attention_chunk_size)."""
     positions: Literal["rotary", "learned"] = setting("rotary", resume="never")
     """Position encoding. rotary: RoPE on queries and keys in all blocks except global_nope; learned: a row of a table
     is added to the embedding (GPT-2)."""
     max_positions: int = setting(1024, resume="never", bounds=AT_LEAST_ONE)
     """With positions=learned: rows of the table, and so the maximum sequence length (n_positions)."""
-    norm: Literal["rms", "layer"] = setting("rms", resume="never")
+    norm: Literal["rms", "layer", "layer_no_bias"] = setting("rms", resume="never")
     """Type of norm. rms: divide by the root mean square (RMSNorm); layer: also subtract the mean before and add a bias
-    after (LayerNorm)."""
+    after (LayerNorm); layer_no_bias: as layer, without the bias (Cohere)."""
     norm_placement: Literal["pre", "post", "both"] = setting("pre", resume="never")
     """Position of the norms in each sublayer. pre: its input; post: its output, before it is added to the residual
     stream (OLMo 2); both: its input and its output (Gemma 2)."""
+    parallel_block: bool = setting(False, resume="never")
+    """Attention and MLP of a block read the same input, with one norm if norm_placement has norms of inputs, and both
+    outputs are added to the residual stream at once (GPT-J, Cohere). Otherwise the MLP follows attention."""
     norm_zero_centered: bool = False
     """Store norm scales as their difference from 1, as Gemma's checkpoints do."""
     norm_epsilon: float = setting(1e-5, bounds=POSITIVE)
     """Value that norms add to the mean square (rms_norm_eps)."""
-    qk_norm: Literal["none", "head", "projection"] = setting("none", resume="never")
-    """Norms of queries and keys before RoPE. head: of each head (Qwen3); projection: of all heads together (OLMo 2);
-    none: no norms."""
+    qk_norm: Literal["none", "head", "projection", "rotated_head", "rotated_unit"] = setting("none", resume="never")
+    """Norms of queries and keys. head: of each head, before RoPE (Qwen3); projection: of all heads together, before
+    RoPE (OLMo 2); rotated_head: of each head, after RoPE (Hunyuan); rotated_unit: of each head, after RoPE, without
+    a scale, and only in layers with RoPE (Llama 4); none: no norms."""
+    value_norm: bool = False
+    """Divide each value head by its root mean square (Gemma 4)."""
     biases: Literal["none", "qkv", "attention", "mlp", "all"] = setting("none", resume="never")
     """Projections with a bias. none: no projection; qkv: the query, key and value projections (Qwen2); attention: these
-    and the output projection; mlp: the projections of the MLPs; all: every projection of the blocks (GPT-2)."""
-    mlp: Literal["swiglu", "geglu", "gelu"] = setting("swiglu", resume="never")
-    """Type of MLP. swiglu and geglu: the hidden layer is gated with SiLU or GELU of a second projection; gelu: GELU of
-    one projection, without a gate. GELU is the tanh approximation."""
+    and the output projection; mlp: the projections of the MLPs, and of experts and their router; all: every projection
+    of the blocks (GPT-2, gpt-oss)."""
+    attention_gate: Literal["none", "element"] = setting("none", resume="never")
+    """Gate of attention's output. element: multiply each value of each head by the sigmoid of a projection, without a
+    bias, of attention's input (Qiu et al. 2025; AFMoE); none: no gate."""
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2", "xielu", "clamped_swiglu"] = setting("swiglu", resume="never")
+    """Type of MLP. swiglu and geglu: the hidden layer is gated with SiLU or GELU of a second projection; gelu, relu2
+    and xielu: GELU, the square of ReLU, or xIELU of one projection, without a gate. GELU is the tanh approximation.
+    xIELU has two learned values in each layer (Huang & Schlag 2024; Apertus). clamped_swiglu: (up + 1) × gate ×
+    sigmoid(1.702 × gate), with gate cut to at most 7 and up to ± 7 (gpt-oss)."""
     attention_scale: float = setting(0.0, bounds=NON_NEGATIVE)
     """Factor of the attention scores. 0 = 1 / sqrt(head_dim)."""
+    attention_sinks: bool = setting(False, resume="never")
+    """Add a key with a learned score and the value 0 to the softmax of each query head, so that a query need not attend
+    to any token (gpt-oss: sinks)."""
     attention_softcap: float = setting(0.0, bounds=NON_NEGATIVE)
     """Smooth bound of the attention scores, to ± this (Gemma 2: attn_logit_softcapping). 0 = off."""
     logit_softcap: float = setting(0.0, bounds=NON_NEGATIVE)
@@ -342,6 +412,9 @@ class ModelConfig:
     residual_scale: float = setting(1.0, bounds=POSITIVE)
     """Factor of the output of each sublayer before it is added to the residual stream (Granite:
     residual_multiplier)."""
+    layer_scales: bool = setting(False, resume="never")
+    """Multiply the output of each block by a number of the block, which training does not change (Gemma 4:
+    layer_scalar)."""
     logit_scale: float = setting(1.0, bounds=POSITIVE)
     """Factor of the logits, before logit_softcap (Granite: 1 / logits_scaling)."""
     tied_head: bool = setting(True, resume="never")
@@ -365,6 +438,14 @@ class ModelConfig:
     def value_dim(self) -> int:
         return self.mla.value_head_dim if self.mla.kv_rank else self.head_dim
 
+    def of_layers(self, kind: Kind) -> "ModelConfig":
+        """Return the settings of attention in the layers of one kind, as if all layers had them."""
+        if kind in WINDOWED:
+            return replace(self, values_from_keys=False)
+        return replace(
+            self, head_dim=self.global_head_dim or self.head_dim, kv_heads=self.global_kv_heads or self.kv_heads
+        )
+
     @property
     def has_gate(self) -> bool:
         """Use of a gate projection in the MLP, in addition to `up`."""
@@ -375,15 +456,32 @@ class ModelConfig:
         """Number of layers after which the kinds of layers repeat."""
         return math.lcm(len(self.pattern), self.moe.expert_every if self.moe.experts else 1)
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks: the layers, and one in each MTP module."""
+        return self.layers + self.mtp_layers
+
+    @property
+    def losses(self) -> int:
+        """Number of predictions of a token, each by the head: of the model, and of each MTP module."""
+        return 1 + self.mtp_layers
+
+    @property
+    def layers_with_keys(self) -> int:
+        """Number of layers, from the first, that have keys of their own."""
+        return self.layers - self.shared_key_layers
+
     def problems(self) -> list[str]:
         found = find_out_of_range("model", self)
-        found += self.rope.problems(self.rotary_dim) + self.mla.problems(self.head_dim) + self.moe.problems(self.layers)
+        found += self._rope_problems() + self.mla.problems(self.head_dim) + self.moe.problems(self.layers)
         found += self._latent_problems() if self.mla.kv_rank else []
         if self.resize_vocabulary and not self.pretrained:
             found.append(
                 f"model.resize_vocabulary={self.resize_vocabulary}: there is no model whose tables to resize; set "
                 "--model.vocabulary-size instead"
             )
+        if self.family and not self.pretrained:
+            found.append(f"model.family={self.family} has no effect without model.pretrained: leave it out")
         if self.last_layers >= max(self.layers, 1):
             found.append(f"model.last_layers={self.last_layers}: must be below model.layers={self.layers}")
         if not self.pattern:
@@ -395,14 +493,66 @@ class ModelConfig:
             found.append(
                 f"model.rope.factor={rope.factor}: no effect with model.positions=learned; set --model.rope.factor 1"
             )
-        if self.kv_heads >= 1 and self.heads % self.kv_heads:
-            found.append(f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}")
-        if self.head_dim % 2:
-            found.append(f"model.head_dim={self.head_dim}: must be even")
-        if rope.size % 2 or rope.size > self.head_dim:
-            found.append(f"model.rope.size={rope.size}: must be even and at most model.head_dim={self.head_dim}")
-        if self.moe.experts and self.biases in ("mlp", "all"):
-            found.append(f"model.biases={self.biases}: experts have no biases; set --model.biases none or attention")
+        for name in ("kv_heads", "global_kv_heads"):
+            if (count := getattr(self, name)) >= 1 and self.heads % count:
+                found.append(f"model.heads={self.heads}: must be a multiple of model.{name}={count}")
+        for name in ("head_dim", "global_head_dim"):
+            size = getattr(self, name)
+            if size % 2:
+                found.append(f"model.{name}={size}: must be even")
+            if size and (rope.size % 2 or rope.size > size):
+                found.append(f"model.rope.size={rope.size}: must be even and at most model.{name}={size}")
+        if self.value_norm and self.norm != "rms":
+            found.append(f"model.norm={self.norm}: must be rms with model.value_norm=True")
+        if self.qk_norm == "rotated_unit":
+            found += [
+                f"model.{name}={getattr(self, name)}: must be {required} with model.qk_norm=rotated_unit"
+                for name, required in (("positions", "rotary"), ("norm", "rms"))
+                if getattr(self, name) != required
+            ]
+        if self.moe.experts and self.moe.router_weighs == "inputs" and self.biases in ("mlp", "all"):
+            found.append(
+                f"model.biases={self.biases}: with model.moe.router_weighs=inputs experts have no biases; set "
+                "--model.biases none or attention"
+            )
+        if self.moe.experts and self.moe.own_norms:
+            required = (("norm_placement", ("pre", "both")), ("parallel_block", (False,)))
+            found += [
+                f"model.{name}={getattr(self, name)}: must be {' or '.join(map(str, values))} with "
+                "model.moe.own_norms=True"
+                for name, values in required
+                if getattr(self, name) not in values
+            ]
+        found += self._sharing_problems() if self.shared_key_layers else []
+        found += self._mtp_problems() if self.mtp_layers else []
+        if self.layer_input_size and not self.has_gate:
+            found.append(f"model.mlp={self.mlp}: must be one of {', '.join(GATED)} with model.layer_input_size")
+        if self.moe.experts and self.mlp == "xielu":
+            found.append("model.mlp=xielu: experts have no learned values of an activation; set another --model.mlp")
+        return found
+
+    def _rope_problems(self) -> list[str]:
+        scaled = [kind for kind in self.pattern if self.rope.of_layers(kind) is self.rope]
+        sizes = {self.of_layers(kind).rotary_dim for kind in scaled} or {self.rotary_dim}
+        return [*dict.fromkeys(problem for size in sorted(sizes) for problem in self.rope.problems(size))]
+
+    def _mtp_problems(self) -> list[str]:
+        return [
+            f"model.{name}={getattr(self, name)}: must be {required} with model.mtp_layers={self.mtp_layers}"
+            for name, required in (("positions", "rotary"), ("layer_input_size", 0), ("shared_key_layers", 0))
+            if getattr(self, name) != required
+        ]
+
+    def _sharing_problems(self) -> list[str]:
+        name = f"model.shared_key_layers={self.shared_key_layers}"
+        kinds = [self.pattern[layer % len(self.pattern)] for layer in range(self.layers)] if self.pattern else []
+        without = [kind for kind in kinds if kind not in kinds[: max(self.layers_with_keys, 0)]]
+        found = [
+            f"{name}: no earlier layer that is {kind} has keys; set a smaller --model.shared-key-layers"
+            for kind in dict.fromkeys(without)
+        ]
+        if self.wide_mlp and self.moe.experts:
+            found.append("model.wide_mlp=True: does not support experts; set --model.wide-mlp False")
         return found
 
     def _latent_problems(self) -> list[str]:
@@ -414,6 +564,11 @@ class ModelConfig:
             )
         return found + [
             f"model.{name}={getattr(self, name)}: must be {required} with model.mla.kv_rank"
-            for name, required in (("positions", "rotary"), ("norm", "rms"), ("qk_norm", "none"), ("biases", "none"))
+            for name, required in (
+                *(("positions", "rotary"), ("norm", "rms"), ("qk_norm", "none"), ("biases", "none")),
+                *(("attention_gate", "none"), ("attention_sinks", False)),
+                *(("global_head_dim", 0), ("global_kv_heads", 0), ("values_from_keys", False), ("value_norm", False)),
+                ("shared_key_layers", 0),
+            )
             if getattr(self, name) != required
         ]

@@ -132,6 +132,7 @@ class ShardingConfig:
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Residuals = Literal["auto", "store", "recompute"]
 WITH_CHUNKS: tuple[Schedule, ...] = ("interleaved",)  # the schedules with several chunks of a stage
 
 
@@ -146,6 +147,10 @@ class PipelineConfig:
     time by this number (Megatron-LM: virtual pipeline stages). Above 1 only with schedule=interleaved."""
     split: tuple[int, ...] = ()
     """Number of layers in each chunk, in the order of the model. Empty = as equal as possible."""
+    residuals: Residuals = "auto"
+    """What a chunk keeps from its forward for its backward. store: what remat.policy names of each of its layers, as
+    without a pipeline. recompute: only its input; the backward runs the whole chunk forward again. auto: store, if the
+    memory suffices with some policy. The start of the run writes the choice into config.json."""
 
     def problems(self) -> list[str]:
         found, chunks = find_out_of_range("pipeline", self), self.virtual_stages

@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
@@ -10,7 +10,16 @@ from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIV
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
-from jaxopt_llm.config.training import EvaluationConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from jaxopt_llm.config.training import (
+    WITH_REFERENCE,
+    EvaluationConfig,
+    LoraConfig,
+    Objective,
+    OptimizerConfig,
+    PreferenceConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from jaxopt_llm.core.errors import InputError
 
 
@@ -188,6 +197,7 @@ class Config:
     model: ModelConfig = section(ModelConfig, in_pretrained=True)
     data: DataConfig = section(DataConfig)
     training: TrainingConfig = section(TrainingConfig)
+    preference: PreferenceConfig = section(PreferenceConfig)
     lora: LoraConfig = section(LoraConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
@@ -275,11 +285,41 @@ class Config:
                 "--sharding.expert-exchange gather",
             ),
         }
+        # XLA does not nest a region of stages in one of groups: `pipeline` comes before `data` in the mesh.
         return self._length_problems() + [
             f"training.local_steps={steps} does not support {name}: set {remedy}, or --training.local-steps 1"
             for name, (applies, remedy) in refused.items()
             if applies
         ]
+
+    def _objective_problems(self) -> list[str]:
+        """List the settings that `training.objective` does not support."""
+        training, found = self.training, list[str]()
+        if not training.compares:
+            return []
+        name = f"training.objective={training.objective}"
+        if training.has_reference and (self.lora.rank == 0 or training.trainable):
+            changed = "trains no adapters" if self.lora.rank == 0 else "also trains whole weights"
+            remedy = "--lora.rank" if self.lora.rank == 0 else "--training.trainable ()"
+            others = " or ".join(each for each in get_args(Objective)[1:] if each not in WITH_REFERENCE)
+            found.append(
+                f"{name} compares with the model without its adapters, and this run {changed}: set {remedy}, or "
+                f"--training.objective {others}"
+            )
+        refused = {
+            # A run from adapters should be compared with these adapters, which are not kept.
+            f"lora.pretrained={self.lora.pretrained}": (
+                bool(self.lora.pretrained) and training.has_reference,
+                "--model.pretrained to the model with these adapters (python -m jaxopt_llm.convert merge)",
+            ),
+            f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
+            f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
+            f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
+        }
+        found += [
+            f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
+        ]
+        return found
 
     def _length_problems(self) -> list[str]:
         steps = self.training.local_steps
@@ -290,13 +330,30 @@ class Config:
             f"set --training.steps to at least {steps}"
         ]
 
+    def crossing_problems(self) -> list[str]:
+        """List the executors that carry only the residual stream from layer to layer, if the model needs more."""
+        model, needs = self.model, []
+        needs += [f"model.layer_input_size={model.layer_input_size}"] if model.layer_input_size else []
+        needs += [f"model.shared_key_layers={model.shared_key_layers}"] if model.shared_key_layers else []
+        refused = [
+            ("mesh.pipeline", self.mesh.pipeline, 1),
+            ("optimizer.in_backward", self.optimizer.in_backward, False),
+        ]
+        return [
+            f"{name}={value} does not support {' and '.join(needs)}, because only the residual stream goes from one "
+            f"part of the layers to the next: set --{name.replace('_', '-')} {only}"
+            for name, value, only in refused
+            if needs and value != only
+        ]
+
     def problems(self) -> list[str]:
         """List the errors in each section, and those between sections that need neither the model nor JAX to check."""
         sections = [getattr(self, field.name) for field in fields(self) if field.name != "pipeline"]
         if self.mesh.pipeline > 1:
             sections.append(self.pipeline)
         found = [problem for section in sections for problem in section.problems()]
-        found += self._adapter_problems() + self.local_step_problems()
+        found += self._adapter_problems() + self.local_step_problems() + self.crossing_problems()
+        found += self._objective_problems()
         every, best, evaluated = self.checkpoint.every, self.checkpoint.keep_best, self.evaluation.every
         if best and evaluated > 0 and every % evaluated:
             found.append(

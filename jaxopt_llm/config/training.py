@@ -22,6 +22,11 @@ def choose_accumulation(rows: int, most: int, least: int) -> int:
     return next((count for count in counts if rows % count == 0 and rows // count <= most), rows)
 
 
+NEXT_TOKEN = "next_token"
+Objective = Literal["next_token", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo"]
+WITH_REFERENCE = ("dpo", "ipo", "hinge")
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     steps: int = setting(1000, resume="freely", bounds=NON_NEGATIVE)
@@ -30,6 +35,11 @@ class TrainingConfig:
     """Passes over the training rows of all data.paths together, in place of training.steps (Hugging Face:
     num_train_epochs). The start of the run resolves them to training.steps in config.json. A flag of one of the two
     sets the other to 0. 0 = as training.steps says."""
+    objective: Objective = setting("next_token")
+    """What is learned. next_token: the next token of each document. The others prefer the chosen answer of a pair to
+    the rejected one, and read data.content=preference (docs/preferences.md). dpo (Rafailov et al. 2023), ipo (Azar et
+    al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with the model without its adapters; cpo (Xu et al. 2024),
+    simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need no reference."""
     batch_size: int = setting(32, bounds=AT_LEAST_ONE)
     """Sequences per step, over all devices and microbatches (global batch size)."""
     sequence_length: int = setting(256, bounds=AT_LEAST_ONE)
@@ -77,6 +87,9 @@ class TrainingConfig:
     z_loss: float = setting(0.0, bounds=NON_NEGATIVE)
     """Weight of the z-loss: log(Z)² per token, where Z is the denominator of the softmax over the vocabulary. It keeps
     logits from drifting (PaLM, Chowdhery et al. 2022, uses 1e-4). The loss in the metrics excludes it. 0 = off."""
+    mtp_weight: float = setting(0.3, bounds=POSITIVE)
+    """With model.mtp_layers: weight of the mean loss of the MTP modules (DeepSeek-V3: 0.3 for the first 10 of 14.8
+    trillion tokens, then 0.1). The loss in the metrics excludes it; mtp_loss is that of the modules."""
     skip_outliers: float = setting(0.0, in_backward=0)
     """Skip a step whose gradient norm is above this many times the median of the last 128 steps that were not skipped.
     0 = off. Steps that are not finite are always skipped."""
@@ -104,6 +117,16 @@ class TrainingConfig:
     def logit_tokens(self) -> int:
         """Tokens of `loss_chunk`, and of the smallest chunk while it is not resolved."""
         return MIN_LOSS_CHUNK if isinstance(self.loss_chunk, str) else self.loss_chunk
+
+    @property
+    def compares(self) -> bool:
+        """True if the objective compares the answers of a pair."""
+        return self.objective != NEXT_TOKEN
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the objective compares with the model without its adapters, in a second forward."""
+        return self.objective in WITH_REFERENCE
 
     @property
     def spike_limit(self) -> float:
@@ -279,6 +302,23 @@ class ScheduleConfig:
 
 
 ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all matrices of the blocks
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    beta: float = setting(0.1, bounds=POSITIVE)
+    """Strength of the preference (TRL: beta). simpo wants about 2."""
+    label_smoothing: float = setting(0.0, bounds=SHARE)
+    """Share of pairs whose answers are taken to be exchanged (conservative DPO; TRL: label_smoothing)."""
+    margin: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Margin of simpo (TRL: simpo_gamma)."""
+    nll_weight: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Weight of the mean cross-entropy of a chosen answer's tokens, added to the loss of its pair (Pang et al. 2024;
+    TRL: cpo_alpha)."""
+
+    def problems(self) -> list[str]:
+        """List the errors in these settings."""
+        return find_out_of_range("preference", self)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxopt_llm.config import fields
-from jaxopt_llm.config.model import READ_BY_SCALING, ModelConfig
+from jaxopt_llm.config.model import READ_BY_SCALING, WINDOWED, ModelConfig
 from jaxopt_llm.config.run import Config
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
@@ -74,19 +74,37 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
         ("rope.*", "model.positions=learned", learned),
         (f"rope.scaling {' '.join(f'rope.{name}' for name in scaling)}", "model.rope.factor=1", not rope.is_scaled),
         (other_scaling, f"model.rope.scaling={rope.scaling}", True),
-        ("window rope.sliding_theta", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
+        ("window", "no layer of model.pattern is sliding or chunked", not {*WINDOWED} & {*model.pattern}),
+        ("rope.sliding_theta", "no layer of model.pattern is sliding", "sliding" not in model.pattern),
+        (
+            "global_head_dim global_kv_heads values_from_keys",
+            "no layer of model.pattern is global",
+            {*model.pattern} <= {*WINDOWED},
+        ),
+        ("wide_mlp", "model.shared_key_layers=0", not model.shared_key_layers),
+        ("rope.growth_layers rope.growth_length", "model.rope.query_growth=0", not rope.query_growth),
+        (
+            "rope.query_growth rope.growth_layers rope.growth_length",
+            f"{'no' if rope.growth_layers == 'nope' else 'every'} layer of model.pattern is global_nope",
+            all((kind == "global_nope") != (rope.growth_layers == "nope") for kind in model.pattern),
+        ),
         ("mlp_width", "every layer has experts", all(has_experts)),
         ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
-        ("rope.size rope.interleaved rope.query_growth", "latent attention (model.mla.kv_rank)", model.mla.kv_rank > 0),
+        (
+            "rope.size rope.interleaved rope.query_growth rope.growth_layers rope.growth_length",
+            "latent attention (model.mla.kv_rank)",
+            model.mla.kv_rank > 0,
+        ),
         ("moe.*", "model.moe.experts=0", not any(has_experts)),
         ("moe.router_groups_per_token", "model.moe.router_groups=1", moe.router_groups == 1),
+        ("moe.shared_expert_gate", "model.moe.shared_expert_width=0", not moe.shared_expert_width),
         ("moe.router_bias_rate", "model.moe.router_bias=False", not moe.router_bias),
     ]
 
 
 def _rules(config: Config) -> list[Rule]:
     data, schedule, mesh, sharding = config.data, config.schedule, config.mesh, config.sharding
-    optimizer, dense = config.optimizer.name, not config.model.moe.experts
+    optimizer, dense, objective = config.optimizer.name, not config.model.moe.experts, config.training.objective
     has_text_files = data.format in ("auto", "text")
     exchanges = sharding.expert_exchange in ("all_to_all", "ragged", "auto")
     return [
@@ -119,6 +137,10 @@ def _rules(config: Config) -> list[Rule]:
             "training.local_steps=1",
             config.training.local_steps == 1,
         ),
+        ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
+        ("preference.*", "training.objective=next_token", not config.training.compares),
+        ("preference.margin", f"training.objective={objective}", objective != "simpo"),
+        ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge")),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         (

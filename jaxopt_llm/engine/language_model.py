@@ -19,17 +19,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, write_model_folder
-from jaxopt_llm.config import AXES, Config, ModelConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.config import AXES, Config, Kind, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.fields import wrong_types
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import unbox
-from jaxopt_llm.execution.segments import model_segments
+from jaxopt_llm.execution.segments import LocalSegment, model_segments
 from jaxopt_llm.inference.exported import copy_origin
 from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -126,16 +126,14 @@ class LanguageModel:
         parameters, context = _to_arrays(parameters), self._make_context(tokens, segment_ids, positions)
         decoder = replace(self._decoder, max_segments=1 if segment_ids is None else None)
         x = decoder.embed(parameters["non_layer"], tokens, context)
+        context = decoder.add_layer_inputs(parameters["non_layer"], tokens, x, context)
+        inputs, context = context.layer_inputs, replace(context, layer_inputs=None)
         for name, segment in model_segments(decoder).items():
-
-            def run(x: jax.Array, layers: Any, kinds: Any = segment.kinds) -> tuple[jax.Array, None]:
-                blocks, constants = layers
-                for position, kind in enumerate(kinds):
-                    layer = {name: values[position] for name, values in constants.items()}
-                    x, _, _ = decoder.block(kind, blocks[f"block_{position}"], x, context, layer, None)
-                return x, None
-
-            x, _ = jax.lax.scan(run, x, (parameters[name], segment.per_layer))
+            segment = segment if inputs is None else segment.with_inputs(inputs)
+            run = functools.partial(_run_period, decoder, segment, context)
+            x, given = jax.lax.scan(run, x, (parameters[name], segment.per_layer))
+            if given:  # by a single period
+                context = replace(context, caches=context.caches | jax.tree.map(lambda x: x[0], given))
         return decoder.final_norm(parameters["non_layer"], x)
 
     def head(self, parameters: Params, hidden: jax.Array) -> jax.Array:
@@ -159,6 +157,18 @@ class LanguageModel:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - make_document_ranges(segments).first
         batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions)
         return self._decoder.make_context(batch, _PLACEMENT)
+
+
+def _run_period(
+    decoder: Decoder, segment: LocalSegment, context: Context, x: jax.Array, layers: Any
+) -> tuple[jax.Array, dict[Kind, Any]]:
+    """Run the blocks of a period. Return x, and for each kind of layers the cache that it gives to later segments."""
+    blocks, constants = layers
+    caches: dict[str, Any] = {block: NewCache() for block in segment.giving.values()}
+    for position, kind in enumerate(segment.kinds):
+        block, layer = f"block_{position}", {name: values[position] for name, values in constants.items()}
+        x, caches[block], _ = decoder.block(kind, blocks[block], x, context, layer, caches.get(block))
+    return x, {kind: caches[block] for kind, block in segment.giving.items()}
 
 
 class _Unplaced(Placement):

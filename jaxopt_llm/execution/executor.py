@@ -25,17 +25,18 @@ from jaxopt_llm.parallel.zero import GROUP_AXIS, divides_masters, gradient_group
 
 @dataclass(frozen=True)
 class Executor:
-    """The two functions that run a model.
+    """The functions that run a model.
 
     loss_and_gradients: (model, trainable, frozen, batch, loss_weight, placement)
         -> (loss, tokens, auxiliary, gradients).
     loss: (model, params, batch, placement) -> (loss, auxiliary).
+    log_probabilities: (model, params, batch, placement) -> those of the targets, float32 [M, B, S].
 
     trainable, frozen: the two halves of a `tree.partition` of the parameters; no gradient is formed for `frozen`.
     batch: fields [M, B, S], M microbatches.
     loss_weight: float32 scalar, 1 / tokens for the gradient of the mean, times the loss scale if there is one.
 
-    The loss is the cross-entropy, summed over the tokens where `loss_mask` is True; `tokens` is their number. The
+    The loss is that of `Model.loss`, summed over `Model.count` tokens or pairs; `tokens` is their number. The
     gradients are those of the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable).
     With gradient groups they have the sharding of the masters, otherwise `zero.gradient_sharding`.
     """
@@ -44,6 +45,7 @@ class Executor:
         [Model, Params, Params, Batch, jax.Array, Placement], tuple[jax.Array, jax.Array, Auxiliary, Params]
     ]
     loss: Callable[[Model, Params, Batch, Placement], tuple[jax.Array, Auxiliary]]
+    log_probabilities: Callable[[Model, Params, Batch, Placement], jax.Array]
 
 
 Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over tokens

@@ -4,7 +4,8 @@ The method is that of LOMO (Lv et al. 2023, arXiv:2306.09782). The backward is w
 of each segment from the last to the first. For each period it runs the forward again from the period's input,
 differentiates it, sums the period's gradient over devices, gives the gradient to the optimizer, and frees it. The state
 is the carry of the loop, which XLA updates in place: a period is read before it is written. The parameters outside the
-segments are updated last. The head's gradient waits for the embedding's, because a tied table has both.
+segments are updated last. The head's gradient waits for the embedding's, because a tied table has both. Modules of
+multi-token prediction run with the head, and are updated after it.
 
 Nothing can wait for all gradients: neither a clip by their norm, nor a decision to skip the step.
 
@@ -21,9 +22,17 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.by_layer import select_period
 from jaxopt_llm.execution.executor import split_into_groups, sum_of_squares, vmap_over_groups
-from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, attach_non_layer, model_segments, no_perturbations
+from jaxopt_llm.execution.segments import (
+    LocalSegment,
+    PeriodRunner,
+    attach_non_layer,
+    model_segments,
+    mtp_segments,
+    no_perturbations,
+)
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Auxiliary, Model, Params
@@ -55,26 +64,37 @@ def loss_and_update(
     state: of the trainable parameters, by the name of a segment, or "non_layer". batch: fields [1, B, S]. The other
     arguments are as in executor.py.
 
-    Returns the loss summed where `loss_mask` is True, the sum of squares of all gradients, the auxiliary sums, and the
+    Returns the loss as `Executor` does, the sum of squares of all gradients, the auxiliary sums, and the
     state after the update.
     """
     microbatch = split_into_groups(jax.tree.map(lambda x: x[0], batch), placement)  # fields [G, B / G, S]
     trainable = {name: read_params(part) for name, part in state.items()}
     passes = _Passes(model, trainable, frozen, microbatch, loss_weight, placement, read_params, update)
+    groups = (0, 1) if gradient_group_axes(placement) else (0,)
     segments, inputs, auxiliary = model_segments(model), {}, model.zero_auxiliary()
     x = passes.embed()
     for name, segment in segments.items():
         x, (inputs[name], added) = passes.run_forward(name, segment, x)
-        groups = (0, 1) if gradient_group_axes(placement) else (0,)
-        auxiliary = auxiliary + jax.tree.map(lambda sums, groups=groups: jnp.sum(sums, axis=groups), added)
-    loss, non_layer, dx = passes.run_head(x)
+        auxiliary = auxiliary + jax.tree.map(lambda sums: jnp.sum(sums, axis=groups), added)
+    loss, of_modules, gradients, dx = passes.run_head(x)
+    if passes.modules:
+        of_modules = jax.tree.map(lambda sums: jnp.sum(sums, axis=groups[:-1]), of_modules)
+        auxiliary = mtp.with_zeros(model, auxiliary) + of_modules
     squares, new_state = jnp.float32(0), dict(state)
+    for name in passes.modules:
+        squares, new_state[name] = passes.update_module(name, state[name], gradients[name], squares)
+    non_layer = gradients["non_layer"]
     for name, segment in reversed(segments.items()):
         dx, squares, trained = passes.run_backward(name, segment, state[name], inputs[name], dx, squares)
         new_state[name] = update(name, state[name], passes.specs[name]) if trained is None else trained
     non_layer = reduce_groups(passes.specs["non_layer"], passes.add_embedding_gradients(dx, non_layer), placement)
     new_state["non_layer"] = update("non_layer", state["non_layer"], non_layer)
-    return jnp.sum(loss), squares + sum_of_squares(non_layer, passes.specs["non_layer"]), auxiliary, new_state
+    return (
+        jnp.sum(loss, axis=groups[:-1]),
+        squares + sum_of_squares(non_layer, passes.specs["non_layer"]),
+        auxiliary,
+        new_state,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +118,11 @@ class _Passes:
     def specs(self) -> Params:
         """Specs of the trainable parameters."""
         return tree.restrict(self.model.specs, self.trainable)
+
+    @functools.cached_property
+    def modules(self) -> dict[str, LocalSegment]:
+        """The modules of multi-token prediction."""
+        return mtp_segments(self.model)
 
     @functools.cached_property
     def inside(self) -> Placement:
@@ -128,19 +153,40 @@ class _Passes:
 
         return jax.lax.scan(run_period, x, (self.params[name], segment.per_layer))
 
-    def run_head(self, x: jax.Array) -> tuple[jax.Array, Params, jax.Array]:
-        """Return the loss, the head's gradients of the parameters outside the segments, and dx."""
+    def run_head(self, x: jax.Array) -> tuple[jax.Array, Auxiliary, Params, jax.Array]:
+        """Return the loss, the auxiliary sums of MTP modules, the gradients of the head and of modules, and dx.
 
-        def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
-            def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        The gradients are those of the parameters outside the segments, and of the parameters of each module.
+        """
+
+        def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary, Params, jax.Array]:
+            def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
                 context = self.model.make_context(batch, self.inside)
-                return self.model.loss(self._attach_non_layer(perturbations), x, batch, context, self.loss_weight)
+                non_layer, auxiliary = self._attach_non_layer(perturbations["non_layer"]), self.model.zero_auxiliary()
+                value, loss = self.model.loss(non_layer, x, batch, context, self.loss_weight)
+                if self.modules:
+                    modules = mtp.Modules(self.model, self.modules, self.params, perturbations, RematConfig("full"))
+                    added, auxiliary = modules.add_loss(non_layer, x, batch, context, self.loss_weight)
+                    value = value + added + self.loss_weight * auxiliary.loss
+                return value, (loss, auxiliary)
 
-            perturbations = make_perturbations(self.specs["non_layer"], self.inside)
-            _, pull_back, loss = jax.vjp(objective, perturbations, x, has_aux=True)
-            return loss, *pull_back(jnp.float32(1))
+            specs = {name: self.specs[name] for name in ("non_layer", *self.modules)}
+            perturbations = make_perturbations(specs, self.inside)
+            _, pull_back, (loss, auxiliary) = jax.vjp(objective, perturbations, x, has_aux=True)
+            return loss, auxiliary, *pull_back(jnp.float32(1))
 
         return vmap_over_groups(run_group, self.placement)(x, self.microbatch)
+
+    def update_module(self, name: str, state: State, gradients: Params, squares: jax.Array) -> tuple[jax.Array, State]:
+        """Update an MTP module, given the gradients of its only period. Return the sum of squares and the new state."""
+        specs = param.period_specs(self.specs[name])
+        if not jax.tree.leaves(specs):
+            return squares, self.update(name, state, specs)
+        row = 1 if gradient_group_axes(self.placement) else 0  # after the dimension of the groups
+        gradients = jax.tree.map(lambda x: jnp.squeeze(x, row), gradients)
+        gradients = reduce_groups(specs, gradients, self.placement)
+        new = self.update(name, jax.tree.map(lambda x: x[0], state), gradients)
+        return squares + sum_of_squares(gradients, specs), jax.tree.map(lambda x: x[None], new)
 
     def run_backward(
         self, name: str, segment: LocalSegment, state: State, inputs: jax.Array, dx: jax.Array, squares: jax.Array

@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec
 
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.config import RematConfig
+from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.schedules import Ends, Table, Work
-from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, name_segments, no_perturbations, run_segments
+from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, mtp_segments, no_perturbations, run_segments
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Auxiliary, Model, Params
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.model import Auxiliary, Model, Params, name_segments
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.activations import (
     constrain_sent,
@@ -116,10 +118,38 @@ class PipelineStage:
 
         Each stage forms the logits of its own rows of the table.
         """
+        return self.model.loss(*self._enter_head(perturbations, y, microbatch), loss_weight)
+
+    def objective(
+        self, perturbations: Params, y: jax.Array, microbatch: Batch, loss_weight: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        """Return what is differentiated of the head, the loss, and the auxiliary sums of MTP modules.
+
+        As `loss`, on all stages. Every stage runs the modules, with the gradient that its own rows contribute. Their
+        auxiliary sums, which are the same on all stages, are those of the last stage.
+        """
+        entering = self._enter_head(perturbations, y, microbatch)
+        value, loss = self.model.loss(*entering, loss_weight)
+        auxiliary = mtp.with_zeros(self.model, self.model.zero_auxiliary())
+        if modules := mtp_segments(self.model):
+            ahead = mtp.Modules(self.model, modules, self.params, perturbations, self.remat)
+            added, auxiliary = ahead.add_loss(*entering, loss_weight)
+            auxiliary = zero_unless(self.is_last, auxiliary)
+            value = value + added + loss_weight * auxiliary.loss
+        return value, (loss, auxiliary)
+
+    def _enter_head(
+        self, perturbations: Params, y: jax.Array, microbatch: Batch
+    ) -> tuple[Params, jax.Array, Batch, Context]:
+        """Return what the head reads, with the last stage's output y [B, S, D], on all stages."""
         context = self.model.make_context(microbatch, self.placement)
         x = gather_stage_input(jax.lax.psum(jnp.where(self.is_last, y, 0), "pipeline"), self.placement)
         non_layer = attach_non_layer(self.specs, self.params, perturbations, self.placement)
-        return self.model.loss(non_layer, x, microbatch, context, loss_weight)
+        return non_layer, x, microbatch, context
+
+    def log_probabilities(self, y: jax.Array, microbatch: Batch) -> jax.Array:
+        """Return the log-probability of each target, given the last stage's output y [B, S, D], on all stages."""
+        return self.model.log_probabilities(*self._enter_head(no_perturbations(self.specs), y, microbatch))
 
     def send(self, x: jax.Array, to: int) -> jax.Array:
         """Send x to a neighbour, and return what the other neighbour sent.
@@ -141,7 +171,7 @@ def run_on_stages(
     function: Any, model: Model, params: Params, table: Table, placement: Placement, remat: RematConfig, *arguments: Any
 ) -> Any:
     """Run function(stage, *arguments) on every stage. Return its results stacked on a leading axis of stages."""
-    segments, specs = name_segments(model), stage_specs(model.specs, placement)
+    segments, specs = name_segments(model.layout), stage_specs(model.specs, placement)
     per_layer, occupied = {}, {}
     for name, segment in segments.items():
         layers = param.layer_indices(model.specs[name])
@@ -158,7 +188,9 @@ def run_on_stages(
             return spec.unstack().stack(spec.shape[0] // table.chunks)
 
         local_segments = {
-            name: LocalSegment(segment.kinds, jax.tree.map(chunk_spec, specs[name]), per_layer[name], occupied[name])
+            name: LocalSegment(
+                segment.kinds, jax.tree.map(chunk_spec, specs[name]), per_layer[name], occupied[name], checkpoints=True
+            )
             for name, segment in segments.items()
         }
         # Arrays in the region must be placed on the mesh as it is there, with `pipeline` manual.
@@ -181,11 +213,16 @@ def run_on_stages(
     return run(jnp.arange(table.stages), (per_layer, occupied, work), params, arguments)
 
 
+def is_by_stage(spec: ParamSpec) -> bool:
+    """Return whether each stage holds layers of its own of a parameter. All stages hold the MTP modules."""
+    return spec.leading == 3
+
+
 def stage_specs(specs: Params, placement: Placement) -> Params:
     """Return the specs of what one stage holds: its slots, chunk after chunk, and its rows of the tables."""
 
     def stage_spec(spec: ParamSpec) -> ParamSpec:
-        if spec.leading:
+        if is_by_stage(spec):
             return spec.unstack().stack(spec.shape[0] * spec.shape[2])  # chunk after chunk, for any layers
         sizes = zip(spec.axes, spec.shape, strict=True)
         return replace(spec, shape=tuple(count_stage_rows(axis, size, placement) for axis, size in sizes))

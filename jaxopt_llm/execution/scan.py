@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import (
     Executor,
     Sums,
@@ -26,13 +27,13 @@ from jaxopt_llm.execution.segments import (
     LocalSegment,
     attach_non_layer,
     model_segments,
-    name_segments,
+    mtp_segments,
     no_perturbations,
     run_segments,
 )
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Auxiliary, Model, Params, Segment
+from jaxopt_llm.model.model import Auxiliary, Model, Params, Segment, name_segments
 from jaxopt_llm.parallel.activations import uses_zigzag
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
@@ -47,6 +48,7 @@ def make_executor(remat: RematConfig, unrolled: bool = False) -> Executor:
     return Executor(
         loss_and_gradients=functools.partial(loss_and_gradients, remat=remat, unrolled=unrolled),
         loss=functools.partial(loss, remat=remat),
+        log_probabilities=functools.partial(log_probabilities, remat=remat),
     )
 
 
@@ -66,7 +68,7 @@ def loss_and_gradients(
     params = tree.merge(trainable, frozen)
     is_sum = batch.tokens.shape[0] > 1
     adds_in_place = is_sum and not unrolled and _are_float32(specs, inside)
-    segments = model_segments(model, unrolled=unrolled, adds_in_place=adds_in_place)
+    segments = model_segments(model, unrolled, adds_in_place) | mtp_segments(model, unrolled, adds_in_place)
 
     def objective(perturbations: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
         value, loss, auxiliary = microbatch_loss(
@@ -86,7 +88,7 @@ def loss_and_gradients(
         return _sum_microbatches(one_microbatch, batch, specs, inside, by_period=unrolled)
 
     loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
-    return loss, jnp.sum(batch.loss_mask), auxiliary, gradients
+    return loss, model.count(batch), auxiliary, gradients
 
 
 def _sum_microbatches(
@@ -151,6 +153,23 @@ def loss(
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))
 
 
+def log_probabilities(
+    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
+) -> jax.Array:
+    """Return the log-probabilities of the targets; see executor.py."""
+    nothing = no_perturbations(model.specs)
+
+    def one_microbatch(batch: Batch) -> jax.Array:
+        context = model.make_context(batch, placement)
+        non_layer = attach_non_layer(model.specs, params, nothing, placement)
+        x = model.embed(non_layer, batch.tokens, context)
+        context = model.add_layer_inputs(non_layer, batch.tokens, x, context)
+        x, _, _ = run_segments(model, model_segments(model), params, nothing, x, context, remat)
+        return model.log_probabilities(non_layer, x, batch, context)
+
+    return jax.lax.map(one_microbatch, batch)
+
+
 def microbatch_loss(
     model: Model,
     params: Params,
@@ -164,7 +183,7 @@ def microbatch_loss(
     """Return the head's objective and loss and the auxiliary sums of one microbatch, fields [B, S].
 
     The objective is differentiated: the loss with the z-loss, times `loss_weight`. The loss is reported: the sum of the
-    cross-entropy.
+    cross-entropy. The objective and the auxiliary sums include MTP modules if they are among the segments.
 
     perturbations: `make_perturbations` of the parameters with a gradient, and None for the others; by default for all.
     segments: by default `model_segments(model)`.
@@ -174,8 +193,15 @@ def microbatch_loss(
     context = model.make_context(batch, placement)
     non_layer = attach_non_layer(model.specs, params, perturbations, placement)
     x = model.embed(non_layer, batch.tokens, context)
-    x, _, auxiliary = run_segments(model, segments, params, perturbations, x, context, remat)
-    return *model.loss(non_layer, x, batch, context, loss_weight), auxiliary
+    context = model.add_layer_inputs(non_layer, batch.tokens, x, context)
+    layers, modules = mtp.split_segments(model, segments)
+    x, _, auxiliary = run_segments(model, layers, params, perturbations, x, context, remat)
+    objective, loss = model.loss(non_layer, x, batch, context, loss_weight)
+    if modules:
+        ahead = mtp.Modules(model, modules, params, perturbations, remat)
+        of_modules, added = ahead.add_loss(non_layer, x, batch, context, loss_weight)
+        objective, auxiliary = objective + of_modules, mtp.with_zeros(model, auxiliary) + added
+    return objective, loss, auxiliary
 
 
 def forward(
@@ -195,6 +221,7 @@ def forward(
     perturbations = no_perturbations(model.specs)
     non_layer = attach_non_layer(model.specs, params, perturbations, context.placement)
     x = model.embed(non_layer, tokens, context)
+    context = model.add_layer_inputs(non_layer, tokens, x, context)
     x, caches, _ = run_segments(
         model, model_segments(model), params, perturbations, x, context, RematConfig("none"), caches
     )
@@ -207,12 +234,13 @@ def make_caches(model: Model, batch: int, slots: int, dtype: Any, placement: Pla
     """Return the empty cache of each layer for `batch` sequences of up to `slots` tokens, as parameters by layer."""
 
     def make_period(segment: Segment) -> tree.Tree:
+        takes_keys = segment.keys == "taken"
         return {
-            f"block_{position}": model.make_cache(kind, batch, slots, dtype, placement)
+            f"block_{position}": None if takes_keys else model.make_cache(kind, batch, slots, dtype, placement)
             for position, kind in enumerate(segment.kinds)
         }
 
     return {
         name: tuple(make_period(segment) for _ in range(segment.repeats))
-        for name, segment in name_segments(model).items()
+        for name, segment in name_segments(model.layout).items()
     }

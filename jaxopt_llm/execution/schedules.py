@@ -9,13 +9,18 @@ tick after the chunk before it, backward as well as forward. Schedules differ in
 
     gpipe        All backwards come after all forwards; M microbatches wait in between (Huang et al. 2019,
                  arXiv:1811.06965).
-    1f1b         A backward starts as soon as a microbatch has passed the last chunk; 2S - 1 wait, for any M (Narayanan
-                 et al. 2019, arXiv:1806.03377).
-    interleaved  The same with several chunks per stage, in rounds of S microbatches; (V + 1)·S - 1 inputs wait, of
-                 chunks 1/V as long (Narayanan et al. 2021, arXiv:2104.04473).
+    1f1b         A backward starts in the tick after a microbatch has passed the last chunk; 2S - 1 wait, for any M
+                 (Narayanan et al. 2019, arXiv:1806.03377).
+    interleaved  The same with several chunks per stage, in rounds of S microbatches; (V + 1)·S - 1 wait, of chunks 1/V
+                 as long (Narayanan et al. 2021, arXiv:2104.04473).
+
+No chunk runs forward and backward for the same microbatch in one tick, and the backward of a tick reads before the
+forward writes. The two are therefore independent, and XLA runs the collectives of one next to the matmuls of the other,
+unless the chunks are so long that their layers run in loops (segments.needs_loop): it schedules loops one after the
+other.
 
 If S divides M or V = 1, the forwards take V·M + S - 1 ticks, and so do the backwards, each 1/V of a stage's time. The
-idle share is then (S - 1) / (V·M + S - 1), and in the same time fewer inputs wait in 1f1b than in gpipe. If S does not
+idle share is then (S - 1) / (V·M + S - 1), and in the same time fewer chunks wait in 1f1b than in gpipe. If S does not
 divide M, the last round of interleaved has fewer microbatches but takes as long as a full round, except for its last
 chunk.
 
@@ -39,8 +44,8 @@ Ticks = tuple[np.ndarray, np.ndarray]  # the tick of each chunk's forward and of
 class Work:
     """The forward or the backward half of a table, int32 [T, S].
 
-    microbatch: -1 where the stage does nothing; chunk and buffer are then 0, a buffer in which another input may wait.
-    buffer: where the input of the chunk waits for its backward.
+    microbatch: -1 where the stage does nothing; chunk is then 0.
+    buffer: where what the chunk keeps waits for its backward. A stage that does nothing has one in which nothing waits.
     """
 
     microbatch: Any
@@ -94,6 +99,13 @@ class Table:
         )
 
     @property
+    def output_waits(self) -> bool:
+        """True if the last chunk begins its backward later than in the tick after its forward."""
+        ends = self.ends
+        forward_before = np.concatenate([[-1], ends.loss[:-1]])
+        return bool(np.any((ends.loss_backward >= 0) & (ends.loss_backward != forward_before)))
+
+    @property
     def idle_share(self) -> float:
         """Share of the half ticks in which a stage has nothing to do while others work."""
         halves = (self.forward, self.backward)
@@ -115,9 +127,9 @@ def make_table(schedule: Schedule, stages: int, microbatches: int, chunks: int =
 def make_forward_table(stages: int, microbatches: int, chunks: int = 1) -> Table:
     """Return a table without backwards, in which no input waits."""
     ticks = _forward_ticks(stages, microbatches, chunks)
-    nothing = np.full((ticks.max() + 1, stages), -1, np.int32)
-    idle = Work(nothing, np.zeros_like(nothing), np.zeros_like(nothing))
-    return Table(_make_work(ticks, np.zeros_like(ticks), len(nothing)), idle, chunks, 0)
+    zeros = np.zeros((ticks.max() + 1, stages), np.int32)
+    idle = Work(zeros - 1, zeros, zeros)
+    return Table(_make_work(ticks, np.zeros_like(ticks), zeros), idle, chunks, 0)
 
 
 def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
@@ -125,7 +137,7 @@ def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
 
     Checks that a chunk runs exactly one tick after the chunk before it (backward: after the chunk behind it) and takes
     the microbatches in order, so that sums round alike in all schedules; that a stage runs one chunk per tick each way;
-    and that no backward runs before its forward.
+    and that every backward runs after its forward.
     """
     chunks, stages, microbatches = forward.shape
     assert np.all(forward >= 0), "a forward comes before the first tick"
@@ -135,18 +147,18 @@ def tabulate(forward: np.ndarray, backward: np.ndarray) -> Table:
         assert np.all(np.diff(ticks) > 0), "a chunk does not take the microbatches in order"
         by_stage = np.swapaxes(ticks, 0, 1).reshape(stages, -1)
         assert all(len(set(row)) == row.size for row in by_stage), "a stage has two chunks in a tick"
-    assert np.all(backward >= forward), "a backward comes before its forward"
+    assert np.all(backward > forward), "a backward does not come after its forward"
     buffers = _assign_buffers(forward, backward)
-    length = int(backward.max()) + 1
-    forward_work, backward_work = (_make_work(ticks, buffers, length) for ticks in (forward, backward))
-    return Table(forward_work, backward_work, chunks, int(buffers.max()) + 1)
+    free = _find_free_buffers(forward, backward, buffers)
+    forward_work, backward_work = (_make_work(ticks, buffers, free) for ticks in (forward, backward))
+    return Table(forward_work, backward_work, chunks, int(forward_work.buffer.max()) + 1)
 
 
-def _make_work(tick_of: np.ndarray, buffer_of: np.ndarray, ticks: int) -> Work:
-    """Turn the ticks and buffers [V, S, M] of chunks into the work [T, S] of stages."""
+def _make_work(tick_of: np.ndarray, buffer_of: np.ndarray, free: np.ndarray) -> Work:
+    """Turn the ticks and buffers [V, S, M] of chunks into the work [T, S] of stages. free: buffers [T, S]."""
     chunks, stages, microbatches = np.indices(tick_of.shape)
-    microbatch = np.full((ticks, tick_of.shape[1]), -1, np.int32)
-    chunk, buffer = np.zeros_like(microbatch), np.zeros_like(microbatch)
+    microbatch = np.full(free.shape, -1, np.int32)
+    chunk, buffer = np.zeros_like(microbatch), free.astype(np.int32)
     microbatch[tick_of, stages], chunk[tick_of, stages], buffer[tick_of, stages] = microbatches, chunks, buffer_of
     return Work(microbatch, chunk, buffer)
 
@@ -154,7 +166,7 @@ def _make_work(tick_of: np.ndarray, buffer_of: np.ndarray, ticks: int) -> Work:
 def _assign_buffers(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Return a buffer for each input, int [V, S, M]: the one that was free first.
 
-    The input has it from its forward to the end of the tick of its backward.
+    The input has it from its forward to its backward, which in a tick reads before the forward writes.
     """
     buffers = np.zeros_like(forward)
     for stage in range(forward.shape[1]):
@@ -164,9 +176,21 @@ def _assign_buffers(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
         for unit in np.argsort(begin):
             has_room = free_from and free_from[0][0] <= begin[unit]
             assigned[unit] = heapq.heappop(free_from)[1] if has_room else len(free_from)
-            heapq.heappush(free_from, (int(end[unit]) + 1, int(assigned[unit])))
+            heapq.heappush(free_from, (int(end[unit]), int(assigned[unit])))
         buffers[:, stage] = assigned.reshape(buffers[:, stage].shape)
     return buffers
+
+
+def _find_free_buffers(forward: np.ndarray, backward: np.ndarray, buffers: np.ndarray) -> np.ndarray:
+    """Return a buffer in which nothing waits, for each tick of forwards and each stage, int [T, S].
+
+    If all are taken, it is one more.
+    """
+    waits = np.zeros((int(backward.max()) + 1, forward.shape[1], int(buffers.max()) + 2), bool)
+    for unit in np.ndindex(*forward.shape):
+        waits[forward[unit] : backward[unit], unit[1], buffers[unit]] = True
+    waits[np.setdiff1d(np.arange(len(waits)), forward)] = False
+    return np.argmin(waits, axis=2)
 
 
 def _forward_ticks(stages: int, microbatches: int, chunks: int) -> np.ndarray:
@@ -186,7 +210,7 @@ def _gpipe(stages: int, microbatches: int, chunks: int) -> Ticks:
 
 def _one_forward_one_backward(stages: int, microbatches: int, chunks: int) -> Ticks:
     forward = _forward_ticks(stages, microbatches, chunks)
-    return forward, forward[-1, -1, 0] + forward[::-1, ::-1]
+    return forward, forward[-1, -1, 0] + 1 + forward[::-1, ::-1]
 
 
 SCHEDULES: dict[Schedule, Callable[[int, int, int], Ticks]] = {

@@ -21,7 +21,7 @@ Letters: R periods of a segment, B batch, S sequence, D width.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,20 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution.by_layer import read_rows, select_period
 from jaxopt_llm.execution.remat import checkpoint, checkpoint_policy
 from jaxopt_llm.model import param
-from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.intermediates import mark
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.linear.leaves import adapter_paths, join_scaled
-from jaxopt_llm.model.model import Auxiliary, Model, Params, Segment
+from jaxopt_llm.model.model import Auxiliary, Keys, Model, Params, Segment, name_mtp_modules, name_segments
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.placement import Placement
 
+# Most layers of a segment that a pipeline's chunk runs without a loop. XLA does not mix two loops, so only without them
+# the collectives of a forward run next to the matmuls of a backward. Five layers of 70B compile in 27 instead of 12 s.
+LARGEST_UNROLLED_CHUNK = 16
+
+T = TypeVar("T")
 Scanned = Any  # leaves [R, ...], one entry for each period
 ScanBody = Callable[[Any, Scanned], tuple[Any, None]]  # the body of a `lax.scan` over periods
 
@@ -142,6 +147,8 @@ class LocalSegment:
     unrolled: run the periods without a loop. The backward then reads what the forward kept where it was written, while
         a loop copies it into stacks and back.
     adds_in_place: JAX adds the gradients to references (scan.loss_and_gradients).
+    keys: see model.Segment.
+    checkpoints: the blocks keep what `remat` says, also where JAX itself would keep the activations of policy `none`.
     """
 
     kinds: tuple[Kind, ...]
@@ -151,10 +158,35 @@ class LocalSegment:
     rows: jax.Array | None = None
     unrolled: bool = False
     adds_in_place: bool = False
+    keys: Keys = "own"
+    checkpoints: bool = False
 
     @property
     def periods(self) -> int:
         return int(jax.tree.leaves(self.specs)[0].shape[0])
+
+    @functools.cached_property
+    def giving(self) -> dict[Kind, str]:
+        """The block of each kind whose keys later segments read."""
+        return {kind: f"block_{index}" for index, kind in enumerate(self.kinds)} if self.keys == "given" else {}
+
+    def with_inputs(self, layer_inputs: jax.Array) -> "LocalSegment":
+        """Return the segment with the inputs of its layers as constants. layer_inputs: [layers, ...], of the model."""
+        index = self.per_layer["index"]  # consecutive layers
+        own = jax.lax.dynamic_slice_in_dim(layer_inputs, index[0, 0], index.size)
+        return replace(self, per_layer={**self.per_layer, "input": own.reshape(*index.shape, *layer_inputs.shape[1:])})
+
+    def with_embeddings(self, embedded: jax.Array) -> "LocalSegment":
+        """Return an MTP module with the embeddings [B, S, D] that its block reads."""
+        return replace(self, per_layer={**self.per_layer, "input": embedded[None, None]})
+
+
+def needs_loop(layers: int, remat: RematConfig) -> bool:
+    """Return whether a chunk of a pipeline runs so many layers of a segment in a loop.
+
+    XLA moves intermediates to the host only where a loop writes them into a stack.
+    """
+    return layers > LARGEST_UNROLLED_CHUNK or bool(remat.offload)
 
 
 def run_segments(
@@ -173,13 +205,39 @@ def run_segments(
     """
     carry, written = (x, model.zero_auxiliary()), {}
     for name, segment in segments.items():
-        if isinstance(params[name], tuple):
-            cache = caches[name] if caches else None
-            carry, written[name] = _run_by_layer(model, segment, params[name], carry, context, remat, cache)
-        else:
-            assert not caches, "caches need parameters by layer"
-            carry = _run_segment(model, segment, params[name], perturbations[name], carry, context, remat)
+        cache = caches[name] if caches else None
+        carry, written[name], context = run_segment(
+            model, segment, params[name], perturbations.get(name), carry, context, remat, cache
+        )
     return carry[0], written if caches else None, carry[1]
+
+
+def run_segment(
+    model: Model,
+    segment: LocalSegment,
+    params: Any,
+    perturbations: Any,
+    carry: Carry,
+    context: Context,
+    remat: RematConfig,
+    caches: Sequence[tree.Tree] | None = None,
+) -> tuple[Carry, Sequence[tree.Tree], Context]:
+    """Run one segment. Return x and the sums, the caches with what was written, and the context of later segments."""
+    assert isinstance(params, tuple) or not caches, "caches need parameters by layer"
+    inside = context
+    if context.layer_inputs is not None:
+        segment, inside = segment.with_inputs(context.layer_inputs), replace(context, layer_inputs=None)
+    written: Sequence[tree.Tree]
+    if isinstance(params, tuple):
+        carry, written = _run_by_layer(model, segment, params, carry, inside, remat, caches)
+    elif segment.giving:
+        carry, written = _run_giving(model, segment, params, perturbations, carry, inside, remat)
+    else:
+        carry, written = _run_segment(model, segment, params, perturbations, carry, inside, remat), ()
+    if segment.giving:
+        given = {kind: written[0][block] for kind, block in segment.giving.items()}
+        context = replace(context, caches=context.caches | given)
+    return carry, written, context
 
 
 def _run_by_layer(
@@ -220,6 +278,25 @@ def _run_by_layer(
     return carry, tuple(written)
 
 
+def _run_giving(
+    model: Model,
+    segment: LocalSegment,
+    weights: Params,
+    perturbations: Params,
+    carry: Carry,
+    context: Context,
+    remat: RematConfig,
+) -> tuple[Carry, Sequence[tree.Tree]]:
+    """Run the only period of a segment without a loop. Return x, the sums and the caches that it gives."""
+    (span,) = _precision_spans(model, segment, context)
+    checkpoints = remat.enabled or offload.any_on_host(weights)
+    runner = PeriodRunner(model, segment, context, remat, checkpoints, weights, span.quantised)
+    row = jnp.int32(0)  # the body selects the weights by it, so that they are copied from the host within a checkpoint
+    perturbations, constants = jax.tree.map(lambda stack: stack[0], (perturbations, dict(segment.per_layer)))
+    x, written, added = runner.run(row, perturbations, constants, carry[0])
+    return (x, carry[1] + added), (written,)
+
+
 def _run_segment(
     model: Model,
     segment: LocalSegment,
@@ -238,7 +315,7 @@ def _run_segment(
     selects_periods = len(spans) > 1 or segment.rows is not None
     # Without `jax.checkpoint`, JAX would keep a copy of each period that was selected, and keep on the device each
     # period that came from the host.
-    checkpoints = remat.enabled or selects_periods or offload.any_on_host(weights)
+    checkpoints = segment.checkpoints or remat.enabled or selects_periods or offload.any_on_host(weights)
     rows = jnp.arange(segment.periods) if segment.rows is None else segment.rows
     others = (segment.per_layer, segment.occupied)
     runner = functools.partial(PeriodRunner, model, segment, context, remat, checkpoints)
@@ -257,7 +334,69 @@ def _run_segment(
             return scan_body(carry, (by_period, _read_rows(perturbations, row), *others))
 
         return jax.lax.scan(select_and_run, carry, (by_period, jnp.arange(segment.periods), *others))[0]
-    return jax.lax.scan(scan_body, carry, scanned, unroll=segment.periods if segment.unrolled else 1)[0]
+    if segment.checkpoints and not needs_loop(segment.periods * len(segment.kinds), remat):
+        return _run_apart(scan_body, carry, scanned, segment.periods)
+    unroll = segment.periods if segment.unrolled else 1
+    # Without `fsdp` the backward of a layer reduces nothing. With replicas, XLA sums their gradients last, and hides
+    # more by the matmuls that it leaves to the end (docs/gpu.md).
+    if unroll == 1 or context.placement.size("fsdp") == 1 or context.placement.size("data") > 1:
+        return jax.lax.scan(scan_body, carry, scanned, unroll=unroll)[0]
+    return _run_unrolled(scan_body, carry, scanned, segment.periods)
+
+
+def _run_unrolled(scan_body: ScanBody, carry: Carry, scanned: Scanned, periods: int) -> Carry:
+    """Run all periods without a loop.
+
+    The backward of a period ends when the gradients of the period above are reduced. Otherwise XLA leaves most
+    gradients of weights to the end of the backward. What they are formed from then waits in memory, and little is left
+    to hide their reductions (docs/gpu.md).
+
+    scanned: as of `PeriodRunner.scan_body`.
+    """
+    by_period, perturbations, *others = scanned
+    own = jax.tree.map(lambda stack: stack[0], perturbations)
+    above = jax.tree.map(lambda stack: jnp.roll(stack, -1, axis=0), perturbations)  # the last period has none above
+
+    def run(carry: tuple[Carry, Params], each: Any) -> tuple[tuple[Carry, Params], None]:
+        ((x, auxiliary), own), (by_period, above, *others) = carry, each
+        x, above = _end_together((x, above))
+        result, _ = scan_body((x, auxiliary), (by_period, own, *others))
+        return (result, above), None
+
+    return jax.lax.scan(run, (carry, own), (by_period, above, *others), unroll=periods)[0][0]
+
+
+def _run_apart(scan_body: ScanBody, carry: Carry, scanned: Scanned, periods: int) -> Carry:
+    """Run the periods of a chunk without a loop. What the backward reads of a period is in arrays of its own.
+
+    scanned: as of `PeriodRunner.scan_body`.
+    """
+    by_period, perturbations, *others = scanned
+    for row, own in enumerate(_unstack(perturbations, periods)):
+        by_row, *others_of_row = jax.tree.map(lambda stack, row=row: stack[row], [by_period, *others])
+        carry, _ = scan_body(carry, (by_row, own, *others_of_row))
+    return carry
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _unstack(stacked: Params, rows: int) -> tuple[Params, ...]:
+    """Return the leaves of each row. Stack their gradients: autodiff would make whole arrays and add them up."""
+    return tuple(jax.tree.map(lambda stack, row=row: stack[row], stacked) for row in range(rows))
+
+
+_unstack.defvjp(
+    lambda stacked, rows: (_unstack(stacked, rows), None),
+    lambda rows, _, gradients: (jax.tree.map(lambda *each: jnp.stack(each), *gradients),),
+)
+
+
+@jax.custom_vjp
+def _end_together(values: T) -> T:
+    """Return the values. Their gradients exist only when all of them do."""
+    return values
+
+
+_end_together.defvjp(lambda values: (values, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),))
 
 
 def _read_rows(stacked: tree.Tree, row: jax.Array) -> tree.Tree:
@@ -328,12 +467,16 @@ class PeriodRunner:
             block = f"block_{position}"
             run_block = self.make_block(position, per_layer)
             if self.checkpoints:
-                run_block = checkpoint(run_block, policy=checkpoint_policy(self.remat))
+                # A loop over one period becomes its body, next to the backward. Without barriers, XLA would then merge
+                # what the backward computes again with the forward, and keep it.
+                merges, kept = self.remat.enabled and self.segment.periods == 1, checkpoint_policy(self.remat)
+                run_block = checkpoint(run_block, policy=kept, prevent_cse=merges)
             block_weights = weights[block] if self.stacked is None else weights
-            cache = caches[block] if caches else None
+            new = NewCache() if block in self.segment.giving.values() else None
+            cache = caches[block] if caches else new
             x, written[block], added = run_block(x, block_weights, perturbations[block], cache)
             auxiliary = auxiliary + added
-        return x, written if caches else None, auxiliary
+        return x, written if caches or self.segment.giving else None, auxiliary
 
     def make_block(self, position: int, per_layer: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the function that runs the block at this position of the period."""
@@ -369,17 +512,28 @@ class PeriodRunner:
 
 def model_segments(model: Model, unrolled: bool = False, adds_in_place: bool = False) -> dict[str, LocalSegment]:
     """Return all segments of a model, by their names in its parameters."""
+    return _make_segments(model, name_segments(model.layout), unrolled, adds_in_place)
+
+
+def mtp_segments(model: Model, unrolled: bool = False, adds_in_place: bool = False) -> dict[str, LocalSegment]:
+    """Return the MTP modules of a model, by their names in its parameters."""
+    return _make_segments(model, name_mtp_modules(model.mtp_layout), unrolled, adds_in_place)
+
+
+def _make_segments(
+    model: Model, named: Mapping[str, Segment], unrolled: bool, adds_in_place: bool
+) -> dict[str, LocalSegment]:
     return {
         name: LocalSegment(
-            segment.kinds, model.specs[name], segment.per_layer, unrolled=unrolled, adds_in_place=adds_in_place
+            segment.kinds,
+            model.specs[name],
+            segment.per_layer,
+            unrolled=unrolled,
+            adds_in_place=adds_in_place,
+            keys=segment.keys,
         )
-        for name, segment in name_segments(model).items()
+        for name, segment in named.items()
     }
-
-
-def name_segments(model: Model) -> dict[str, Segment]:
-    """Return the segments of `model.layout` by their names in its parameters."""
-    return {f"segment_{index}": segment for index, segment in enumerate(model.layout)}
 
 
 def attach_non_layer(specs: Params, params: Params, perturbations: Params, placement: Placement) -> Params:

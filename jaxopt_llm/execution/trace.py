@@ -12,7 +12,7 @@ intermediates that the policy keeps.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,9 +26,18 @@ from jaxopt_llm.config.precision import Float
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.intermediate import Intermediate
 from jaxopt_llm.core.jaxpr import typeof
-from jaxopt_llm.execution.segments import LocalSegment, PeriodRunner, model_segments, no_perturbations
+from jaxopt_llm.execution.segments import (
+    LocalSegment,
+    PeriodRunner,
+    attach_non_layer,
+    model_segments,
+    mtp_segments,
+    no_perturbations,
+)
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.linear.leaves import unwrap_specs
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
@@ -215,7 +224,8 @@ def trace_blocks(model: Model, trained: Params, compute_dtype: Float) -> list[tu
     trained: specs of the trained parameters.
     """
     found: dict[Any, list[Any]] = {}
-    for name, segment in model_segments(model).items():
+    modules = mtp_segments(model)
+    for name, segment in (model_segments(model) | modules).items():
         for position, kind in enumerate(segment.kinds):
             block = f"block_{position}"
             specs = param.period_specs(segment.specs[block])
@@ -225,7 +235,8 @@ def trace_blocks(model: Model, trained: Params, compute_dtype: Float) -> list[tu
             if key in found:
                 found[key][1] += segment.periods
             else:
-                found[key] = [_trace_block(model, segment, position, specs, paths, compute_dtype), segment.periods]
+                trace = _trace_block(model, segment, position, specs, paths, compute_dtype, name in modules)
+                found[key] = [trace, segment.periods]
     return [(trace, layers) for trace, layers in found.values()]
 
 
@@ -236,32 +247,50 @@ def list_intermediates(model: Model) -> list[Intermediate]:
 
 
 def _trace_block(
-    model: Model, segment: LocalSegment, position: int, specs: Params, trained: set[str], compute_dtype: Float
+    model: Model,
+    segment: LocalSegment,
+    position: int,
+    specs: Params,
+    trained: set[str],
+    compute_dtype: Float,
+    is_module: bool,
 ) -> BlockTrace:
     placement = Placement(
         make_abstract_mesh(MeshConfig()), ShardingConfig(zero_stage=0), PrecisionConfig(compute_dtype=compute_dtype)
     )
     ids, mask = (jax.ShapeDtypeStruct((1, TOKENS), dtype) for dtype in (jnp.int32, jnp.bool))
     batch = Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids)
-    weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
-    width = _find_width(model)
+    outside = {"non_layer": model.specs["non_layer"]}
+    weights, non_layer = (
+        jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), each) for each in (specs, outside)
+    )
+    x = jax.ShapeDtypeStruct((1, TOKENS, _find_width(model)), compute_dtype)
 
-    def run(x: jax.Array, weights: Params, batch: Batch) -> jax.Array:
+    def make_context(outside: Params, x: jax.Array, batch: Batch) -> Context:
         context = model.make_context(batch, placement)
-        runner = PeriodRunner(model, segment, context, RematConfig("none"), checkpoints=False)
-        constants = {name: values[0] for name, values in segment.per_layer.items()}
+        placed = attach_non_layer(model.specs, outside, no_perturbations(model.specs), placement)
+        context = model.add_layer_inputs(placed, batch.tokens, x, context)
+        kinds = set(segment.kinds) if segment.keys == "taken" else set()
+        caches = {kind: model.make_cache(kind, 1, TOKENS, compute_dtype, placement) for kind in kinds}
+        return replace(context, caches=caches)
+
+    def run(x: jax.Array, weights: Params, context: Context) -> jax.Array:
+        inputs, context = context.layer_inputs, replace(context, layer_inputs=None)
+        local = segment if inputs is None else segment.with_inputs(inputs)
+        local = local.with_embeddings(jnp.zeros_like(x)) if is_module else local
+        runner = PeriodRunner(model, local, context, RematConfig("none"), checkpoints=False)
+        constants = {name: values[0] for name, values in local.per_layer.items()}
         block = runner.make_block(position, constants)
         return block(x, weights, no_perturbations(specs), None)[0]
 
-    x = jax.ShapeDtypeStruct((1, TOKENS, width), compute_dtype)
-    closed = jax.make_jaxpr(run)(x, weights, batch)
+    closed = jax.make_jaxpr(run)(x, weights, jax.eval_shape(make_context, non_layer, x, batch))
     of_weights = [(path, spec, path in trained) for path, spec in tree.leaves_with_path(specs)]
     return _Reader(of_weights).read(closed)
 
 
 def _find_width(model: Model) -> int:
-    """Return the width of the residual stream: that of the embedding."""
-    width: int = model.specs["non_layer"]["embedding"]["table"].shape[-1]
+    """Return the width of the residual stream: that of the embedding, which may have an adapter."""
+    width: int = unwrap_specs(model.specs["non_layer"]["embedding"])["table"].shape[-1]
     return width
 
 

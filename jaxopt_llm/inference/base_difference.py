@@ -1,37 +1,23 @@
 """Difference of a model's logits between the original weights of its base and the codes that adapters trained over.
 
 A PEFT folder is loaded over the original weights, and a QLoRA run trained its adapters over rounded ones. The weights
-are read one period of layers at a time, so that the model need not fit into memory.
+are read one layer at a time, so that the model need not fit into memory.
 """
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.checkpoint.run_weights import StoredLayers
-from jaxopt_llm.config import Config, PrecisionConfig, RematConfig
-from jaxopt_llm.core import tree
+from jaxopt_llm.config import Config
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
-from jaxopt_llm.execution.segments import (
-    LocalSegment,
-    attach_non_layer,
-    model_segments,
-    no_perturbations,
-    run_segments,
-)
 from jaxopt_llm.inference import models
-from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Params
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.inference.streamed import open_stream
 
 MAX_TOKENS = 128
 # Prose, a list, code and numbers. A change of this text changes the figures that are printed.
@@ -93,7 +79,7 @@ def measure(directory: Path, config: Config, step: int) -> Difference:
     ids = np.array([*tokenizer.prefix, *tokenizer.encode([TEXT.encode()])[0]], np.int32)
     limit = config.model.max_positions if config.model.positions == "learned" else MAX_TOKENS
     ids = ids[: min(limit, MAX_TOKENS)]
-    logits = [each[0, :, : config.model.vocabulary_size] for each in compute_logits(config, (trained, original), ids)]
+    logits = [each[0] for each in compute_logits(config, (trained, original), ids)]
     assert original.folder is not None
     return compare(logits[0], logits[1], str(original.folder.dtype("non_layer/embedding/table")))
 
@@ -118,62 +104,11 @@ def compute_logits(config: Config, sources: Sequence[StoredLayers], ids: NDArray
 
     Parameters outside the layers come from the first source, because their base is not rounded.
     """
-    precision = PrecisionConfig(compute_dtype="float32")
-    model = Decoder(config.model, grouped_matmul=models.choose_local_grouped_matmul(precision))
-    segments = model_segments(model)
-    placement = models.make_placement(0, precision)
-    computer = _Computer(model, placement, jnp.asarray(ids[None]))
-    outside = {"non_layer": model.specs["non_layer"]}
-    non_layer = tree.map_with_path(lambda path, spec: sources[0].fetch(path, None, spec.contracting), outside)
-    x = jax.jit(computer.embed)(non_layer)
-    states = [x for _ in sources]
-    for name, segment in segments.items():
-        run = jax.jit(functools.partial(computer.run_period, name, segment))
-        for row in range(segment.periods):
-            constants = {key: values[row : row + 1] for key, values in segment.per_layer.items()}
-            for index, source in enumerate(sources):
-                states[index] = run(_fetch_period(source, name, segment, row), constants, states[index])
-                source.release()
-    finish = jax.jit(computer.finish)
-    return [np.asarray(finish(non_layer, state)) for state in states]
-
-
-def _fetch_period(source: StoredLayers, name: str, segment: LocalSegment, row: int) -> Params:
-    """Return the parameters of one period of a segment, as a stack of one row."""
-    fetched: Params = tree.map_with_path(
-        lambda path, spec: np.asarray(source.fetch(path, row, spec.unstack().contracting))[None], {name: segment.specs}
-    )
-    return fetched
-
-
-@dataclass(frozen=True, eq=False)
-class _Computer:
-    """Parts of the forward pass of one model for the tokens [1, S]."""
-
-    model: Decoder
-    placement: Placement
-    tokens: jax.Array
-
-    def _make_context(self) -> Context:
-        ones = jnp.ones_like(self.tokens)
-        positions = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
-        batch = Batch(self.tokens, self.tokens, ones.astype(jnp.bool), segment_ids=ones, positions=positions)
-        return self.model.make_context(batch, self.placement)
-
-    def _attach(self, non_layer: Params) -> Params:
-        specs = {"non_layer": self.model.specs["non_layer"]}
-        return attach_non_layer(specs, non_layer, no_perturbations(specs), self.placement)
-
-    def embed(self, non_layer: Params) -> jax.Array:
-        return self.model.embed(self._attach(non_layer), self.tokens, self._make_context())
-
-    def run_period(
-        self, name: str, segment: LocalSegment, weights: Params, constants: Mapping[str, Any], x: jax.Array
-    ) -> jax.Array:
-        specs = jax.tree.map(lambda spec: spec.unstack().stack(1), segment.specs)
-        one = {name: LocalSegment(segment.kinds, specs, constants)}
-        nothing = no_perturbations({name: specs})
-        return run_segments(self.model, one, weights, nothing, x, self._make_context(), RematConfig("none"))[0]
-
-    def finish(self, non_layer: Params, x: jax.Array) -> jax.Array:
-        return self.model.logits(self._attach(non_layer), x, self._make_context())
+    stream = open_stream(config.model, ids[None])
+    outside = stream.read_outside(sources[0].fetch_merged)
+    states = [stream.embed(outside) for _ in sources]
+    for layer in stream.layers:
+        for index, source in enumerate(sources):
+            states[index] = stream.run(layer, stream.read_layer(source.fetch_merged, layer), states[index])
+            source.release()
+    return [stream.logits(outside, state) for state in states]

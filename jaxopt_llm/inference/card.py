@@ -62,12 +62,14 @@ def describe_run(
     return "\n".join([*front, *_make_text(title, facts, notes), *(table if recipe else []), ""])
 
 
-def describe_merge(base: str, folder: Path, adapter: str, title: str) -> str:
-    """Return the card of a base with merged adapters. base, adapter: their names."""
+def describe_merge(base: str, folder: Path, adapter: str, title: str, notes: Iterable[str] = ()) -> str:
+    """Return the card of a base with merged adapters. base, adapter: their names. notes: sentences about the folder."""
     name = _publish_base(base, folder)
     facts = {"base": name, "adapters": publish_name(adapter)}
     note = "The adapters are merged into the weights of the base."
-    return "\n".join([*_make_front("transformers", name, folder, ["lora"], []), *_make_text(title, facts, [note]), ""])
+    return "\n".join(
+        [*_make_front("transformers", name, folder, ["lora"], []), *_make_text(title, facts, [note, *notes]), ""]
+    )
 
 
 def write(folder: Path, text: str) -> None:

@@ -73,7 +73,7 @@ def converse(
         if not ended and room <= max_answer_tokens and not interrupted.is_set():
             problem = "the answer is cut off because the conversation is full"
             raise InputError(f"--context {context}: {problem}; {remedy}")
-        messages.append({"role": "assistant", "content": answer.text})
+        messages.append(renderer.read_answer(answer.text, answer.whole))
 
 
 def _read_lines() -> Iterator[str]:

@@ -11,7 +11,11 @@ from jaxopt_llm.core.errors import InputError
 Step = int | Literal["best"] | None  # checkpoint of a run: of a step, with the lowest held-out loss, or the newest
 
 # Flags in place of settings, for messages.
-OWN_FLAGS = {"lora.base": "--quantise", "precision.outlier_threshold": "--outlier-threshold"}
+OWN_FLAGS = {
+    "lora.base": "--quantise",
+    "model.family": "--family",
+    "precision.outlier_threshold": "--outlier-threshold",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_step_flag(parser)
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapters)
     add_base_flag(parser)
+    add_family_flag(parser)
     codes = "format of the matrices of a Hugging Face model's blocks (default: that of the folder)"
     parser.add_argument("--quantise", choices=("int8", "nf4"), help=codes)
     outliers = "with --quantise int8: multiply integers, except for columns of the inputs with larger magnitudes, as "
@@ -61,6 +66,12 @@ def add_base_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag that names the base model of a run with adapters."""
     bases = "new location of the model whose adapters the run trains, if its folder was moved"
     parser.add_argument("--base", type=Path, metavar="FOLDER", help=bases)
+
+
+def add_family_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the family of a Hugging Face folder."""
+    families = "model_type of the family that a Hugging Face model is read as, if its own is not known"
+    parser.add_argument("--family", default="", metavar="NAME", help=families)
 
 
 def _parse_step(text: str) -> Step:

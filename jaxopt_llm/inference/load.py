@@ -14,7 +14,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, write_model_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
-from jaxopt_llm.core import hub, tree
+from jaxopt_llm.core import errors, hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import models
@@ -87,8 +87,13 @@ class Pretrained:
         return jax.jit(forward)
 
 
+@errors.own_flags({"model.family": "family"})
 def load_pretrained(
-    path: str | Path, adapter: str | Path | None = None, step: Step = None, base: str | Path | None = None
+    path: str | Path,
+    adapter: str | Path | None = None,
+    step: Step = None,
+    base: str | Path | None = None,
+    family: str = "",
 ) -> Pretrained:
     """Load the model of a Hugging Face folder or hub id, or of a run's checkpoint, onto this machine's devices.
 
@@ -97,26 +102,29 @@ def load_pretrained(
         adapter: folder or hub id of LoRA adapters of this model, as PEFT writes them; None for no adapters.
         step: checkpoint of the run: its step, or `best` for the lowest held-out loss; None for the newest.
         base: new location of the base of the run's adapters; None: unchanged.
+        family: model_type of the family that the folder is read as, if its own is not known; empty: its own.
 
     Raises:
-        InputError: the folder is incomplete or its model family is not supported, or `adapter`, `step` or `base` does
-            not match it.
+        InputError: the folder is incomplete or its model family is not supported, or `adapter`, `step`, `base` or
+            `family` does not match it.
         CheckpointError: the run has no usable checkpoint.
     """
     path = hub.find_folder(Path(path), "")
     adapter = None if adapter is None else Path(adapter)
     base = None if base is None else Path(base)
     if is_run_directory(path):
+        if family:
+            raise InputError(f"family={family}: {path} is a run, which has no model_type; leave it out")
         return _load_run(path, adapter, step, base)
     if step is not None:
         raise InputError(f"step={step}: {path} is a model folder, which has no steps; leave it out")
     if base is not None:
         raise InputError(f"base={base}: {path} is a model folder, which has no other base; leave it out")
-    return _load_folder(path, adapter)
+    return _load_folder(path, adapter, family)
 
 
-def _load_folder(path: Path, adapter: Path | None) -> Pretrained:
-    folder, precision = huggingface.open_model_folder(path), PrecisionConfig(compute_dtype="float32")
+def _load_folder(path: Path, adapter: Path | None, family: str) -> Pretrained:
+    folder, precision = huggingface.open_model_folder(path, family), PrecisionConfig(compute_dtype="float32")
     adapters, folder = (None, folder) if adapter is None else open_adapters(adapter, folder)
     specs = models.stored_specs(folder)
     products = models.choose_local_grouped_matmul(precision)

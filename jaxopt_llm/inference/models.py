@@ -129,20 +129,21 @@ def is_model_folder(directory: Path) -> bool:
     return isinstance(settings, dict) and "model_type" in settings
 
 
-def open_config(directory: Path, base: Path | None = None) -> Config:
+def open_config(directory: Path, base: Path | None = None, family: str = "") -> Config:
     """Load the configuration of a run directory, or of a Hugging Face folder, completed with defaults.
 
-    Raises InputError if the directory is neither. base: see `move_base`.
+    Raises InputError if the directory is neither. base: see `move_base`. family: see `ModelConfig.family`.
     """
-    return _open_config_and_folder(directory, base)[0]
+    return _open_config_and_folder(directory, base, family)[0]
 
 
-def _open_config_and_folder(directory: Path, base: Path | None) -> tuple[Config, ModelFolder | None]:
+@errors.own_flags(OWN_FLAGS)
+def _open_config_and_folder(directory: Path, base: Path | None, family: str) -> tuple[Config, ModelFolder | None]:
     name, directory = hub.absolute_name(directory), hub.find_folder(directory, "--checkpoint ")
     if is_model_folder(directory):
         if base is not None:
             raise InputError(f"--base {base}: {directory} is a model folder, which has no other base; leave it out")
-        folder = huggingface.open_model_folder(directory)
+        folder = huggingface.open_model_folder(directory, family)
         return make_folder_config(folder, name, directory, name), folder
     _check_is_no_step(directory)
     try:
@@ -154,6 +155,8 @@ def _open_config_and_folder(directory: Path, base: Path | None) -> tuple[Config,
                 "model with --checkpoint"
             ) from error
         raise InputError(f"{error}, nor a Hugging Face model folder") from error
+    if family:
+        raise InputError(f"--family {family}: {directory} is a run, which has no model_type; leave it out")
     return move_base(directory, config, base), None
 
 
@@ -185,6 +188,7 @@ def load_model(
     step: Step = None,
     base: Path | None = None,
     quantisation: Quantisation | None = None,
+    family: str = "",
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
@@ -197,12 +201,14 @@ def load_model(
         step: checkpoint of the run.
         base: new location of the base of the run's adapters; None: unchanged.
         quantisation: format of the weights of a folder; None for the folder's.
+        family: see `ModelConfig.family`.
 
     Raises:
-        InputError: the directory is neither, or `adapter`, `step`, `base` or `quantisation` does not match it.
+        InputError: the directory is neither, or `adapter`, `step`, `base`, `quantisation` or `family` does not match
+            it.
         CheckpointError: the run has no usable checkpoint.
     """
-    config, folder = _open_config_and_folder(directory, base)
+    config, folder = _open_config_and_folder(directory, base, family)
     config = replace(config, data=data or config.data)
     adapters = None
     if folder and step is not None:
@@ -512,11 +518,11 @@ def open_run_adapters(path: Path, directory: Path, config: Config) -> AdapterFol
     family = huggingface.choose_adapter_family(config.model, pretrained.find_source_folder(config))
     path = hub.find_folder(path, "--adapter ")
     adapters = pretrained.open_adapter(path, family, config.model, "--adapter ")
-    if adapters.whole.stored:
+    if adapters.whole:
         raise InputError(
-            f"--adapter {path}: it also has whole weights of the model (modules_to_save), which a run does not take; "
-            f"write the run as a folder (python -m jaxopt_llm.convert export --checkpoint {directory} --to FOLDER), "
-            "and give --checkpoint FOLDER"
+            f"--adapter {path}: it also has weights of the model itself (modules_to_save, trainable_token_indices), "
+            "which a run does not take; write the run as a folder (python -m jaxopt_llm.convert export --checkpoint "
+            f"{directory} --to FOLDER), and give --checkpoint FOLDER"
         )
     adapters.check_base(None)
     _warn_of_other_base(path, directory)
@@ -585,8 +591,10 @@ def _list_specs(config: Config, base: ModelFolder | None) -> dict[str, tree.Leaf
     return collect_leaves(tree.merge(trained, frozen))
 
 
-def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLayers]:
+def open_folder_layers(path: Path, adapter: Path, family: str = "") -> tuple[ModelConfig, StoredLayers]:
     """Open the parameters of a Hugging Face folder with the adapters of a PEFT folder.
+
+    family: see `ModelConfig.family`.
 
     Returns:
         The configuration of the model, and its parameters.
@@ -594,7 +602,7 @@ def open_folder_layers(path: Path, adapter: Path) -> tuple[ModelConfig, StoredLa
     Raises:
         InputError: a folder is incomplete, or the adapters do not belong to the model.
     """
-    folder = huggingface.open_model_folder(path)
+    folder = huggingface.open_model_folder(path, family)
     adapters, folder = open_adapters(adapter, folder)
     specs = stored_specs(folder)
     return folder.config, StoredLayers(collect_leaves(adapters.add_to_specs(specs)), None, folder, adapters)

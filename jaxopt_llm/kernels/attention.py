@@ -298,27 +298,49 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     key_ranges: KeyRanges,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend to the keys k [B, T, G, K] and the values v [B, T, G, V] in `key_ranges`; see `attention`."""
-    return _forward(implementation, parameters, q, k, v, key_ranges)[0]
+    """Attend to the keys k [B, T, G, K] and the values v [B, T, G, V] in `key_ranges`; see `attention`.
+
+    sinks: float32 [H], the score of a further key of each query head, whose value is 0 and which every query sees. It
+        is added to what the implementation returns, so that all of them support it; None: no such key.
+    """
+    return _forward(implementation, parameters, q, k, v, key_ranges, sinks)[0]
 
 
 @jax.named_scope(SCOPE)
 def _forward(implementation: Implementation, parameters: AttentionParameters, *operands: Any) -> tuple[jax.Array, Any]:
-    out, log_sum = implementation.forward(parameters, *operands)
+    *arrays, sinks = operands
+    out, log_sum = implementation.forward(parameters, *arrays)
+    if sinks is not None:
+        out, log_sum = _add_sinks(out, log_sum, sinks)
     out, log_sum = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(log_sum, LOG_SUM_NAME)
     return out, (*operands, out, log_sum)
 
 
+def _add_sinks(out: jax.Array, log_sum: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the output [B, S, H, V] and the log of the softmax sum [B, H, S] with the sinks among the keys.
+
+    A query that sees no key keeps 0 and infinity.
+    """
+    by_query = sinks[:, None]
+    share = jnp.swapaxes(jax.nn.sigmoid(log_sum - by_query), 1, 2)[..., None]  # of the keys in the new softmax
+    return (out * share).astype(out.dtype), jnp.logaddexp(log_sum, by_query)
+
+
 @jax.named_scope(SCOPE)
 def _backward(implementation: Implementation, parameters: AttentionParameters, saved: Any, gradient: jax.Array) -> Any:
-    q, k, v, key_ranges, out, log_sum = saved
-    if implementation.reads_out:
-        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, out=out)
-    else:
+    # The implementation gets the output and the sum with the sinks: its softmax weights, exp(score - log_sum), and
+    # delta, the mean of their gradients, are then right. The sinks have no part in either, because their value is 0.
+    q, k, v, key_ranges, sinks, out, log_sum = saved
+    d_sinks, residuals = None, AttentionResiduals(q, k, v, key_ranges, log_sum, out=out)
+    if sinks is not None or not implementation.reads_out:
         delta = jnp.einsum("BSHV,BSHV->BHS", gradient, out, preferred_element_type=jnp.float32)
-        residuals = AttentionResiduals(q, k, v, key_ranges, log_sum, delta)
-    return *implementation.backward(parameters, residuals, gradient), None
+        if sinks is not None:
+            d_sinks = -jnp.sum(jnp.exp(sinks[:, None] - log_sum) * delta, axis=(0, 2))
+        if not implementation.reads_out:
+            residuals = residuals._replace(delta=delta, out=None)
+    return *implementation.backward(parameters, residuals, gradient), None, d_sinks
 
 
 attend.defvjp(_forward, _backward)

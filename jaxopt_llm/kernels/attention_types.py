@@ -32,6 +32,15 @@ class KeyRanges(NamedTuple):
         """Return the ranges cut to their last `window` keys; None cuts nothing."""
         return self if window is None else KeyRanges(jnp.maximum(self.first, self.last - (window - 1)), self.last)
 
+    def limit_to_chunk(self, chunk: int | None) -> "KeyRanges":
+        """Return the ranges of a causal order cut to chunks of `chunk` keys, from the first key; None cuts nothing.
+
+        The last key of a range is the query's own, whose chunk it keeps.
+        """
+        if chunk is None:
+            return self
+        return KeyRanges(jnp.maximum(self.first, self.last - (self.last - self.first) % chunk), self.last)
+
     def take_queries(self, rows: jax.Array) -> "KeyRanges":
         """Gather the ranges of the queries in `rows`, int [B, N]. A row that does not exist gets an empty range."""
         exists = (rows >= 0) & (rows < self.first.shape[1])

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 
 from jaxopt_llm.kernels import products
 
-Tokens = tuple[jax.Array, jax.Array]  # targets, int [B, S], and mask of the tokens that count, bool [B, S]
-Losses = tuple[jax.Array, jax.Array]  # objective and cross-entropy, float32 [B, S]; 0 for tokens that do not count
+# Targets, int [B, S], and the tokens that count: bool, or float32 weights, [B, S].
+Tokens = tuple[jax.Array, jax.Array]
+# Objective and cross-entropy, float32 [B, S], times the tokens' weights; 0 for tokens that do not count.
+Losses = tuple[jax.Array, jax.Array]
 Arrays = Sequence[jax.Array]  # an input or a table each
 
 
@@ -105,7 +107,7 @@ class _Chunk:
     classifier: Classifier
     logits: jax.Array  # [T, V], -inf in columns of padding
     is_label: jax.Array  # bool [T, V]
-    counts: jax.Array  # bool [T], tokens that count
+    counts: jax.Array  # [T], tokens that count, bool or float32 weights
     log_sum: jax.Array  # [T], log of the softmax sum over the whole vocabulary
     label_logit: jax.Array  # [T]
 
@@ -137,11 +139,17 @@ class _Chunk:
     def losses(self) -> Losses:
         loss = self.log_sum - self.label_logit
         objective = loss + self.classifier.z_loss * jnp.square(self.log_sum) if self.classifier.z_loss else loss
-        return jnp.where(self.counts, objective, 0.0), jnp.where(self.counts, loss, 0.0)
+        return self._weigh(objective), self._weigh(loss)
+
+    def _weigh(self, values: jax.Array) -> jax.Array:
+        """Return values of the tokens times their weights. The value of a token that does not count may be anything."""
+        if self.counts.dtype == jnp.bool:
+            return jnp.where(self.counts, values, 0.0)
+        return jnp.where(self.counts != 0, self.counts * values, 0.0)
 
     def gradient(self, loss_weight: jax.Array) -> jax.Array:
         """Return the gradient of loss_weight × objective for the logits before the soft-cap, float32 [T, V]."""
-        d_loss = jnp.where(self.counts, loss_weight, 0.0)
+        d_loss = self._weigh(loss_weight)
         d_log_sum = d_loss * (1 + 2 * self.classifier.z_loss * self.log_sum)
         gradient = d_log_sum[:, None] * jnp.exp(self.logits - self.log_sum[:, None])
         gradient -= jnp.where(self.is_label, d_loss[:, None], 0.0)

@@ -69,6 +69,31 @@ class XlaProducts:
         return lax.ragged_dot_general(x, dy, sizes, numbers, preferred_element_type=dtype)
 
 
+class OneByOne(XlaProducts):
+    """One group after the other, with `w` in any dtype: only one matrix is cast at a time.
+
+    It is for a layer that fills the memory. Like XLA's operation, it costs E times the FLOPs. Bfloat16 is given as its
+    bits, uint16: XLA for CPUs casts all matrices of bfloat16 before the loop.
+    """
+
+    @staticmethod
+    def forward(x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: Any, *, transposed: bool = False) -> jax.Array:
+        """See Implementation."""
+        ends, rows = jnp.cumsum(sizes), jnp.arange(x.shape[0])
+
+        def add_group(group: jax.Array, out: jax.Array) -> jax.Array:
+            matrix = lax.dynamic_index_in_dim(w, group, keepdims=False)
+            if matrix.dtype == jnp.uint16:
+                matrix = lax.bitcast_convert_type(matrix, jnp.bfloat16)
+            matrix = (matrix.T if transposed else matrix).astype(x.dtype)
+            y = jnp.dot(x, matrix, preferred_element_type=out.dtype)
+            inside = (rows >= ends[group] - sizes[group]) & (rows < ends[group])
+            return out + jnp.where(inside[:, None], y, jnp.zeros_like(y))
+
+        out = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), jnp.float32)
+        return lax.fori_loop(0, w.shape[0], add_group, out).astype(dtype)
+
+
 def _within_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """Set the rows after the last group to 0; XLA does not define them."""
     inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
@@ -78,6 +103,7 @@ def _within_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 # Each kernel module has `problems(dtype, capability)`, which lists what the kernel does not support.
 KERNELS: dict[str, Any] = {"pallas": grouped_matmul_pallas}
 IMPLEMENTATIONS: dict[str, Implementation] = {"xla": XlaProducts(), **KERNELS}
+ONE_BY_ONE = "one_by_one"  # of the decoder, beside these
 
 
 def grouped_matmul(

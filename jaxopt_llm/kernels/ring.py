@@ -225,6 +225,12 @@ def to_zigzag(x: jax.Array, devices: int) -> jax.Array:
     return jnp.stack([early, jnp.flip(late, axis=1)], axis=2).reshape(x.shape)
 
 
+def from_zigzag(x: jax.Array, devices: int) -> jax.Array:
+    """Reorder a sequence in zigzag order, [B, S], to its own order."""
+    early, late = jnp.split(x.reshape(x.shape[0], devices, 2, -1), 2, axis=2)
+    return jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1).reshape(x.shape)
+
+
 def _to_part_rows(key_ranges: KeyRanges, owner: jax.Array, devices: int, rows: int) -> KeyRanges:
     """Convert ranges in rows of the sequence to rows of the part of device `owner`, which has `rows` rows."""
     chunk = rows // 2

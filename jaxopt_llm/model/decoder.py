@@ -1,6 +1,6 @@
 """The decoder-only transformer: a Model whose switches are ModelConfig's.
 
-Letters: B batch, S sequence, D width, V vocabulary (padded).
+Letters: B batch, S sequence, D width, V vocabulary (padded), L layers, P size of a layer's input.
 """
 
 import dataclasses
@@ -13,24 +13,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
+from jaxopt_llm.config.model import WINDOWED
 from jaxopt_llm.kernels.attention_types import attention_scope, make_document_ranges
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
-from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
+from jaxopt_llm.model import decoder_specs, latent_attention, layers, objectives, rotary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import Auxiliary, Params, Segment
 from jaxopt_llm.model.moe import experts
+from jaxopt_llm.model.objectives import Preference
 from jaxopt_llm.model.rotary import Rotary
-from jaxopt_llm.model.self_attention import AttentionOptions, Cache, self_attention
+from jaxopt_llm.model.self_attention import AttentionOptions, Cache, find_implementation, self_attention
 from jaxopt_llm.parallel.activations import (
     all_gather_sequence,
     count_key_parts,
+    multiply_tokens,
     reduce_scatter_sequence,
     to_device_order,
+    to_residual_order,
+    to_sequence_order,
 )
 from jaxopt_llm.parallel.placement import Placement
 
@@ -39,9 +45,10 @@ from jaxopt_llm.parallel.placement import Placement
 class Decoder:
     """Decoder-only transformer; the methods are documented in Model.
 
-    loss_chunk, z_loss: see TrainingConfig. attention, grouped_matmul: names of implementations (self_attention.py,
-        kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding included; None if any
-        number is possible.
+    loss_chunk, z_loss, mtp_weight: see TrainingConfig. attention, grouped_matmul: names of implementations
+        (self_attention.py, kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding
+        included; None if any number is possible.
+    preference: the objective over pairs of answers; None: predict the next token.
     counts_outliers: whether blocks count the outlier columns that int8 products leave among the integers.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
@@ -49,9 +56,11 @@ class Decoder:
     config: ModelConfig
     loss_chunk: int = 0
     z_loss: float = 0.0
+    mtp_weight: float = 0.0
     attention: str = "xla"
     grouped_matmul: str = "xla"
     max_segments: int | None = None
+    preference: Preference | None = None
     counts_outliers: bool = False
     specs: Params = field(default_factory=dict)
 
@@ -62,6 +71,10 @@ class Decoder:
     @functools.cached_property
     def layout(self) -> tuple[Segment, ...]:
         return decoder_specs.list_segments(self.config)
+
+    @functools.cached_property
+    def mtp_layout(self) -> tuple[Segment, ...]:
+        return decoder_specs.list_mtp_modules(self.config)
 
     @property
     def rope(self) -> RopeConfig:
@@ -91,27 +104,67 @@ class Decoder:
     def embed(self, non_layer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         tokens = to_device_order(tokens, context.placement)
         # Constraining the whole array first would save a permute, but XLA of jax 0.11.2 aborts on it in a pipeline.
-        x = vocabulary.look_up(non_layer["embedding"]["table"], tokens, context.placement)
+        table, placement = non_layer["embedding"]["table"], context.placement
+
+        def look_up(tokens: jax.Array) -> jax.Array:
+            return vocabulary.look_up(table, placement.constrain(tokens, "batch", "sequence"), placement)
+
+        x = multiply_tokens(look_up, tokens, placement)
         x = reduce_scatter_sequence(x, context.placement)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.config.positions == "learned":
-            x = x + vocabulary.look_up(non_layer["positions"]["table"], context.positions, context.placement)
+            positions = to_residual_order(context.positions, context.placement)
+            x = x + vocabulary.look_up(non_layer["positions"]["table"], positions, context.placement)
         return context.placement.constrain(x, "batch", "residual_sequence", "embed")
+
+    def add_layer_inputs(self, non_layer: Params, tokens: jax.Array, x: jax.Array, context: Context) -> Context:
+        size, placement = self.config.layer_input_size, context.placement
+        if not size:
+            return context
+        params, tokens = non_layer["layer_inputs"], to_device_order(tokens, placement)
+        of_tokens = vocabulary.look_up(params["table"], tokens, placement) * size**0.5  # [B, S, L * P]
+        of_tokens = of_tokens.reshape(*tokens.shape, self.config.layers, size)
+        projected = weights.einsum("BSD,DLP->BSLP", all_gather_sequence(x, placement), params["projection"])
+        projected = self._norm(non_layer, "layer_inputs_norm")(projected * self.config.width**-0.5)
+        inputs = jnp.moveaxis((projected + of_tokens) * 2**-0.5, 2, 0)
+        inputs = placement.constrain(inputs, None, "batch", "sequence", "mlp")
+        return dataclasses.replace(context, layer_inputs=inputs)
 
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any, Auxiliary]:
         with outliers.collect_left() as left:
+            if "mtp" in params:
+                x = self._join_tokens(params, x, context, layer["input"])
             attended, cache = self._attend(kind, params, x, context, cache)
-            x = self._add_residual(x, self._norm(params, "attention_post_norm")(attended), context)
-            transformed, auxiliary = self._transform(params, x, context, layer["index"])
-            x = self._add_residual(x, self._norm(params, "mlp_post_norm")(transformed), context)
+            if self.config.parallel_block:
+                transformed, auxiliary = self._transform(params, x, context, layer["index"])
+                x = self._add_residual(x, attended + transformed, context)
+            else:
+                x = self._add_residual(x, attended, context)
+                transformed, auxiliary = self._transform(params, x, context, layer["index"])
+                x = self._add_residual(x, transformed, context)
+            if "input_mlp" in params:
+                x = self._add_residual(x, self._transform_input(params, x, context, layer["input"]), context)
+            if self.config.layer_scales:
+                scale = jax.lax.stop_gradient(weights.materialise(params["layer"]["scale"], jnp.dtype(jnp.float32)))
+                x = (x * scale).astype(x.dtype)
+            x = self._norm(params, "mtp_output_norm")(x)
         if self.counts_outliers:
             auxiliary = dataclasses.replace(
                 auxiliary, statistics={outliers.LEFT: sum(left, jnp.zeros((), jnp.float32))}
             )
         return x, cache, auxiliary
+
+    def normalise(self, non_layer: Params, x: jax.Array) -> jax.Array:
+        return self._norm(non_layer, "final_norm")(x)
+
+    def mtp_loss(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        shared = {name: params for name, params in non_layer.items() if name != "final_norm"}
+        return self.loss(shared, x, batch, context, loss_weight)
 
     def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
         return self.classify(*self._head(non_layer, x, context), context.placement)
@@ -126,19 +179,41 @@ class Decoder:
     def loss(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        placement = context.placement
-        tokens = to_device_order(batch.targets, placement), to_device_order(batch.loss_mask, placement)
-        classifier = Classifier(
+        placement, head, counts = context.placement, self._head(non_layer, x, context), batch.loss_mask
+        targets, classifier = to_device_order(batch.targets, placement), self._classifier(placement)
+        if self.preference is not None:
+            found = vocabulary.log_probabilities(*head, targets, classifier, placement)
+            counts, reported = self.preference.weigh_tokens(to_sequence_order(found, placement), batch)
+        tokens = targets, to_device_order(counts, placement)
+        objective, loss = vocabulary.cross_entropy(*head, tokens, loss_weight, classifier, placement)
+        return objective, loss if self.preference is None else reported
+
+    def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
+        placement, targets = context.placement, to_device_order(batch.targets, context.placement)
+        head, classifier = self._head(non_layer, x, context), self._classifier(placement)
+        return to_sequence_order(vocabulary.log_probabilities(*head, targets, classifier, placement), placement)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.preference is not None and self.preference.needs_reference
+
+    def zero_loss(self) -> jax.Array:
+        return jnp.zeros(() if self.preference is None else len(objectives.REPORTED), jnp.float32)
+
+    def count(self, batch: Batch) -> jax.Array:
+        return jnp.sum(batch.loss_mask) if self.preference is None else objectives.count_pairs(batch)
+
+    def _classifier(self, placement: Placement) -> Classifier:
+        return Classifier(
             self.config.vocabulary_size,
             self.config.logit_softcap,
             self.z_loss,
             self.loss_chunk,
             on_one_cpu=runs_on_one_cpu(placement.mesh),
         )
-        return vocabulary.cross_entropy(*self._head(non_layer, x, context), tokens, loss_weight, classifier, placement)
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
-        config = self.config
+        config = self.config.of_layers(kind)
 
         def zeros(heads: int, size: int) -> jax.Array:
             empty = jnp.zeros((batch, heads, slots, size), dtype)
@@ -162,49 +237,101 @@ class Decoder:
 
     def _attend(self, kind: Kind, params: Params, x: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the attention sublayer's output [B, S, D] for x [B, S, D], and the cache."""
-        config = self.config
-        window = config.window if kind == "sliding" else None
+        config = self.config.of_layers(kind)
+        window, chunk = (config.window if kind == name else None for name in WINDOWED)
         is_rotated = config.positions == "rotary" and kind != "global_nope"
+        grows = config.rope.query_growth and is_rotated == (config.rope.growth_layers == "rotary")
         attend: Callable[..., tuple[jax.Array, Any]] = self_attention
-        norms = ("query_norm", "key_norm")
+        norms: tuple[str, ...] = ("query_norm", "key_norm", "value_norm")
         options = AttentionOptions(
             rotary=Rotary.from_config(config, kind) if is_rotated else None,
             window=window,
             scale=rotary.score_scale(config),
             softcap=config.attention_softcap or None,
-            implementation=self.attention,
+            implementation=find_implementation(self.config, kind, self.attention),
             max_segments=self.max_segments,
+            rotates_first=config.qk_norm in ("rotated_head", "rotated_unit"),
+            chunk=chunk,
+            growth=config.rope if grows and config.positions == "rotary" else None,
         )
+        takes_keys = not config.mla.kv_rank and "key" not in params["attention"]
         if config.mla.kv_rank:
             attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
-        with attention_scope(window, count_key_parts(context.placement)):
-            return attend(
+        units = {"query_norm", "key_norm"} if config.qk_norm == "rotated_unit" and is_rotated else set()
+        units |= {"value_norm"} if config.value_norm else set()
+        functions = {name: self._make_norm({}) if name in units else self._norm(params, name) for name in norms}
+        with attention_scope(window or chunk, count_key_parts(context.placement)):
+            attended, written = attend(
                 params["attention"],
                 x,
                 context,
                 norm=self._norm(params, "attention_norm"),
-                **{name: self._norm(params, name) for name in norms},
+                **functions,
                 options=options,
-                cache=cache,
+                cache=context.caches[kind] if takes_keys else cache,
             )
+        return self._norm(params, "attention_post_norm")(attended), cache if takes_keys else written
+
+    def _join_tokens(self, params: Params, x: jax.Array, context: Context, embedded: jax.Array) -> jax.Array:
+        """Return the input of an MTP module's block: a projection of embeddings and hidden states x, each [B, S, D]."""
+        placement = context.placement
+
+        @layers.recomputed
+        def join(embedded: jax.Array, x: jax.Array) -> jax.Array:
+            halves = self._norm(params, "mtp_embedding_norm")(embedded), self._norm(params, "mtp_hidden_norm")(x)
+            both = jnp.concatenate([all_gather_sequence(half, placement) for half in halves], axis=-1)
+            both = constrain(placement, both, "mtp_input", "input", "batch", "sequence", "mlp")
+            joined = layers.project("BSF,FD->BSD", both, params["mtp"], "projection", placement)
+            return reduce_scatter_sequence(joined, placement)
+
+        return mark(join(embedded, x), "mtp_joined", "product", "batch", "residual_sequence", "embed")
+
+    def _transform_input(self, params: Params, x: jax.Array, context: Context, given: jax.Array) -> jax.Array:
+        """Return the output [B, S, D] of the MLP whose gate, of x [B, S, D], the layer's input multiplies."""
+        out = layers.mlp(
+            params["input_mlp"], x, context, norm=lambda x: x, kind=self.config.mlp, name="input_mlp", up=(given,)
+        )
+        return self._norm(params, "input_mlp_post_norm")(out)
 
     def _transform(
         self, params: Params, x: jax.Array, context: Context, layer: jax.Array
     ) -> tuple[jax.Array, Auxiliary]:
         """Return the output [B, S, D] of the MLP or the MoE layer for x [B, S, D], and its auxiliary sums."""
-        mlp, norm = params["mlp"], self._norm(params, "mlp_norm")
+        config, mlp = self.config, params["mlp"]
+        # In a parallel block it is computed twice in the text, and once in the compiled program.
+        norm = self._norm(params, "attention_norm" if config.parallel_block else "mlp_norm")
         if "router" not in mlp:
-            return layers.mlp(mlp, x, context, norm=norm, kind=self.config.mlp), self.zero_auxiliary()
-        return experts.moe_layer(mlp, x, context, layer, norm=norm, config=self.config, products=self.grouped_matmul)
+            transformed, auxiliary = layers.mlp(mlp, x, context, norm=norm, kind=config.mlp), self.zero_auxiliary()
+        else:
+            has_own = config.moe.own_norms
+            norms = experts.Norms(
+                experts=self._norm(params, "experts_norm") if has_own else norm,
+                experts_post=self._norm(params, "experts_post_norm"),
+                shared=norm,
+                shared_post=self._norm(params, "shared_post_norm"),
+                router=self._norm(params, "router_norm") if has_own else None,
+            )
+            transformed, auxiliary = experts.moe_layer(
+                mlp, x, context, layer, norms=norms, config=config, products=self.grouped_matmul
+            )
+        return self._norm(params, "mlp_post_norm")(transformed), auxiliary
 
     def _norm(self, params: Params, name: str) -> Function:
         """Return the norm with this name in `params`, or the identity if the model has no such norm."""
         if name not in params:
             return lambda x: x
+        epsilon = latent_attention.NORM_EPSILON if name.endswith("latent_norm") else self.config.norm_epsilon
+        return self._make_norm(params[name], epsilon)
+
+    def _make_norm(self, params: Params, epsilon: float | None = None) -> Function:
+        """Return the norm with these parameters; {}: one without."""
         config = self.config
-        epsilon = latent_attention.NORM_EPSILON if name.endswith("latent_norm") else config.norm_epsilon
         return functools.partial(
-            layers.norm, params[name], kind=config.norm, zero_centered=config.norm_zero_centered, epsilon=epsilon
+            layers.norm,
+            params,
+            kind=config.norm,
+            zero_centered=config.norm_zero_centered,
+            epsilon=epsilon or config.norm_epsilon,
         )
 
     def _head(self, non_layer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
@@ -213,7 +340,7 @@ class Decoder:
 
     def final_norm(self, non_layer: Params, x: jax.Array) -> jax.Array:
         """Return the head's input, multiplied with `logit_scale` in place of the logits."""
-        x = self._norm(non_layer, "final_norm")(x)
+        x = self.normalise(non_layer, x)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def head_table(self, non_layer: Params) -> Weight:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxopt_llm.config import ModelConfig, PrecisionConfig
+from jaxopt_llm.config import Kind, ModelConfig, PrecisionConfig
+from jaxopt_llm.config.model import WINDOWED
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder_specs import list_segments, locate_layers
+from jaxopt_llm.model.decoder_specs import locate_layers, name_modules
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
@@ -53,12 +54,12 @@ def count_per_token(config: ModelConfig, trainable: Params, frozen: Params, sequ
     """
     products = 3 * _matmul_weights(config, trainable) + 2 * _matmul_weights(config, frozen)
     attention = {True: 0.0, False: 0.0}
-    for segment in list_segments(config):
+    for segment in name_modules(config).values():
         for kind in segment.kinds:
-            window = config.window if kind == "sliding" else sequence_length
             for causal in attention:
-                keys = mean_visible_keys(sequence_length, min(window, sequence_length), causal)
-                attention[causal] += segment.repeats * config.heads * (config.head_dim + config.value_dim) * keys
+                keys = mean_keys_of_layer(config, kind, sequence_length, causal)
+                of_kind = config.of_layers(kind)
+                attention[causal] += segment.repeats * config.heads * (of_kind.head_dim + of_kind.value_dim) * keys
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
 
 
@@ -71,9 +72,8 @@ def count_quantised_per_token(
     """
     legs = CODE_PRODUCTS[precision.matmul].legs if precision.matmul in CODE_PRODUCTS else ()
     products = len(legs), sum(leg != "dw" for leg in legs)
-    exempt = precision.compute_dtype_layers
     adapters = leaves.adapter_paths(trainable) | leaves.adapter_paths(frozen)
-    quantised = [prefix for prefix, _, layer in locate_layers(config) if exempt <= layer < config.layers - exempt]
+    quantised = [prefix for prefix, _, layer in locate_layers(config) if _is_quantised(config, precision, layer)]
 
     def weights(path: str, spec: ParamSpec) -> int:
         if spec.layers is None or not spec.contracting or spec.expert_dims or path in adapters:
@@ -83,6 +83,16 @@ def count_quantised_per_token(
 
     counts = (sum(jax.tree.leaves(tree.map_with_path(weights, specs))) for specs in (trainable, frozen))
     return 2.0 * sum(number * count for number, count in zip(products, counts, strict=True))
+
+
+def count_quantised_blocks(config: ModelConfig, precision: PrecisionConfig) -> int:
+    """Return the number of blocks whose products `precision.matmul` computes."""
+    return sum(_is_quantised(config, precision, layer) for layer in range(config.blocks))
+
+
+def _is_quantised(config: ModelConfig, precision: PrecisionConfig, layer: int) -> bool:
+    exempt = precision.compute_dtype_layers
+    return not exempt or exempt <= layer < config.layers - exempt
 
 
 def count_active_parameters(config: ModelConfig, specs: Params) -> int:
@@ -103,15 +113,22 @@ def _active(config: ModelConfig, spec: ParamSpec) -> int:
 
 def _matmul_weights(config: ModelConfig, specs: Params) -> int:
     """Count the weights of matmuls per token. A table counts only as the head, because a look-up is not a matmul."""
-    looked_up = ("non_layer/positions/",) if config.tied_head else ("non_layer/positions/", "non_layer/embedding/")
+    looked_up: tuple[str, ...] = ("non_layer/positions/", "non_layer/layer_inputs/table")
+    looked_up += () if config.tied_head else ("non_layer/embedding/",)
 
     def weights(path: str, spec: ParamSpec) -> int:
         if not spec.is_multiplied or path.startswith(looked_up):
             return 0
         size = _active(config, spec)
-        return size // spec.shape[0] * config.vocabulary_size if "vocabulary" in spec.axes else size
+        return size // spec.shape[0] * config.vocabulary_size * config.losses if "vocabulary" in spec.axes else size
 
     return sum(jax.tree.leaves(tree.map_with_path(weights, leaves.unpack_codes(specs))))
+
+
+def mean_keys_of_layer(config: ModelConfig, kind: Kind, length: int, causal: bool) -> float:
+    """Return the number of keys that a query sees in a layer, mean over the queries of a sequence."""
+    window = min(config.window, length) if kind in WINDOWED else length
+    return mean_visible_keys(window if kind == "chunked" else length, window, causal)
 
 
 def mean_visible_keys(length: int, window: int, causal: bool) -> float:

@@ -90,8 +90,12 @@ def latent_attention(
     @recomputed
     def project_keys_and_values(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = latent_norm(latent)
-        key, value = project_all(normed, params, {"key": "BSR,RHN->BSHN", "value": "BSR,RHV->BSHV"})
+        key, value = project_all(normed, params, {"key": "BSR,RHN->BSHN", "value": "BSR,RHV->BSHV"}, placement)
         return keep_projection(placement, key, "key", "heads"), keep_projection(placement, value, "value", "heads")
+
+    @recomputed
+    def project_out(out: jax.Array) -> jax.Array:
+        return project("BSHV,HVD->BSD", out, params, "output", placement)
 
     query, latent, rotary_key = _project_in(params, x, placement, norm, query_latent_norm)
     plain_query, rotary_query = jnp.split(query, [query.shape[-1] - rotary_key.shape[-1]], axis=-1)
@@ -112,7 +116,7 @@ def latent_attention(
         # Rotary keys are mixed, too, and left out: XLA would copy the latents out of the cache.
         mixed = attend_to_cache(q, k, k, context, options)[..., : latent.shape[-1]]
         out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)
-    out = reduce_scatter_sequence(project("BSHV,HVD->BSD", by_head(out, "heads"), params, "output"), placement)
+    out = reduce_scatter_sequence(project_out(by_head(out, "heads")), placement)
     return mark(out, "attention_output", "product", "batch", "residual_sequence", "embed"), cache
 
 
@@ -140,7 +144,7 @@ def _project_in(
         x = mark(all_gather_sequence(norm(x), placement), "attention_input", "input", "batch", "sequence", "embed")
         query_product = {"query": "BSD,DHK->BSHK"} if "query" in params else {"query_down": "BSD,DQ->BSQ"}
         products = query_product | {"latent": "BSD,DR->BSR", "rotary_key": "BSD,DP->BSP"}
-        query, latent, rotary_key = project_all(x, params, products)
+        query, latent, rotary_key = project_all(x, params, products, placement)
         if "query" in params:
             query = keep_projection(placement, query, "query", "heads")
         else:
@@ -150,7 +154,7 @@ def _project_in(
     @recomputed
     def project_query_up(latent: jax.Array) -> jax.Array:
         normed = query_latent_norm(latent)
-        query = project("BSQ,QHK->BSHK", normed, params, "query_up")
+        query = project("BSQ,QHK->BSHK", normed, params, "query_up", placement)
         return keep_projection(placement, query, "query", "heads")
 
     query, latent, rotary_key = project_down(x)

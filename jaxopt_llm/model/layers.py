@@ -4,8 +4,9 @@ Letters: B batch, S sequence, D width, F MLP width.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.linear import outliers, projections, weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.param import ParamSpec, normal, ones, zeros
-from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
+from jaxopt_llm.model.param import ParamSpec, constant, normal, ones, zeros
+from jaxopt_llm.parallel.activations import all_gather_sequence, multiply_tokens, reduce_scatter_sequence
+from jaxopt_llm.parallel.placement import Placement
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,33 +72,31 @@ Function = Callable[[jax.Array], jax.Array]
 # --- norms
 
 
-def norm_specs(
-    kind: Literal["rms", "layer"], zero_centered: bool, shape: tuple[int, ...], axes: tuple[str, ...]
-) -> dict[str, ParamSpec]:
+def norm_specs(kind: str, zero_centered: bool, shape: tuple[int, ...], axes: tuple[str, ...]) -> dict[str, ParamSpec]:
     scale = {"scale": ParamSpec(shape, axes, (), zeros if zero_centered else ones)}
-    return scale if kind == "rms" else scale | {"bias": ParamSpec(shape, axes, (), zeros)}
+    return scale | {"bias": ParamSpec(shape, axes, (), zeros)} if kind == "layer" else scale
 
 
-def norm(
-    params: dict[str, Weight], x: jax.Array, *, kind: Literal["rms", "layer"], epsilon: float, zero_centered: bool
-) -> jax.Array:
+def norm(params: dict[str, Weight], x: jax.Array, *, kind: str, epsilon: float, zero_centered: bool) -> jax.Array:
     """Apply RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450).
 
     It computes in float32.
 
-    x: [B, S, ...], normalised over its last dimensions, which are those of the scale.
+    x: [B, S, ...], normalised over its last dimensions, which are those of the scale; without a scale, over the last.
+    kind: see ModelConfig.norm.
     zero_centered: the parameter is scale - 1, which 16 bits round less near a scale of 1.
     """
 
     @recomputed
     def run(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
         wide, params = x.astype(jnp.float32), {name: param.astype(jnp.float32) for name, param in params.items()}
-        dims = tuple(range(-params["scale"].ndim, 0))
-        if kind == "layer":
+        dims = tuple(range(-params["scale"].ndim, 0)) if params else (-1,)
+        if kind != "rms":
             wide = wide - jnp.mean(wide, dims, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + epsilon)
-        wide = wide * (1 + params["scale"] if zero_centered else params["scale"])
-        return (wide + params["bias"] if kind == "layer" else wide).astype(x.dtype)
+        if params:
+            wide = wide * (1 + params["scale"] if zero_centered else params["scale"])
+        return (wide + params["bias"] if "bias" in params else wide).astype(x.dtype)
 
     return run(x, {name: weights.materialise(param) for name, param in params.items()})
 
@@ -114,18 +114,24 @@ def with_biases(specs: dict[str, ParamSpec], *names: str) -> dict[str, ParamSpec
     return specs | {f"{name}_bias": bias(specs[name]) for name in names}
 
 
-def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str) -> jax.Array:
-    """Multiply x with a projection, and add its bias if it has one."""
-    return project_all(x, params, {name: subscripts})[0]
+def project(subscripts: str, x: jax.Array, params: dict[str, Weight], name: str, placement: Placement) -> jax.Array:
+    """Multiply x [B, S, ...] with a projection, and add its bias if it has one."""
+    return project_all(x, params, {name: subscripts}, placement)[0]
 
 
-def project_all(x: jax.Array, params: dict[str, Weight], products: dict[str, str]) -> list[jax.Array]:
-    """Apply several projections to x. products: subscripts by the name of the projection, in the order of the results.
+def project_all(
+    x: jax.Array, params: dict[str, Weight], products: dict[str, str], placement: Placement
+) -> list[jax.Array]:
+    """Apply several projections to x [B, S, ...]. Adapters share products with x.
 
-    Adapters share products with x.
+    products: subscripts by the name of the projection, in the order of the results.
     """
-    ys = projections.einsum_all([*products.values()], x, [params[name] for name in products])
-    return [_add_bias(y, params, name) for name, y in zip(products, ys, strict=True)]
+
+    def multiply(x: jax.Array) -> list[jax.Array]:
+        ys = projections.einsum_all([*products.values()], x, [params[name] for name in products])
+        return [_add_bias(y, params, name) for name, y in zip(products, ys, strict=True)]
+
+    return multiply_tokens(multiply, x, placement)
 
 
 def _add_bias(y: jax.Array, params: dict[str, Weight], name: str) -> jax.Array:
@@ -146,13 +152,44 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
+def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+    """Apply xIELU (Huang & Schlag 2024, arXiv:2411.13010) in float32: a quadratic above 0, and an exponential below.
+
+    alpha_p, alpha_n: [1], learned; softplus keeps the curve monotone. The classes of transformers use the exponential
+    up to XIELU_EPSILON in place of 0, which changes values by at most 1e-6 × the factor, and the slope in between.
+    """
+    wide, alpha_p, alpha_n = (array.astype(jnp.float32) for array in (x, alpha_p, alpha_n))
+    above, below = jnp.maximum(wide, 0), jnp.minimum(wide, 0)  # without a choice, which would multiply inf by 0
+    quadratic = jax.nn.softplus(alpha_p) * above * above
+    exponential = (XIELU_BETA + jax.nn.softplus(alpha_n)) * (jnp.expm1(below) - below)
+    return (quadratic + exponential + XIELU_BETA * wide).astype(x.dtype)
+
+
+XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6  # as published; BETA is the slope at 0
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Apply the gated activation of gpt-oss (OpenAI 2025, arXiv:2508.10925), in float32."""
+    wide = jnp.minimum(gate.astype(jnp.float32), SWIGLU_LIMIT)
+    shifted = jnp.clip(up.astype(jnp.float32), -SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    return (wide * jax.nn.sigmoid(SWIGLU_ALPHA * wide) * shifted).astype(up.dtype)
+
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # both published models have these
 INPUT_PROJECTIONS = ("gate", "up")
+# Initial values of what an activation learns, which it takes after the projections: softplus gives 0.8, 0.8 - beta.
+ACTIVATION_PARAMETERS = {
+    "xielu": {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.8 - XIELU_BETA))}
+}
 # Functions of the input projections of norm(x), gate before up; `down` multiplies the result (Shazeer 2020,
 # arXiv:2002.05202).
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "geglu": lambda gate, up: gelu(gate) * up,
+    "clamped_swiglu": clamped_swiglu,
     "gelu": gelu,
+    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
+    "xielu": xielu,
 }
 
 
@@ -165,17 +202,35 @@ def mlp_specs(
     return with_biases(specs, *specs) if biased else specs
 
 
-def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Function, kind: str) -> jax.Array:
-    """Apply the MLP to norm(x). x: [B, S, D] -> [B, S, D]."""
+def activation_specs(kind: str) -> dict[str, ParamSpec]:
+    """Return the learned values of an activation."""
+    values = ACTIVATION_PARAMETERS.get(kind, {})
+    return {name: ParamSpec((1,), (None,), (), constant(value)) for name, value in values.items()}
+
+
+def mlp(
+    params: dict[str, Weight],
+    x: jax.Array,
+    context: Context,
+    *,
+    norm: Function,
+    kind: str,
+    name: str = "mlp",
+    up: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """Apply the MLP to norm(x). x: [B, S, D] -> [B, S, D].
+
+    name: start of the names of its intermediates. up: [B, S, F], in place of the projection; (): there is one.
+    """
 
     @recomputed
     def project_in(x: jax.Array) -> list[jax.Array]:
         x = all_gather_sequence(norm(x), context.placement)
-        x = mark(x, "mlp_input", "input", "batch", "sequence", "embed")
-        products = {name: "BSD,DF->BSF" for name in INPUT_PROJECTIONS if name in params}
+        x = mark(x, f"{name}_input", "input", "batch", "sequence", "embed")
+        products = {each: "BSD,DF->BSF" for each in INPUT_PROJECTIONS if each in params}
         return [
-            constrain(context.placement, array, f"mlp_{name}", "product", "batch", "sequence", "mlp")
-            for name, array in zip(products, project_all(x, params, products), strict=True)
+            constrain(context.placement, array, f"{name}_{each}", "product", "batch", "sequence", "mlp")
+            for each, array in zip(products, project_all(x, params, products, context.placement), strict=True)
         ]
 
     activation = ACTIVATIONS[kind]
@@ -187,6 +242,10 @@ def mlp(params: dict[str, Weight], x: jax.Array, context: Context, *, norm: Func
     @recomputed
     def project_out(*projected: jax.Array) -> jax.Array:
         hidden = activation(*projected)
-        return reduce_scatter_sequence(project("BSF,FD->BSD", hidden, params, "down"), context.placement)
+        return reduce_scatter_sequence(
+            project("BSF,FD->BSD", hidden, params, "down", context.placement), context.placement
+        )
 
-    return mark(project_out(*project_in(x)), "mlp_output", "product", "batch", "residual_sequence", "embed")
+    learned = [weights.materialise(params[each]) for each in ACTIVATION_PARAMETERS.get(kind, {})]
+    out = project_out(*project_in(x), *up, *learned)
+    return mark(out, f"{name}_output", "product", "batch", "residual_sequence", "embed")

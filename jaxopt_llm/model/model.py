@@ -5,8 +5,9 @@ know the loop that runs it. Decoder (decoder.py) is one.
 Letters: B batch, S sequence, D width, V vocabulary (padded).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class Auxiliary:
 
 
 Params = dict[str, Any]
+Keys = Literal["own", "given", "taken"]
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,25 @@ class Segment:
     per_layer: constants that are scanned with the weights, each [repeats, period, ...]; `index` is the layer's index in
         the model.
     experts: for each block of the period, whether it is an MoE layer.
+    keys: of its layers: their own; "given": also to layers of later segments; "taken": those of earlier segments. A
+        segment that gives has one repeat.
     """
 
     kinds: tuple[Kind, ...]
     repeats: int
     per_layer: dict[str, np.ndarray]
     experts: tuple[bool, ...]
+    keys: Keys = "own"
+
+
+def name_segments(layout: Sequence[Segment]) -> dict[str, Segment]:
+    """Return segments by their names in the parameters."""
+    return {f"segment_{index}": segment for index, segment in enumerate(layout)}
+
+
+def name_mtp_modules(layout: Sequence[Segment]) -> dict[str, Segment]:
+    """Return modules of multi-token prediction by their names in the parameters."""
+    return {f"mtp_{index}": segment for index, segment in enumerate(layout)}
 
 
 class Model(Protocol):
@@ -57,6 +72,8 @@ class Model(Protocol):
 
     specs: {"non_layer": embedding, head and final norm, "segment_0": stacked parameters by block, ...}, all ParamSpecs.
     layout: the segments, in order.
+    mtp_layout: the modules of multi-token prediction, each a segment of one block; see execution/mtp.py.
+    mtp_weight: weight of the mean loss of these modules.
     rope: settings of the rotary positions of the keys in a cache.
     """
 
@@ -69,6 +86,12 @@ class Model(Protocol):
     @property
     def layout(self) -> tuple[Segment, ...]: ...
 
+    @property
+    def mtp_layout(self) -> tuple[Segment, ...]: ...
+
+    @property
+    def mtp_weight(self) -> float: ...
+
     def with_specs(self, specs: Params) -> "Model":
         """Return the same model over other parameters: adapted, quantised or stacked by pipeline stage."""
 
@@ -78,13 +101,26 @@ class Model(Protocol):
     def embed(self, non_layer: Params, tokens: jax.Array, context: Context) -> jax.Array:
         """Return the residual stream [B, S, D] of tokens, int32 [B, S]."""
 
+    def add_layer_inputs(self, non_layer: Params, tokens: jax.Array, x: jax.Array, context: Context) -> Context:
+        """Return the context with the inputs of the layers, given tokens [B, S] and their residual stream x."""
+
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any, Auxiliary]:
         """Run one block on x [B, S, D]. Return its output, its cache (None without one) and its auxiliary sums.
 
-        layer: the segment's `per_layer` constants of this layer.
+        layer: the segment's `per_layer` constants of this layer, and its `input`: where the context has some, or in an
+            MTP module the embeddings [B, S, D].
+        cache: None, a cache, or NewCache.
         """
+
+    def normalise(self, non_layer: Params, x: jax.Array) -> jax.Array:
+        """Return the last block's output x [B, S, D] with the final norm, as the first MTP module reads it."""
+
+    def mtp_loss(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what `loss` does, for the output x [B, S, D] of an MTP module, which has a final norm of its own."""
 
     def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
         """Return the logits, float32 [B, S, V], of the last block's output x [B, S, D]."""
@@ -95,8 +131,22 @@ class Model(Protocol):
         """Return (objective, loss), float32 sums over the tokens that count.
 
         The loss is the cross-entropy, which is only reported. The objective is differentiated: it includes the z-loss
-        and is multiplied by loss_weight, float32 scalar.
+        and is multiplied by loss_weight, float32 scalar. With an objective over pairs, the loss is what objectives.py
+        reports, float32 [len(REPORTED)], summed over pairs.
         """
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss reads `Batch.reference`."""
+
+    def zero_loss(self) -> jax.Array:
+        """Return zeros in the shape of the loss."""
+
+    def count(self, batch: Batch) -> jax.Array:
+        """Return the number of tokens, or pairs, over which the loss of a batch is summed. batch: fields [..., S]."""
+
+    def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
+        """Return the log-probability of each target, float32 [B, S], of the last block's output x [B, S, D]."""
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         """Return the empty cache of a layer of this kind, for `batch` sequences of up to `slots` tokens.

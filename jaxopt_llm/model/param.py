@@ -37,6 +37,11 @@ def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
+def constant(value: float) -> Initializer:
+    """Return an initializer that gives every element this value."""
+    return lambda key, shape, fan_in: jnp.full(shape, value, jnp.float32)
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """Shape, dtype, axes and initial values of one parameter.
@@ -76,8 +81,8 @@ class ParamSpec:
 
     @property
     def is_multiplied(self) -> bool:
-        """True for a weight of matrix products. An exact one (a router) has no contracting dimensions."""
-        return bool(self.contracting) or (self.exact and self.sign_rate is None)
+        """True for a weight of matrix products. An exact one, a router, is a matrix without contracting dimensions."""
+        return bool(self.contracting) or (self.exact and len(self.shape) - self.leading > 1)
 
     @property
     def fan_in(self) -> int:

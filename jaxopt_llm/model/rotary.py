@@ -31,7 +31,7 @@ class Rotary:
     def from_config(cls, config: ModelConfig, kind: Kind) -> "Rotary":
         """Return the embedding of the layers of one kind."""
         rope = config.rope.of_layers(kind)
-        return cls(rope, config.rotary_dim, adjacent=rope.interleaved or config.mla.kv_rank > 0)
+        return cls(rope, config.of_layers(kind).rotary_dim, adjacent=rope.interleaved or config.mla.kv_rank > 0)
 
     def __call__(self, x: jax.Array, positions: jax.Array, lengths: Leaf = None) -> jax.Array:
         """Rotate the first K features of x, [B, S, H, ...], by its positions, int [B, S]. lengths: see Context."""
@@ -49,14 +49,16 @@ class Rotary:
 
 def grow_queries(rope: RopeConfig, q: jax.Array, positions: jax.Array) -> jax.Array:
     """Multiply queries [B, S, H, K] by a factor that grows with their positions, int [B, S]: `rope.query_growth`."""
-    if not rope.query_growth:
-        return q
-    factor = 1 + rope.query_growth * jnp.log1p((positions // rope.original_length).astype(jnp.float32))
+    counted = positions + 1 if rope.growth_layers == "nope" else positions
+    length = rope.growth_length or rope.original_length
+    factor = 1 + rope.query_growth * jnp.log1p((counted // length).astype(jnp.float32))
     return (q * factor[..., None, None]).astype(q.dtype)
 
 
 def rotary_frequencies(rope: RopeConfig, size: int, lengths: Leaf = None) -> np.ndarray | jax.Array:
     """Return radians per token of each pair of features, float32 [K/2], or [..., K/2] if they depend on `lengths`.
+
+    Those of pairs that do not rotate are 0.
 
     Args:
         rope: the settings.
@@ -65,6 +67,8 @@ def rotary_frequencies(rope: RopeConfig, size: int, lengths: Leaf = None) -> np.
     """
     half = size // 2
     frequencies = rope.theta ** (-np.arange(half) / half)
+    if rope.rotated_pairs:
+        frequencies = np.where(np.arange(half) < rope.rotated_pairs, frequencies, 0.0)
     if rope.scaling == "longrope":  # Ding et al. 2024, arXiv:2402.13753
         short, long = (
             np.asarray(frequencies / factors, np.float32) for factors in (rope.short_factors, rope.long_factors)
@@ -89,7 +93,7 @@ def _unscaled_share(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     if rope.scaling == "llama3":  # Grattafiori et al. 2024, arXiv:2407.21783
         turns = rope.original_length * frequencies / (2 * math.pi)
-        return np.asarray(np.clip((turns - low) / (high - low), 0, 1))
+        return np.asarray(np.clip((turns - low) / (high - low or 1e-12), 0, 1))
     # YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2): the pairs that make `high` and `low` turns over the
     # original length, with the rounding and the bounds of all implementations.
     half = len(frequencies)

@@ -11,18 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend, select_implementation
 from jaxopt_llm.kernels.attention_auto import AttentionCall
-from jaxopt_llm.kernels.attention_types import AttentionParameters
+from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
-from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
+from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.param import ParamSpec, normal
+from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.model.rotary import Rotary, grow_queries
 from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
 from jaxopt_llm.parallel.placement import Placement
@@ -40,7 +41,9 @@ class AttentionOptions:
 
     rotary: rotary position embedding; None: no positions. window, scale, softcap: see AttentionParameters.
     implementation: name in kernels/attention.py; or "auto", that of the program around, as `attention` selects it.
-    max_segments: AttentionParameters.segments.
+    max_segments: AttentionParameters.segments. rotates_first: whether the norms of queries and keys follow RoPE.
+    chunk: tokens of a chunk of a document, outside which a query sees no key; None: documents are whole.
+    growth: settings of the queries' growth; None: queries do not grow.
     """
 
     rotary: Rotary | None
@@ -49,6 +52,9 @@ class AttentionOptions:
     softcap: float | None
     implementation: str
     max_segments: int | None = None
+    rotates_first: bool = False
+    chunk: int | None = None
+    growth: RopeConfig | None = None
 
 
 @struct.dataclass
@@ -69,10 +75,21 @@ def attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, Par
     specs = {
         "query": ParamSpec((width, heads, head_dim), ("embed", "heads", "head_dim"), (0,), normal()),
         "key": kv,
-        "value": kv,
+        **({} if config.values_from_keys else {"value": kv}),
         "output": ParamSpec((heads, head_dim, width), ("heads", "head_dim", "embed"), (0, 1), normal(residual_scale)),
     }
-    return with_biases(specs, *(name for name in BIASED_PROJECTIONS[config.biases] if name in specs))
+    if config.attention_gate == "element":
+        specs["gate"] = specs["query"]
+    specs = with_biases(specs, *(name for name in BIASED_PROJECTIONS[config.biases] if name in specs))
+    return specs | ({"sinks": ParamSpec((heads,), ("heads",), (), zeros)} if config.attention_sinks else {})
+
+
+# Products of attention's input, by the names of their weights.
+INPUT_PRODUCTS = {
+    **dict.fromkeys(("query", "gate"), "BSD,DHK->BSHK"),
+    **dict.fromkeys(("key", "value"), "BSD,DGK->BSGK"),
+}
+GATES = ("gate",)  # those of them that gate the output
 
 
 def self_attention(
@@ -83,10 +100,13 @@ def self_attention(
     norm: Function,
     query_norm: Function,
     key_norm: Function,
+    value_norm: Function,
     options: AttentionOptions,
-    cache: Cache | None,
-) -> tuple[jax.Array, Cache | None]:
+    cache: Cache | NewCache | None,
+) -> tuple[jax.Array, Cache | NewCache | None]:
     """Attend to norm(x). x: [B, S, D] -> [B, S, D].
+
+    cache: also NewCache; without a key projection, the cache of another layer, which is only read.
 
     Returns:
         The output, and the cache with the keys and values of this call written at `context.cache_index`.
@@ -94,20 +114,42 @@ def self_attention(
     by_head = functools.partial(constrain_heads, context.placement)
     keep = functools.partial(keep_projection, context.placement)
 
+    def rotate(x: jax.Array) -> jax.Array:
+        return x if options.rotary is None else options.rotary(x, context.positions, context.lengths)
+
+    def place(x: jax.Array, norm: Function) -> jax.Array:
+        return norm(rotate(x)) if options.rotates_first else rotate(norm(x))
+
     @recomputed
-    def project_in(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project_in(x: jax.Array) -> tuple[jax.Array, ...]:
         x = all_gather_sequence(norm(x), context.placement)
         x = mark(x, "attention_input", "input", "batch", "sequence", "embed")
-        q, k, v = project_all(x, params, {"query": "BSD,DHK->BSHK", "key": "BSD,DGK->BSGK", "value": "BSD,DGK->BSGK"})
-        return keep(q, "query", "heads"), keep(k, "key", "kv_heads"), keep(v, "value", "kv_heads")
+        products = {name: subscripts for name, subscripts in INPUT_PRODUCTS.items() if name in params}
+        found = dict(zip(products, project_all(x, params, products, context.placement), strict=True))
+        axes = ("batch", "sequence", "heads", "head_dim")
+        gates = [found[name] for name in GATES if name in found]
+        gates = [constrain(context.placement, gate, "attention_gate", "product", *axes[: gate.ndim]) for gate in gates]
+        q = keep(found["query"], "query", "heads")
+        keys = [keep(found[name], name, "kv_heads") for name in ("key", "value") if name in found]
+        return q, *keys, *keys[:1] * ("value" not in found), *gates
 
-    q, k, v = project_in(x)
-    q, k = query_norm(q), key_norm(k)
-    if options.rotary is not None:
-        q, k = (options.rotary(x, context.positions, context.lengths) for x in (q, k))
-        q = grow_queries(options.rotary.config, q, context.positions)
-    if cache is not None:
-        cache = Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
+    @recomputed
+    def project_out(out: jax.Array, *gates: jax.Array) -> jax.Array:
+        for gate in gates:
+            out = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
+        return project("BSHK,HKD->BSD", out, params, "output", context.placement)
+
+    q, *others = project_in(x)
+    q = place(q, query_norm)
+    if options.growth is not None:
+        q = grow_queries(options.growth, q, context.positions)
+    if "key" in params:
+        k, v, *gates = others
+        k, v = place(k, key_norm), value_norm(v)
+        cache = _write_caches(cache, k, v, context)
+    else:
+        gates = others
+    if isinstance(cache, Cache):
         k, v = (jnp.swapaxes(written, 1, 2) for written in (cache.key, cache.value))
     copies = math.lcm(k.shape[2], count_head_shards(context.placement)) // k.shape[2]
     if copies > 1:
@@ -115,10 +157,20 @@ def self_attention(
         # before the copies, so that their gradients are summed in 16 bits and not in the dtype of earlier operations.
         k, v = (by_head(x, "kv_heads") for x in (k, v))
         k, v = (by_head(jnp.repeat(x, copies, axis=2), "kv_heads") for x in (k, v))
-    attend_to = attend_to_sequence if cache is None else attend_to_cache
-    out = attend_to(q, k, v, context, options)
-    out = reduce_scatter_sequence(project("BSHK,HKD->BSD", by_head(out, "heads"), params, "output"), context.placement)
+    attend_to = attend_to_sequence if context.cache_index is None else attend_to_cache
+    sinks = weights.materialise(params["sinks"], jnp.dtype(jnp.float32)) if "sinks" in params else None
+    out = by_head(attend_to(q, k, v, context, options, sinks), "heads")
+    out = reduce_scatter_sequence(project_out(out, *gates), context.placement)
     return mark(out, "attention_output", "product", "batch", "residual_sequence", "embed"), cache
+
+
+def _write_caches(cache: Cache | NewCache | None, k: jax.Array, v: jax.Array, context: Context) -> Cache | None:
+    """Return the cache with keys and values [B, S, G, K] written; None without one."""
+    if isinstance(cache, NewCache):
+        return Cache(*(jnp.swapaxes(new, 1, 2) for new in (k, v)))
+    if cache is None:
+        return None
+    return Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
 
 
 def constrain_heads(placement: Placement, x: jax.Array, heads: str) -> jax.Array:
@@ -132,30 +184,48 @@ def keep_projection(placement: Placement, x: jax.Array, name: str, heads: str) -
 
 
 def attend_to_sequence(
-    q: jax.Array, k: jax.Array, v: jax.Array, context: Context, options: AttentionOptions
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    context: Context,
+    options: AttentionOptions,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     # No token sees a key after its own row. These bounds are the part of the window that is known at compile time.
-    window = options.window
+    window, segments = options.window, count_chunks(options.max_segments, options.chunk, q.shape[1])
+    limit = window or options.chunk
     parameters = AttentionParameters(
         options.scale,
         options.softcap,
-        keys_before=None if window is None else window - 1,
+        keys_before=None if limit is None else limit - 1,
         keys_after=0,
         window=window,
-        segments=options.max_segments,
+        segments=segments,
     )
     if options.implementation == "auto":
-        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], options.max_segments, window, options.softcap)
+        call = AttentionCall(q.shape[-1], q.dtype, k.shape[1], segments, window, options.softcap)
         kernel = select_implementation("auto", call, q, k, v)
     else:
         kernel = _select_implementation(options.implementation, context.placement, q.shape[-1], v.shape[-1])
-    return attend(kernel, parameters, q, k, v, context.key_ranges.limit_to_window(window))
+    return attend(kernel, parameters, q, k, v, _find_ranges(context, options), sinks)
 
 
-def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, context: Context, options: AttentionOptions) -> jax.Array:
+def attend_to_cache(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    context: Context,
+    options: AttentionOptions,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     # Few queries read a cache: attention is bound by memory, and XLA partitions its own operations over any mesh.
     parameters = AttentionParameters(options.scale, options.softcap)
-    return attend(attention_xla, parameters, q, k, v, context.key_ranges.limit_to_window(options.window))
+    return attend(attention_xla, parameters, q, k, v, _find_ranges(context, options), sinks)
+
+
+def _find_ranges(context: Context, options: AttentionOptions) -> KeyRanges:
+    """Return the keys that each query sees: those of its document, in the window or the chunk."""
+    return context.key_ranges.limit_to_window(options.window).limit_to_chunk(options.chunk)
 
 
 def describe_call(
@@ -168,11 +238,12 @@ def describe_call(
         documents_per_row: maximum number of documents in a row; None if any number is possible.
         parts: number of parts in which attention gets the keys.
     """
+    segments = None if documents_per_row is None else count_segments(documents_per_row)
     return AttentionCall(
-        kernel_head_dim(model),
+        kernel_head_dim(model.of_layers(most_frequent_kind(model))),
         dtype,
         sequence_length // parts,
-        None if documents_per_row is None else count_segments(documents_per_row),
+        count_chunks(segments, model.window if "chunked" in model.pattern else None, sequence_length),
         model.window if "sliding" in model.pattern else None,
         model.attention_softcap or None,
         parts,
@@ -186,6 +257,34 @@ def count_segments(documents_per_row: int) -> int:
     causal order hides the padding.
     """
     return 1 if documents_per_row == 1 else documents_per_row + 1
+
+
+def count_chunks(segments: int | None, chunk: int | None, length: int) -> int | None:
+    """Return the maximum number of segments in a row of `length` tokens whose documents are cut into chunks.
+
+    To a kernel, a chunk is a document. Each document ends with one chunk that may be shorter than the others.
+
+    segments: that of whole documents; None if any number is possible. chunk: tokens of a chunk; None: no chunks.
+    """
+    if segments is None or chunk is None or chunk >= length:
+        return segments
+    return max(segments, 2) + length // chunk
+
+
+def most_frequent_kind(model: ModelConfig) -> Kind:
+    """Return the kind of layers for which a model's kernel is chosen."""
+    return max(model.pattern, key=model.pattern.count)
+
+
+def find_implementation(model: ModelConfig, kind: Kind, chosen: str) -> str:
+    """Return the implementation of the layers of one kind: XLA's for heads of another size than the kernel's.
+
+    Few kernels support large heads, as in the global layers of Gemma 4.
+
+    chosen: the implementation that is chosen for the model.
+    """
+    sizes = {kernel_head_dim(model.of_layers(each)) for each in (kind, most_frequent_kind(model))}
+    return chosen if len(sizes) == 1 else "xla"
 
 
 def kernel_head_dim(config: ModelConfig) -> int:

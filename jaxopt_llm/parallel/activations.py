@@ -7,10 +7,12 @@ the products for the gradients of the weights. With full rematerialisation its 5
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.kernels import ring
@@ -19,15 +21,24 @@ from jaxopt_llm.kernels.attention_wrappers import Wrapper
 from jaxopt_llm.parallel.axes import PARAMETER_AXES, SPLIT_OVER_STAGES
 from jaxopt_llm.parallel.placement import Placement, Spec
 
+T = TypeVar("T")
+
 # ---- Sequence parallelism.
 
 
 def all_gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
-    """Gather all positions of the residual stream [B, S, D] for a product that `tensor` splits.
+    """Gather the residual stream [B, S, D], in the order of the tokens, for a product that `tensor` splits.
 
     Without sequence parallelism, x is returned as it is.
     """
-    return gather_positions(x, *_residual_shardings(placement)) if _splits_residual(placement) else x
+    if not _splits_residual(placement):
+        return x
+    parts = _divide_tokens(x.shape, placement)
+    if parts is None:
+        return gather_positions(x, *_residual_shardings(placement))
+    groups, width = parts[0], x.shape[-1]
+    tokens = jnp.swapaxes(x.reshape(*parts, width), 1, 2).reshape(groups, -1, width)
+    return gather_positions(tokens, *_token_shardings(placement)).reshape(x.shape)
 
 
 def reduce_scatter_sequence(y: jax.Array, placement: Placement) -> jax.Array:
@@ -35,7 +46,71 @@ def reduce_scatter_sequence(y: jax.Array, placement: Placement) -> jax.Array:
 
     It is `all_gather_sequence` transposed. Without sequence parallelism, y is returned as it is.
     """
-    return scatter_positions(y, *_residual_shardings(placement)) if _splits_residual(placement) else y
+    if not _splits_residual(placement):
+        return y
+    parts = _divide_tokens(y.shape, placement)
+    if parts is None:
+        return scatter_positions(y, *_residual_shardings(placement))
+    groups, rows, shards, length = parts
+    by_shard = y.reshape(groups, shards, rows, length, *y.shape[2:])
+    return jnp.swapaxes(scatter_positions(by_shard, *_token_shardings(placement)), 1, 2).reshape(y.shape)
+
+
+def multiply_tokens(product: Callable[[jax.Array], T], x: jax.Array, placement: Placement) -> T:
+    """Return product(x) for x [B, S, ...]: one array [B, S, ...] or several.
+
+    Where a gather brings consecutive tokens, the product gets the rows of a device as one row. XLA then sees that the
+    scatter of its result, or of the gradient of x, is a reduce-scatter.
+    """
+    parts = _divide_tokens(x.shape, placement)
+    if parts is None:
+        return product(x)
+    results = product(x.reshape(parts[0], -1, *x.shape[2:]))
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[2:]), results)
+
+
+def to_residual_order(values: jax.Array, placement: Placement) -> jax.Array:
+    """Return values of tokens [B, S, ...] in the order of the tokens in the residual stream.
+
+    If each device along `tensor` held a part of every row, copies would have to join these parts behind every gather,
+    and to separate them before every scatter. So it holds consecutive tokens of the rows one after another.
+    """
+    parts = _divide_tokens(values.shape, placement)
+    if parts is None:
+        return values
+    groups, rows, shards, length = parts
+    by_shard = values.reshape(groups, shards, rows, length, *values.shape[2:])
+    return jnp.swapaxes(by_shard, 1, 2).reshape(values.shape)
+
+
+def to_token_order(values: jax.Array, placement: Placement) -> jax.Array:
+    """Return values [B, S, ...] of tokens in the residual stream in the order of the tokens."""
+    parts = _divide_tokens(values.shape, placement)
+    if parts is None:
+        return values
+    return jnp.swapaxes(values.reshape(*parts, *values.shape[2:]), 1, 2).reshape(values.shape)
+
+
+def _divide_tokens(shape: tuple[int, ...], placement: Placement) -> tuple[int, int, int, int] | None:
+    """Return (groups, rows, shards, length) of the tokens [B, S, ...].
+
+    The devices along `tensor` share a group of rows. Each of these shards holds rows × length consecutive tokens of it.
+    None: the residual stream has the order of the tokens. So it is without sequence parallelism, with one row in a
+    group, and where `context` also divides the sequence.
+    """
+    batch, sequence = shape[:2]
+    groups, shards = placement.count_batch_parts(), placement.size("tensor")
+    is_divided = _splits_residual(placement) and placement.size("context") == 1
+    if not is_divided or batch % groups or sequence % shards or batch == groups:
+        return None
+    return groups, batch // groups, shards, sequence // shards
+
+
+def _token_shardings(placement: Placement) -> tuple[NamedSharding, NamedSharding]:
+    """Return the shardings of tokens, grouped by rows and then by shards, before and behind a gather."""
+    (batch,) = placement.activation("batch").spec
+    split, whole = PartitionSpec(batch, "tensor"), PartitionSpec(batch)
+    return NamedSharding(placement.mesh, split), NamedSharding(placement.mesh, whole)
 
 
 def _splits_residual(placement: Placement) -> bool:
@@ -90,6 +165,15 @@ def to_device_order(tokens: jax.Array, placement: Placement) -> jax.Array:
         return placement.constrain(tokens, "batch", "sequence")
     whole = placement.constrain(tokens, "batch", None)
     return placement.constrain(ring.to_zigzag(whole, placement.size("context")), "batch", "sequence")
+
+
+def to_sequence_order(values: jax.Array, placement: Placement) -> jax.Array:
+    """Return [B, S] values of tokens, in the order in which the devices hold the positions, in the order of the rows.
+
+    Every device gets whole rows.
+    """
+    whole = placement.constrain(values, "batch", None)
+    return ring.from_zigzag(whole, placement.size("context")) if uses_zigzag(placement) else whole
 
 
 def count_key_parts(placement: Placement) -> int:

@@ -128,6 +128,10 @@ class Placement:
         dims = (self._activation_table[axis] if axis else () for axis in axes)
         return self.named_sharding(tuple(tuple(axis for axis in dim if axis not in unused) for dim in dims))
 
+    def count_batch_parts(self) -> int:
+        """Return the number of devices that divide the rows of a batch, within a gradient group."""
+        return self.size(*(axis for axis in self._activation_table["batch"] if axis not in self.grouped))
+
     def count_parts(self, axis: str | None, size: int) -> int:
         """Return the number of devices that divide a dimension of an activation."""
         return 1 if axis is None or self.replicates(axis, size) else self.size(*self._activation_table[axis])

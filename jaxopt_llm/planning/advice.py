@@ -254,6 +254,8 @@ def describe_slowdown(slowdown: float) -> str:
 def _list_series(config: Config, simulated: bool) -> Iterator[list[Option]]:
     yield list(_sharding(config))
     yield from _remat(config)
+    if config.mesh.pipeline > 1 and config.pipeline.residuals == "store":
+        yield [({"pipeline.residuals": "recompute"}, "each backward runs the forward of its chunk again")]
     if not config.offload.optimizer:
         yield [({"offload.optimizer": True}, "the update reads and writes the optimizer state over PCIe")]
     yield from _batch(config)

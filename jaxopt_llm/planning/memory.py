@@ -101,8 +101,12 @@ class KnownShapes:
             if section != "non_layer" and numbers is not None:
                 for name, shape in activations.list_saved():
                     saved.setdefault(_sorted((numbers.shape[-1], *shape)), {})[name] = None
-        if waiting_inputs := Passes.from_config(config).waiting_inputs:  # 0 without a pipeline
-            saved[_sorted((waiting_inputs, *activations.stage_input_shape))] = {"chunk inputs": None}
+        passes = Passes.from_config(config)
+        if passes.waiting_chunks:
+            saved |= {_sorted((passes.waiting_chunks, *shape)): names for shape, names in saved.items()}
+        if passes.waiting_streams:
+            name = "chunk outputs" if passes.waiting_chunks else "chunk inputs"
+            saved[_sorted((passes.waiting_streams, *activations.stage_input_shape))] = {name: None}
         return dataclasses.replace(cls.from_specs(program.specs, placement, config.remat), saved=_join_names(saved))
 
     @classmethod

@@ -37,6 +37,8 @@ DECIDING = (
         "sharding.expert_room",
         "sharding.context_exchange",
         "pipeline.schedule",
+        "pipeline.virtual_stages",
+        "pipeline.split",
         "lora.rank",
         "data.documents_per_row",
         "xla.options",

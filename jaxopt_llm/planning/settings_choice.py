@@ -1,11 +1,13 @@
 """Choice of the settings that exchange memory for time, where the configuration leaves it open with `auto`.
 
-These are `remat.policy`, `training.unroll`, `training.loss_chunk` and `xla.own_remat`. Candidates are compiled in the
-order of their speed, and the first that fits is taken. Arithmetic leaves out those that cannot fit, so that most runs
-compile one candidate: the program that they run. The choice depends on the program and the GPU only, and never on the
-time that compiling takes. `sharding.expert_exchange` is chosen before, by arithmetic alone (search/exchange_choice.py).
+These are `remat.policy`, `training.unroll`, `training.loss_chunk`, `xla.own_remat` and `pipeline.residuals`. Candidates
+are compiled in the order of their speed, and the first that fits is taken. Arithmetic leaves out those that cannot fit,
+so that most runs compile one candidate: the program that they run. The choice depends on the program and the GPU only,
+and never on the time that compiling takes. `sharding.expert_exchange` is chosen before, by arithmetic alone
+(search/exchange_choice.py).
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -26,7 +28,10 @@ from jaxopt_llm.planning.units import GIB
 
 T = TypeVar("T")
 
-CHOSEN = ("remat.policy", "training.unroll", "training.loss_chunk", "xla.own_remat", "sharding.expert_exchange")
+CHOSEN = (
+    *("remat.policy", "training.unroll", "training.loss_chunk", "xla.own_remat"),
+    *("sharding.expert_exchange", "pipeline.residuals"),
+)
 NO_MEMORY = 2**63 - 1  # peak of a candidate for whose compilation there is no memory
 MAX_REFUSED = 4  # compiled candidates that do not fit; then only those that save most memory are left
 # Shortest run, by arithmetic, whose layers are unrolled: compiling them takes half a minute more, and a step 4 to 7%
@@ -60,7 +65,7 @@ class Candidate:
     predicted: float
 
     def __str__(self) -> str:
-        return format_choices(list_settings(self.config))
+        return format_choices({name: value for name, value in list_settings(self.config).items() if value != AUTO})
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ def _describe_left_out(left: Sequence[Candidate]) -> str:
 
 def _name_policy(config: Config) -> str:
     policy = format_choices({"remat.policy": config.remat.policy})
+    policy += f" {config.pipeline.residuals}" if config.mesh.pipeline > 1 else ""
     return f"{policy} unrolled" if config.training.unroll == "all" else policy
 
 
@@ -124,9 +130,10 @@ def choose_settings(
 ) -> Choice[T]:
     """Compile candidates until one fits.
 
-    A candidate that does not fit corrects the arithmetic of the others with the same `training.unroll`, by the ratio of
-    its peak to the predicted one. Those that do not fit by the corrected arithmetic are not compiled. After MAX_REFUSED
-    candidates that do not fit, only those with the last one's policy are.
+    A candidate that does not fit corrects the arithmetic of the others with the same `training.unroll` and
+    `pipeline.residuals`, by the ratio of its peak to the predicted one. Those that do not fit by the corrected
+    arithmetic are not compiled. After MAX_REFUSED candidates that do not fit, only those with the last one's policy
+    are.
 
     Args:
         compile: compiles the step of a configuration. OutOfMemory means that it does not fit.
@@ -147,10 +154,10 @@ def choose_settings(
         return compiled, agree(count_peak(compiled)), ""
 
     *faster, last = candidates
-    refused, ratios, too_large = list[str](), dict[str, float](), 0
+    refused, ratios, too_large = list[str](), dict[tuple[str, str], float](), 0
     for candidate in faster:
-        unroll, problem = candidate.config.training.unroll, ""
-        corrected = ratios.get(unroll, 0) * candidate.predicted
+        like, problem = (candidate.config.training.unroll, candidate.config.pipeline.residuals), ""
+        corrected = ratios.get(like, 0) * candidate.predicted
         if candidate.config.remat.policy != last.config.remat.policy:
             if too_large == MAX_REFUSED:
                 problem = f"not compiled, because {MAX_REFUSED} others do not fit"
@@ -162,7 +169,7 @@ def choose_settings(
                 return Choice(candidate.config, compiled, tuple(refused))
             too_large += 1
             if peak < NO_MEMORY:
-                ratios[unroll] = peak / candidate.predicted
+                ratios[like] = peak / candidate.predicted
                 problem = _compare(peak, candidate)
         refused.append(f"{candidate}: {problem or 'another process has no memory to compile it'}")
         say(refused[-1])
@@ -198,10 +205,16 @@ def format_choices(values: Mapping[str, Any]) -> str:
 def _list_variants(config: Config, cluster: Cluster, on_gpu: bool) -> Iterator[Config]:
     """Yield the configuration with the possible policies and unrolling, fastest first."""
     own_remat = {"xla.own_remat": "off"} if config.xla.own_remat == AUTO else {}
-    for policy in _list_policies(config):
-        with_policy: Config = fields.replace_fields(config, {"remat.policy": policy} | own_remat)
+    for residuals, policy in itertools.product(_list_residuals(config), _list_policies(config)):
+        changes = {"pipeline.residuals": residuals, "remat.policy": policy} | own_remat
+        with_policy: Config = fields.replace_fields(config, changes)
         for unroll in _list_unrolling(with_policy, cluster, on_gpu):
             yield fields.replace_fields(with_policy, {"training.unroll": unroll})
+
+
+def _list_residuals(config: Config) -> Iterable[str]:
+    chooses = config.mesh.pipeline > 1 and config.pipeline.residuals == AUTO
+    return ["store", "recompute"] if chooses else [config.pipeline.residuals]
 
 
 def _list_policies(config: Config) -> Iterable[Any]:

@@ -34,7 +34,7 @@ from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capabilit
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, make_document_ranges
-from jaxopt_llm.model.self_attention import describe_call
+from jaxopt_llm.model.self_attention import describe_call, most_frequent_kind
 from jaxopt_llm.run.directory import Started, find_changes
 
 CUDNN = "cudnn"
@@ -133,7 +133,7 @@ class _Chooser:
         limit = self._find_limit() if chooses else None
         call = self._describe_call(limit.documents) if limit else self._call
         excluded = self._exclude_cudnn(limit) if limit and requested == AUTO else {}
-        model = self._config.model
+        model = self._config.model.of_layers(most_frequent_kind(self._config.model))
         choice = choose_working(self._device, requested, call, model.heads // model.kv_heads, excluded, kept)
         limited = limit if choice.name == CUDNN else None
         reason = self._describe(choice, limited, anew=requested == AUTO and choice.name != kept)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.xla_options import NO_USER_OPTIONS, compiler_options
@@ -19,11 +19,14 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.setup import Setup
+from jaxopt_llm.step.reference import add_reference
 from jaxopt_llm.step.state import TrainState
 
 
 def make_held_out_loss(model: Model, executor: Executor, placement: Placement, xla: XlaConfig = NO_USER_OPTIONS) -> Any:
-    """Return a jitted (state, batch) -> (sum of the loss in nats, number of tokens where `loss_mask` is True).
+    """Return a jitted (state, batch) -> (sum of the loss, number of tokens, or pairs, that it is summed over).
+
+    The loss is in nats; with an objective over pairs it is what `Model.loss` reports.
 
     Batch fields: [M, B, S].
     """
@@ -31,7 +34,8 @@ def make_held_out_loss(model: Model, executor: Executor, placement: Placement, x
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
-        return executor.loss(model, params, batch, placement)[0], jnp.sum(batch.loss_mask)
+        batch = add_reference(model, executor, params, batch, placement)
+        return executor.loss(model, params, batch, placement)[0], model.count(batch)
 
     options = compiler_options(placement.mesh, user=xla)
     return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)
@@ -39,16 +43,16 @@ def make_held_out_loss(model: Model, executor: Executor, placement: Placement, x
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of the loss in nats over the tokens where `loss_mask` is True, and their number."""
+    """Sum of a loss over tokens or pairs, and their number; see `make_held_out_loss`."""
 
-    loss: float = 0.0
+    loss: Any = 0.0  # a number, or an array
     tokens: int = 0
 
     def __add__(self, other: "LossSum") -> "LossSum":
         return LossSum(self.loss + other.loss, self.tokens + other.tokens)
 
     @property
-    def mean(self) -> float:
+    def mean(self) -> Any:
         return self.loss / self.tokens
 
 
@@ -64,12 +68,12 @@ def measure_loss(
         held_out_loss: the function from `make_held_out_loss`, compiled or not.
         wait: returns a context in which the thread waits for the devices.
     """
-    loss, tokens = 0.0, 0
+    total = LossSum()
     for batch in batches:
         with wait():
-            batch_loss, batch_tokens = held_out_loss(state, batch)
-            loss, tokens = loss + float(batch_loss), tokens + int(batch_tokens)
-    return LossSum(loss, tokens)
+            loss, tokens = held_out_loss(state, batch)
+            total += LossSum(np.asarray(loss, np.float64), int(tokens))
+    return total
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors, json_files
@@ -20,8 +21,11 @@ from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
 # Files that are written before config.json. A start that hung leaves the stacks.
 _WRITTEN_FIRST = re.compile(
-    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl|stacks\.\d+\..*\.txt"
+    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl|"
+    r"token_rows\.safetensors|stacks\.\d+\..*\.txt"
 )
+TOKEN_ROWS = "token_rows.safetensors"
+ROWS_SHA256 = "token_rows_sha256"  # in corpus.json, if there are rows
 DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 
 
@@ -80,15 +84,34 @@ def read_base_digest(directory: Path) -> str | None:
     return digest
 
 
+def read_token_rows(directory: Path) -> token_rows.Rows:
+    """Return the rows that a run has in place of those of its base's tables.
+
+    Raises:
+        InputError: their file is missing, or it is that of another run.
+    """
+    expected = _read_identity(directory, ROWS_SHA256, "rows of the base", needed=False)
+    if expected is None:
+        return {}
+    file = directory / TOKEN_ROWS
+    if not file.exists() or token_rows.digest(rows := token_rows.read_rows(file)) != expected:
+        raise InputError(
+            f"{file}: missing or of another run: it holds rows of the base's tables (trainable_token_indices) with "
+            "which the run started; restore it"
+        )
+    return rows
+
+
 def read_tokenizer_digest(directory: Path) -> str:
     """Return `Tokenizer.sha256` of the tokenizer that a run was trained with."""
     digest: str = _read_identity(directory, "tokenizer_sha256", "tokenizer")
     return digest
 
 
-def _read_identity(directory: Path, key: str, what: str) -> Any:
+def _read_identity(directory: Path, key: str, what: str, needed: bool = True) -> Any:
     try:
-        return json_files.parse(json_files.read_bytes(directory / "corpus.json"))[key]
+        description = dict(json_files.parse(json_files.read_bytes(directory / "corpus.json")))
+        return description[key] if needed else description.get(key)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{directory}: corpus.json does not name the {what} ({error!r}); restore it") from error
 
@@ -188,14 +211,21 @@ def _changes_of_held_out(old: Config, new: Config) -> list[str]:
     return [f"evaluation.every was {before.every} and is {after.every}, which {effect}"]
 
 
-def write_run_files(config: Config, corpus: Corpus, tokenizer: Tokenizer, device: str, base_sha256: str | None) -> None:
+def write_run_files(
+    config: Config,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    device: str,
+    base_sha256: str | None,
+    rows: token_rows.Rows,
+) -> None:
     """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
 
     The tokenizer and its chat template are copied too.
 
     Args:
         device: kind of the devices.
-        base_sha256: digest of the Hugging Face folder that the run starts from; None if it starts from no folder.
+        base_sha256, rows: see `InitialWeights`.
     """
     directory = Path(config.run.directory)
     description = {
@@ -206,6 +236,9 @@ def write_run_files(config: Config, corpus: Corpus, tokenizer: Tokenizer, device
         "base_sha256": base_sha256,
     }
     keep_tokenizer(config.data, tokenizer, directory, find_prepared(corpus.files))
+    if rows:
+        description[ROWS_SHA256] = token_rows.digest(rows)
+        token_rows.write_rows(directory / TOKEN_ROWS, rows)
     replace_durably(directory / DEVICE_FILE, json.dumps({"kind": device}))
     replace_durably(directory / "corpus.json", json.dumps(description))
     replace_durably(directory / "config.json", fields.to_json(config))

@@ -17,6 +17,7 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import AVERAGE, RunWeights, describe_average, find_trained_tree, is_run_directory
 from jaxopt_llm.config import Config, cli
@@ -30,7 +31,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.run.directory import read_base_digest
+from jaxopt_llm.run.directory import read_base_digest, read_token_rows
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs, state_shardings
 
@@ -44,11 +45,13 @@ class InitialWeights:
             hold; None if there are none.
         adapter: adapter of `lora.pretrained`, for a new run.
         base_sha256: digest of the Hugging Face folder that the run started from; None if it started from no folder.
+        rows: rows in place of those of the folder's tables.
     """
 
     weights: ModelFolder | RunWeights | None
     adapter: AdapterFolder | None
     base_sha256: str | None
+    rows: token_rows.Rows
 
 
 def open_initial_weights(
@@ -66,34 +69,40 @@ def open_initial_weights(
     if start:
         needs_base = jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen
         base = open_frozen_base(directory, config) if needs_base else None
-        return InitialWeights(base, None, read_base_digest(directory))
+        return InitialWeights(base, None, read_base_digest(directory), read_token_rows(directory))
     weights = open_pretrained(config, say, processes) if config.model.pretrained else None
     base = weights if isinstance(weights, ModelFolder) else None
     adapter = pretrained.open_pretrained_adapter(config) if config.lora.pretrained else None
+    rows: token_rows.Rows = {}
     if adapter is not None:
         adapter.check_base(base)
-        if adapter.whole.stored:
+        if adapter.whole:
             if base is None:
                 raise InputError(
-                    f"lora.pretrained={adapter.path}: it also has whole weights (modules_to_save), which need the "
-                    "Hugging Face folder of the model; name that with --model.pretrained"
+                    f"lora.pretrained={adapter.path}: it also has weights of the model itself (modules_to_save, "
+                    "trainable_token_indices), which need the Hugging Face folder of the model; name that with "
+                    "--model.pretrained"
                 )
-            weights = adapter.whole.replace_in(base, adapter.model)
-    return InitialWeights(weights, adapter, base.sha256 if base else None)
+            weights, rows = adapter.whole.replace_in(base, adapter.model), adapter.whole.rows
+    return InitialWeights(weights, adapter, base.sha256 if base else None, rows)
 
 
 def open_pretrained(config: Config, say: Callable[[str], None], processes: Processes) -> ModelFolder | RunWeights:
     """Open the weights that `model.pretrained` names: a Hugging Face folder, or a run, whose last checkpoint is used.
 
     Args:
-        say: receives one line for each damaged checkpoint of that run, and one if an average is used.
+        say: receives one line for each damaged checkpoint of that run, one if an average is used, and lines about
+            modules of multi-token prediction that are not trained.
 
     Raises:
         CheckpointError: the run has no usable checkpoint.
     """
     path = hub.find_folder(config.model.pretrained, "model.pretrained=")
     if not is_run_directory(path):
-        return huggingface.open_model_folder(path).for_model(config.model)
+        folder = huggingface.open_model_folder(path, config.model.family, config.model.mtp_layers)
+        for line in folder.describe_mtp():
+            say(line)
+        return folder.for_model(config.model)
     with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
         step = checkpoints.latest_verified_step()
     if step is None:
@@ -101,6 +110,10 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
     if find_trained_tree(path / "checkpoints" / str(step)) == AVERAGE:
         say(describe_average(path, step))
     run_config = cli.load_run_config(path, "model.pretrained=")
+    if config.model.mtp_layers > (modules := run_config.model.mtp_layers):
+        raise InputError(huggingface.describe_fewer_modules(config.model, path, modules))
+    if left := modules - config.model.mtp_layers:
+        say(f"{path}: modules of multi-token prediction that are left out (model.mtp_layers): {left}")
     base = open_frozen_base(path, run_config) if run_config.training.trainable else None
     base = base and base.for_model(config.model)
     return RunWeights(path, path / "checkpoints" / str(step), run_config.model, config.model, base)
@@ -135,14 +148,14 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
     path = find_frozen_base(directory, config)
     if path is None:
         return None
-    folder = huggingface.open_model_folder(path)
+    folder = huggingface.open_model_folder(path, config.model.family, config.model.mtp_layers)
     if folder.sha256 != read_base_digest(directory):
         raise InputError(
             f"model.pretrained={config.model.pretrained}: its weights differ from those that {directory} started from, "
             "and the checkpoints of that run hold only adapters: restore the original weights, or name their "
             "revision of a hub id, org/name@commit"
         )
-    return folder.for_model(config.model)
+    return token_rows.replace_in(folder.for_model(config.model), read_token_rows(directory))
 
 
 class Weights(Protocol):

@@ -106,6 +106,11 @@ def list_warnings(setup: Setup) -> Iterator[str]:
         folder = hub.find_folder(config.lora.pretrained, "lora.pretrained=")
         if other := adapter_config.describe_other_base(folder, config.model.pretrained):
             yield other
+        if adapter_config.read_peft_config(folder).trainable_token_indices:
+            yield (
+                f"the rows of tables in {folder} (trainable_token_indices) stay as they are, unless "
+                "training.trainable names the whole table; export writes them again"
+            )
     if config.lora.rank and not config.model.pretrained:
         yield "the adapters train over random parameters; name a model with --model.pretrained"
     if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:
@@ -176,7 +181,8 @@ def list_next_commands(config: Config) -> Iterator[str]:
     else:
         yield "next:"
     has_documents = config.evaluation.every or config.evaluation.paths
-    yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
+    if not config.training.compares:  # pairs have no loss per token
+        yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
     question = "--chat" if config.data.content != "text" else "--prompt TEXT"
     yield f"  {errors.program_name('generate')} {run} {question}"
     if not _has_family(config):

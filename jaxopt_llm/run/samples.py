@@ -5,6 +5,7 @@ They are written as `generate` writes them: with a KV cache, on a mesh that spli
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +126,7 @@ def choose_prompts(
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """Yield the prompt and what follows it for `count` documents, spread evenly over a validation set.
 
-    Fewer are yielded if not enough documents have a prompt that fits.
+    Fewer are yielded if not enough documents have a prompt that fits. Of pairs, only the chosen documents count.
 
     Args:
         longest: maximum number of tokens of a prompt and an answer together.
@@ -138,8 +139,10 @@ def choose_prompts(
         if size <= 0:
             return
         starts = stream.document_starts(begin, size)
-        ends = np.append(starts, begin + size)[1:]
-        for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
+        documents = list(pairwise([*starts.tolist(), begin + size]))
+        if stream.pairs:
+            documents = documents[stream.document_starts(0, begin).size % 2 :: 2]
+        for first, last in documents:
             begin = last
             tokens, counted = stream.read(first, last - first), stream.read_mask(first, last - first)
             if pair := _split_document(tokens.astype(np.int32), counted, longest - answer, answer):

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config import Config, TrainingConfig, fields
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.training import Objective
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -209,6 +211,20 @@ def open_documents(config: Config, processes: Processes) -> Documents:
     return Documents(tokenizer, corpus, sets)
 
 
+def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
+    """Raise InputError unless rows hold pairs of answers if the objective compares answers, and only then."""
+    if rows.pairs and not training.compares:
+        choices = ", ".join(get_args(Objective)[1:])
+        raise InputError(
+            f"{rows.name} holds pairs of a chosen and a rejected answer: set --training.objective to one of {choices}"
+        )
+    if training.compares and not rows.pairs:
+        raise InputError(
+            f"training.objective={training.objective} compares a chosen with a rejected answer, and {rows.name} holds "
+            "no such pairs: name rows with chosen and rejected, and set --data.content preference"
+        )
+
+
 def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHED) -> Data:
     """Pack the documents of a run into rows.
 
@@ -222,7 +238,9 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     def pack(stream: TokenStream, name: str) -> PackedRows:
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents
-        return PackedRows(stream, length, size, name, long_documents, limit, pulse)
+        rows = PackedRows(stream, length, size, name, long_documents, limit, pulse)
+        _check_objective(config.training, rows)
+        return rows
 
     training = tuple(pack(source.training, source.name) for source in corpus.sources)
     if corpus.held_out is not None:

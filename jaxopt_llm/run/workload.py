@@ -14,6 +14,7 @@ from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.data.rows.loader import read_ahead
 from jaxopt_llm.data.tokens.prepared import Verification
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.model import objectives
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
@@ -183,6 +184,8 @@ class DecoderWorkload:
     def measure(self, state: TrainState) -> dict[str, float]:
         """Return the mean loss over all validation sets, `eval_loss`, and the loss of each of `evaluation.paths`.
 
+        With an objective over pairs, the metrics of all pairs follow, `eval_rewards/accuracy` and so on.
+
         With `training.ema_decay`, the average is measured in place of the parameters.
         """
         total, losses = LossSum(), {}
@@ -192,8 +195,9 @@ class DecoderWorkload:
             loss = measure_loss(self._programs.held_out, state, placed, self.processes.main.wait)
             total += loss
             if self.config.evaluation.paths:
-                losses[f"eval_loss/{name}"] = loss.mean
-        return {"eval_loss": total.mean} | losses
+                losses[f"eval_loss/{name}"] = float(objectives.split_loss(loss.mean)[0])
+        whole, metrics = objectives.split_loss(total.mean)
+        return {"eval_loss": float(whole)} | losses | {f"eval_{name}": float(value) for name, value in metrics.items()}
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return self._sampler(state)
@@ -209,7 +213,8 @@ class DecoderWorkload:
 
     def write_files(self) -> None:
         data, device = self._setup.data, self._setup.placement.mesh.devices.flat[0].device_kind
-        write_run_files(self.config, data.corpus, data.tokenizer, device, self._initial.base_sha256)
+        initial = self._initial
+        write_run_files(self.config, data.corpus, data.tokenizer, device, initial.base_sha256, initial.rows)
 
 
 def load_state(

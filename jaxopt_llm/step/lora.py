@@ -25,6 +25,11 @@ def is_block_matrix(path: str, spec: ParamSpec) -> bool:
     return bool(spec.leading and spec.contracting)
 
 
+def _can_adapt(path: str, spec: ParamSpec) -> bool:
+    """Return whether a parameter is a matrix. Those of MTP modules, which PEFT does not have, get no adapters."""
+    return bool(spec.contracting) and not path.startswith("mtp_")
+
+
 def problems(
     specs: Params, config: LoraConfig, trainable: tuple[str, ...] = (), is_quantised: Select = is_block_matrix
 ) -> list[str]:
@@ -39,7 +44,7 @@ def problems(
     mistakes = [f"training.trainable: {each}" for each in _pattern_problems(paths, paths, trainable, "parameter")]
     if not config.rank:
         return mistakes
-    matrices = {path: spec for path, spec in tree.leaves_with_path(specs) if spec.contracting}
+    matrices = {path: spec for path, spec in tree.leaves_with_path(specs) if _can_adapt(path, spec)}
     mistakes += [f"lora.targets: {each}" for each in _pattern_problems(paths, [*matrices], config.targets, "matrix")]
     adapted = {path: spec for path, spec in matrices.items() if _first_target(path, config.targets)}
     both = [path for path in adapted if tree.first_match(path, trainable)]
@@ -164,7 +169,7 @@ def adapt_model(
         if path in whole:
             return spec
         base = _freeze(path, spec, config, precision, is_quantised)
-        if not (config.rank and spec.contracting and _first_target(path, config.targets)):
+        if not (config.rank and _can_adapt(path, spec) and _first_target(path, config.targets)):
             return base
         return replace(leaves.lora_specs(spec, config.rank, config.scale, config.dora, config.dropout), base=base)
 

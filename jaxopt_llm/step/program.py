@@ -34,6 +34,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.objectives import Preference
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.activations import count_key_parts
@@ -372,9 +373,11 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         config.model,
         training.logit_tokens,
         training.z_loss,
+        training.mtp_weight,
         attention=attention.name,
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
+        preference=Preference(training.objective, config.preference) if training.compares else None,
         counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
 

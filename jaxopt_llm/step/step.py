@@ -21,9 +21,10 @@ import optax
 
 from jaxopt_llm.config.run import Options
 from jaxopt_llm.core import tree
+from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import Executor, sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
-from jaxopt_llm.model import param
+from jaxopt_llm.model import objectives, param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import leaves, outliers
 from jaxopt_llm.model.linear.leaves import ScaledWeight, is_wrapped
@@ -35,6 +36,7 @@ from jaxopt_llm.parallel.zero import LOCAL_GROUPS
 from jaxopt_llm.step import update
 from jaxopt_llm.step.guard import Guard, adjust_loss_scale, judge_step
 from jaxopt_llm.step.hyperparameters import Hyperparameters, make_rate_metrics, place_hyperparameters
+from jaxopt_llm.step.reference import add_reference
 from jaxopt_llm.step.state import StateSpecs, TrainState, state_shardings
 from jaxopt_llm.step.update import LossOptimizer, Scalars, SectionOptimizers, Updatable
 
@@ -303,9 +305,21 @@ def make_decoder_advance(
     else:
         differentiate = differentiate_decoder(model, executor, placement, specs.largest)
         advance = update_after_backward(differentiate, bind, specs, placement, settings)
+    if model.needs_reference:
+        advance = _with_reference(advance, model, executor, placement)
     if settings.dropout_seed is None:
         return advance
     return _with_noise(advance, settings.dropout_seed, placement)
+
+
+def _with_reference(advance: Advance, model: Model, executor: Executor, placement: Placement) -> Advance:
+    """Add the log-probabilities of the reference model to the batch."""
+
+    def advance_with_reference(state: TrainState, batch: Batch, hyperparameters: Hyperparameters | None) -> Outcome:
+        params = tree.merge(state.trainable, state.frozen)
+        return advance(state, add_reference(model, executor, params, batch, placement), hyperparameters)
+
+    return advance_with_reference
 
 
 def _with_noise(advance: Advance, seed: int, placement: Placement) -> Advance:
@@ -323,20 +337,21 @@ def _with_noise(advance: Advance, seed: int, placement: Placement) -> Advance:
     return advance_with_noise
 
 
-def _invert_tokens(batch: Batch) -> jax.Array:
-    """Return 1 / tokens that count, float32. A batch without any has loss 0 and gradient 0, not NaN."""
-    return 1.0 / jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
+def _invert_count(model: Model, batch: Batch) -> jax.Array:
+    """Return 1 / tokens or pairs that count, float32. A batch without any has loss 0 and gradient 0, not NaN."""
+    return 1.0 / jnp.maximum(model.count(batch), 1).astype(jnp.float32)
 
 
 def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
-    """Return the metrics of the routers, or the number of outlier columns that were left; never both."""
-    return dict(statistics if outliers.LEFT in statistics else experts.router_metrics(statistics))
+    """Return the losses of MTP modules, and the metrics of routers or the number of outlier columns that were left."""
+    rest = {name: value for name, value in statistics.items() if name not in mtp.STATISTICS}
+    return mtp.make_metrics(statistics) | (rest if outliers.LEFT in rest else experts.router_metrics(rest))
 
 
 def differentiate_decoder(
     model: Model, executor: Executor, placement: Placement, largest_specs: Params | None
 ) -> Differentiate:
-    """Return the function that computes the gradients of the mean loss over tokens.
+    """Return the function that computes the gradients of the mean loss over tokens or pairs.
 
     largest_specs: specs of `TrainState.largest`.
     """
@@ -344,19 +359,20 @@ def differentiate_decoder(
         model = model.with_specs(leaves.map_scaled(ScaledWeight, largest_specs, model.specs))
 
     def differentiate(state: TrainState, batch: Batch, scale: jax.Array | float) -> Differentiated:
-        per_token = _invert_tokens(batch)
+        weight = _invert_count(model, batch)
         # `trainable` is the compute copy where there is one, and the masters otherwise.
         trainable, frozen, largest = state.trainable, state.frozen, state.largest
         if largest is not None:
             trainable = leaves.map_scaled(lambda weight, _: ScaledWeight(weight, None), largest, trainable)
             frozen = leaves.map_scaled(lambda _, magnitude: ScaledWeight(None, magnitude), largest, frozen)
         loss, _, auxiliary, gradients = executor.loss_and_gradients(
-            model, trainable, frozen, batch, scale * per_token, placement
+            model, trainable, frozen, batch, scale * weight, placement
         )
         if largest is not None:
             gradients = leaves.map_scaled(lambda gradient, _: gradient.array, largest, gradients)
-        metrics = _make_metrics(auxiliary.statistics)
-        return Differentiated(loss * per_token, gradients, scale, metrics, state.variables)
+        loss, metrics = objectives.split_loss(loss * weight)
+        metrics |= _make_metrics(auxiliary.statistics)
+        return Differentiated(loss, gradients, scale, metrics, state.variables)
 
     return differentiate
 
@@ -377,14 +393,14 @@ def update_in_backward(
             period_specs = param.period_specs(specs.masters[section])
             return update.update_period(optimizers[section], period_specs, placement, period_state, gradients, scalars)
 
-        per_token = _invert_tokens(batch)
+        weight = _invert_count(model, batch)
         sections = update.split_sections(state.updatable)
         loss, squares, auxiliary, sections = loss_and_update(
-            model, sections, state.frozen, batch, per_token, placement, read_params, update_period
+            model, sections, state.frozen, batch, weight, placement, read_params, update_period
         )
-        loss, norm, overflow = loss * per_token, jnp.sqrt(squares), jnp.bool(False)
+        (loss, metrics), norm, overflow = objectives.split_loss(loss * weight), jnp.sqrt(squares), jnp.bool(False)
         _, guard = judge_step(state.guard, loss, norm, overflow)
-        metrics = _make_metrics(auxiliary.statistics)
+        metrics |= _make_metrics(auxiliary.statistics)
         return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)
 
     return advance

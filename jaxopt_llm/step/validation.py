@@ -112,7 +112,10 @@ def _quantisation_problems(config: Config) -> list[str]:
     if exempt and 2 * exempt >= layers:
         problems.append(f"{name} at each end exempts all of model.layers={layers}: set at most {(layers - 1) // 2}")
     if exempt and config.mesh.pipeline > 1:
-        problems.append(f"{name} does not support mesh.pipeline={config.mesh.pipeline}: {remedy}")
+        problems.append(
+            f"{name} does not support mesh.pipeline={config.mesh.pipeline}, whose stages all run the same program: "
+            + remedy
+        )
     if exempt and config.remat.every > 1:
         problems.append(f"{name} does not support remat.every={config.remat.every}: {remedy} or --remat.every 1")
     return problems
@@ -198,21 +201,26 @@ def tensor_problems(
     model: ModelConfig, sequence_length: int, sequence_parallel: bool, tensor: int, context: int = 1
 ) -> list[str]:
     """Check the sizes of all logical axes that the placement's tables map to `tensor`."""
-    over, heads, kv_heads = f"mesh.tensor={tensor}", model.heads, model.kv_heads
+    over, heads = f"mesh.tensor={tensor}", model.heads
+    kv_heads = {name: count for name in ("kv_heads", "global_kv_heads") if (count := getattr(model, name))}
     padded = pad_vocabulary_size(model.vocabulary_size)
-    dense = not all(map(model.moe.has_experts, range(model.layers)))
+    dense = not all(map(model.moe.has_experts, range(model.blocks)))
     names = ["mlp_width"] * dense + ["moe.expert_width", "moe.shared_expert_width"] * bool(model.moe.experts)
+    names += ["layer_input_size"] * bool(model.layer_input_size)
     widths = {f"model.{name}={get_field(model, name)}": get_field(model, name) for name in names}
+    if model.mtp_layers:  # the inputs of the projection of an MTP module
+        widths[f"2 × model.width={model.width}"] = 2 * model.width
     vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
-    problems = _divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=kv_heads)
+    problems = _divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=math.lcm(*kv_heads.values()))
     for name, width in widths.items():
         problems += _divisibility_problems(name, width, tensor, over)
     problems += _divisibility_problems(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE)
     # Fewer key-value heads than `tensor` are replicated; see Placement.replicates.
-    if kv_heads > tensor and kv_heads % tensor:
-        valid = [n for n in range(1, heads + 1) if heads % n == 0 and (n < tensor or n % tensor == 0)]
-        below, above = [n for n in valid if n < kv_heads], [n for n in valid if n > kv_heads]
-        problems.append(_message(f"model.kv_heads={kv_heads}", over, [*below[-1:], *above[:1]]))
+    for name, count in kv_heads.items():
+        if count > tensor and count % tensor:
+            valid = [n for n in range(1, heads + 1) if heads % n == 0 and (n < tensor or n % tensor == 0)]
+            below, above = [n for n in valid if n < count], [n for n in valid if n > count]
+            problems.append(_message(f"model.{name}={count}", over, [*below[-1:], *above[:1]]))
     if sequence_parallel:
         length = f"training.sequence_length={sequence_length}, which sharding.sequence_parallel splits,"
         over = f"mesh.context={context} × {over}" if context > 1 else over

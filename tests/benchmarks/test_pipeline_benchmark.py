@@ -29,7 +29,7 @@ def test_what_the_tables_say_is_counted_and_by_formula() -> None:
 
 
 def test_what_waits_is_divided() -> None:
-    config = pipeline.configured(pipeline.LARGE, pipeline.DEEP)
+    config = pipeline.configured(pipeline.LARGE, pipeline.stages("1f1b", 16, residuals="recompute"))
     assert pipeline.waiting_bytes(config, 3) == 3 * 4 * 4096 * 8192 * 2 // 8
     divided = dataclasses.replace(config, mesh=MeshConfig(pipeline=16, fsdp=2, tensor=2))
     assert pipeline.waiting_bytes(divided, 3) == 3 * 2 * 4096 * 8192 * 2 // 2

@@ -87,3 +87,14 @@ def test_savings_on_llama2_7b_with_4096_tokens() -> None:
     assert offloaded.host == (1 + 2 * 11_008 / 4096) * activation > 0.5 * none.activations
     assert offloaded.flops == none.flops
     assert {round(each.gathered, 1) for each in (none, full, offloaded)} == {2}
+
+
+@pytest.mark.slow
+def test_a_single_layer_keeps_no_more_than_its_input() -> None:
+    """XLA replaces a loop over one layer by its body, and must not merge the two forwards."""
+    switches = (("moe.experts", 4), ("moe.expert_width", 2048))
+    dense_first, alike = (
+        compiled(LAYERS, FSDP, 3, "full", switches=(*switches, ("moe.dense_layers", dense)), shape=(16, 512))
+        for dense in (1, 0)
+    )
+    assert dense_first.memory.temporaries <= 1.02 * alike.memory.temporaries

@@ -61,7 +61,7 @@ def peak(held: list[int], write: Callable[[], None]) -> int:
 def test_an_export_holds_a_few_tensors(
     divided: bool, base: Path, held: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint whose stacks are single chunks, as older ones are, costs one stack and is decompressed once."""
+    """A checkpoint whose stacks are single chunks costs one stack in memory, and is decompressed once to be written."""
     monkeypatch.setattr(orbax_arrays, "MAX_STACK_CHUNK_BYTES", LAYER_BYTES if divided else 2**40)
     convert.import_folder(base, tmp_path / "run", str(base))
     reads: list[str] = []
@@ -76,7 +76,7 @@ def test_an_export_holds_a_few_tensors(
 
     monkeypatch.setattr(RunWeights, "_read_slice", read_and_count)
     bound = 6 * LAYER_BYTES if divided else (CONFIG.layers // 2 + 5) * LAYER_BYTES
-    most = peak(held, lambda: convert.export_run(tmp_path / "run", tmp_path / "out", None, 10**9))
+    most = peak(held, lambda: convert.export_run(tmp_path / "run", tmp_path / "out", None, 10**9, check=False))
     assert most < bound < 0.4 * MODEL_BYTES
     assert len(reads) == len(set(reads))
     assert_same_tensors(tmp_path / "out", base)

@@ -158,6 +158,23 @@ def test_a_branch_in_a_loop_counts_by_its_scope(mesh: Mesh, by_index: bool) -> N
     assert hlo.count_dot_flops(text) == (3 * 2 + 9 * 1) * 2 * 32 * 64 * 64
 
 
+def test_a_scope_counts_in_a_derivative(mesh: Mesh) -> None:
+    """JAX writes jvp(3_of_12_times)/cond for it."""
+
+    def step(x: jax.Array, flag: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope(taken_scope_name(3, 12)):
+            return lax.cond(flag > 0, lambda x: jnp.tanh(x @ w), lambda x: x, x)
+
+    def loop(flags: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
+        def add(total: jax.Array, flag: jax.Array) -> tuple[jax.Array, None]:
+            return total + jax.vjp(lambda x: step(x, flag, w), total)[1](total)[0], None
+
+        return lax.scan(add, x, flags)[0]
+
+    text = compiled_text(loop, array(mesh, (12,), dtype=jnp.int32), array(mesh, (64, 64)), array(mesh, (32, 64)))
+    assert hlo.count_dot_flops(text) == 3 * 2 * 2 * 32 * 64 * 64
+
+
 def test_trip_count_of_an_uncompiled_loop_comes_from_its_condition() -> None:
     text = jax.jit(layers).lower(jnp.ones((7, 64, 64)), jnp.ones((32, 64))).as_text(dialect="hlo")
     assert "known_trip_count" not in text

@@ -49,6 +49,7 @@ CONFIGS = {
     "switches": SWITCHES,
     "learned": replace(toy.UNIFORM, positions="learned", max_positions=16, norm="layer", mlp="gelu"),
     "latent": LATENT,
+    "shared keys": replace(toy.CONFIG, shared_key_layers=2, wide_mlp=True, layer_input_size=8),
 }
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
 
@@ -98,6 +99,7 @@ TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocabulary"
             None,
         ),
         ("latent", {"mesh": {"fsdp": 8}, "remat": {"policy": "full"}}, None),
+        ("shared keys", {"mesh": {"fsdp": 8}, "remat": {"policy": "full"}}, None),
     ],
 )
 def test_losses_and_gradients_are_those_of_the_decoder(name: str, sections: Any, rules: Any) -> None:

@@ -25,7 +25,11 @@ from jaxopt_llm.parallel.zero import parameter_sharding
 ROWS, LENGTH = 32, 16
 UNIFORM = replace(toy.UNIFORM, layers=11)  # chunks of unequal lengths
 SEGMENTS = replace(toy.CONFIG, layers=9, tied_head=False)
-SCHEDULES = {"gpipe": PipelineConfig("gpipe"), "1f1b": EVEN, "interleaved": PipelineConfig("interleaved", 2)}
+SCHEDULES = {
+    "gpipe": PipelineConfig("gpipe", residuals="store"),
+    "1f1b": PipelineConfig(residuals="store"),
+    "interleaved": PipelineConfig("interleaved", 2, residuals="store"),
+}
 MESHES = {
     "data-tensor": (1, {"pipeline": 2, "data": 2, "tensor": 2}),
     "fsdp": (1, {"pipeline": 4, "fsdp": 2}),
@@ -115,11 +119,16 @@ def test_a_schedule_changes_nothing(schedule: str, mesh: str, times: int) -> Non
     assert_as_on_one_device(UNIFORM, mesh, SCHEDULES[schedule], times * MESHES[mesh][1]["pipeline"])
 
 
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "interleaved"])
+def test_a_chunk_that_runs_again_changes_nothing(schedule: str) -> None:
+    assert_as_on_one_device(UNIFORM, "fsdp", replace(SCHEDULES[schedule], residuals="recompute"), 8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipelined", "microbatches"),
     [
-        (PipelineConfig("1f1b", split=(2, 7)), 4),
+        (PipelineConfig("1f1b", split=(2, 7), residuals="store"), 4),
         (PipelineConfig("interleaved", 2, split=(2, 4, 2, 1)), 8),
     ],
     ids=str,

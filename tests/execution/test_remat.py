@@ -30,6 +30,7 @@ MODEL = replace(
 LATENT = replace_fields(
     MODEL, {"mla.kv_rank": 32, "mla.query_rank": 32, "mla.rotary_head_dim": 8, "mla.value_head_dim": 16}
 )
+PARALLEL = replace(MODEL, parallel_block=True, norm="layer_no_bias", attention_gate="element", mlp="xielu")
 ROWS = toy.packed(2, LENGTH)
 TOKENS = np.float32(np.sum(ROWS.loss_mask))
 ACTIVATION = 2 * LENGTH * WIDTH * 4  # bytes of [B, S, D]
@@ -111,7 +112,7 @@ def predict(remat: RematConfig, model: ModelConfig) -> tuple[float, float]:
     return kept, multiplied + 2 * any(mark.name.role == "attention" for mark in backward.recomputed)
 
 
-@pytest.mark.parametrize("model", [MODEL, LATENT], ids=["plain", "latent"])
+@pytest.mark.parametrize("model", [MODEL, LATENT, PARALLEL], ids=["plain", "latent", "parallel"])
 @pytest.mark.parametrize(
     "policy", ["dots", "save_qkv", "save_attention", "full", ("mlp_up", "attention_output"), ("latent", "key")], ids=str
 )
@@ -126,6 +127,7 @@ def test_blocks_name_the_intermediates_of_the_model() -> None:
     plain = ["block_input", "attention_input", "query", "key", "value", "attention", "attention_output"]
     assert list_intermediates(Decoder(MODEL)) == [*plain, "mlp_input", "mlp_gate", "mlp_up", "mlp_output"]
     assert "mlp_gate" not in list_intermediates(Decoder(replace(MODEL, mlp="gelu")))
+    assert "attention_gate" in list_intermediates(Decoder(PARALLEL))
     latents = {"query_latent", "latent", "rotary_key"}
     assert {*list_intermediates(Decoder(LATENT))} - {*plain} >= latents
     assert {"router_logits", "expert_rows"} <= {*list_intermediates(Decoder(replace_fields(MODEL, {"moe.experts": 4})))}

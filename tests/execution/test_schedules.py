@@ -56,12 +56,12 @@ def forward_ticks(stages: int, microbatches: int, chunks: int) -> int:
 
 
 def live_inputs(table: Table) -> int:
-    """Return the most chunks of a stage that are between the start of their forward and the end of their backward."""
+    """Return the most chunks of a stage that are between their forward and their backward at the end of a tick."""
     most = 0
     for stage in range(table.stages):
         begun = np.cumsum(table.forward.microbatch[:, stage] >= 0)
         ended = np.cumsum(table.backward.microbatch[:, stage] >= 0)
-        most = max(most, int(np.max(begun - np.concatenate([[0], ended[:-1]]))))
+        most = max(most, int(np.max(begun - ended)))
     return most
 
 
@@ -80,16 +80,6 @@ def run(table: Table, weights: np.ndarray, inputs: np.ndarray) -> tuple[np.ndarr
         sent, sent_back = np.full(stages, np.nan), np.full(stages, np.nan)
         for stage in range(stages):
             microbatch, chunk, buffer = (
-                each[tick, stage] for each in (table.forward.microbatch, table.forward.chunk, table.forward.buffer)
-            )
-            number = chunk * stages + stage
-            if microbatch >= 0:
-                waiting[stage, buffer] = inputs[microbatch] if number == 0 else activations[stage]
-                sent[stage] = np.tanh(weights[number] * waiting[stage, buffer])
-                if number == last:
-                    outputs[microbatch] = sent[stage]
-        for stage in range(stages):
-            microbatch, chunk, buffer = (
                 each[tick, stage] for each in (table.backward.microbatch, table.backward.chunk, table.backward.buffer)
             )
             number = chunk * stages + stage
@@ -100,6 +90,18 @@ def run(table: Table, weights: np.ndarray, inputs: np.ndarray) -> tuple[np.ndarr
                 sent_back[stage] = inner * weights[number]
                 if number == 0:
                     by_input[microbatch] = sent_back[stage]
+        for stage in range(stages):
+            microbatch, chunk, buffer = (
+                each[tick, stage] for each in (table.forward.microbatch, table.forward.chunk, table.forward.buffer)
+            )
+            number = chunk * stages + stage
+            if table.forward.active[tick]:
+                waiting[stage, buffer] = np.nan  # what a stage without work writes
+            if microbatch >= 0:
+                waiting[stage, buffer] = inputs[microbatch] if number == 0 else activations[stage]
+                sent[stage] = np.tanh(weights[number] * waiting[stage, buffer])
+                if number == last:
+                    outputs[microbatch] = sent[stage]
         activations, gradients = np.roll(sent, 1), np.roll(sent_back, -1)
     return outputs, by_weight, by_input
 
@@ -175,7 +177,7 @@ def test_the_number_of_ticks_is_the_formulas(case: Case) -> None:
     if chunks == 1 or microbatches % stages == 0:
         assert one_way == chunks * microbatches + stages - 1
     assert np.sum(table.forward.active) == np.sum(table.backward.active) == one_way
-    before_backward = one_way if schedule == "gpipe" else chunks * stages - 1
+    before_backward = one_way if schedule == "gpipe" else chunks * stages
     assert len(table.forward.active) == len(table.backward.active) == before_backward + one_way
     assert not np.any(table.forward.active[one_way:]) and not np.any(table.backward.active[:before_backward])
 
@@ -190,12 +192,15 @@ def test_the_idle_share_is_the_formulas(case: Case) -> None:
 
 
 @every_formula
-def test_the_number_of_buffers_is_the_formulas_and_none_is_spare(case: Case) -> None:
+def test_the_number_of_buffers_is_the_formulas(case: Case) -> None:
+    """Check also that few microbatches need one more, which a stage writes while it has no work."""
     schedule, stages, microbatches, chunks = case
     round_size = min(microbatches, stages)
     waiting = microbatches if schedule == "gpipe" else (chunks - 1) * round_size + min(microbatches, 2 * stages - 1)
     table = make_table(*case)
-    assert table.buffers == live_inputs(table) == waiting
+    assert live_inputs(table) == waiting
+    spare = stages > 1 and (schedule == "gpipe" or microbatches < 2 * stages - 1)
+    assert table.buffers in {waiting, waiting + spare}
     if schedule == "interleaved":
         assert waiting <= (chunks + 1) * stages - 1
 
@@ -208,19 +213,15 @@ def test_buffers_do_not_grow_with_the_microbatches(schedule: Schedule, chunks: i
 @every_formula
 def test_phases_are_consecutive_ticks_that_are_alike(case: Case) -> None:
     """The executor makes a loop of each phase: they are few for any number of microbatches."""
-    schedule, stages, _, chunks = case
+    schedule, _, microbatches, _ = case
     table = make_table(*case)
     phases = table.phases
     assert [tick for phase in phases for tick in phase] == list(range(len(table.forward.active)))
     kinds = [
         {(bool(table.forward.active[tick]), bool(table.backward.active[tick])) for tick in phase} for phase in phases
     ]
-    if schedule == "gpipe":
-        assert kinds == [{(True, False)}, {(False, True)}]
-    elif stages == chunks == 1:
-        assert kinds == [{(True, True)}]
-    else:
-        assert kinds == [{(True, False)}, {(True, True)}, {(False, True)}]
+    both = [] if schedule == "gpipe" or microbatches == 1 else [{(True, True)}]
+    assert kinds == [{(True, False)}, *both, {(False, True)}]
 
 
 @pytest.mark.parametrize("stages, microbatches, chunks", [(4, 8, 1), (4, 6, 2), (3, 1, 3)])
@@ -238,25 +239,25 @@ def ticks(rows: list[list[list[int]]]) -> np.ndarray:
 
 
 # Two stages of one chunk, two microbatches: int [V, S, M].
-FORWARD, BACKWARD = ticks([[[0, 1], [1, 2]]]), ticks([[[2, 3], [1, 2]]])
+FORWARD, BACKWARD = ticks([[[0, 1], [1, 2]]]), ticks([[[3, 4], [2, 3]]])
 
 
 REFUSED = {
     "late": (ticks([[[0, 1], [1, 3]]]), BACKWARD + 2, "does not run one tick after"),
     "early": (ticks([[[0, 1], [0, 1]]]), BACKWARD, "does not run one tick after"),
-    "late backward": (FORWARD, ticks([[[3, 3], [1, 2]]]), "does not run one tick after"),
+    "late backward": (FORWARD, ticks([[[4, 4], [2, 3]]]), "does not run one tick after"),
     "backward in the forward's order": (FORWARD, FORWARD + 3, "does not run one tick after"),
     "two microbatches in a tick": (ticks([[[0, 0], [1, 1]]]), BACKWARD + 1, "microbatches in order"),
     "backwards in reverse": (FORWARD, ticks([[[4, 3], [3, 2]]]), "microbatches in order"),
     "two chunks in a tick": (ticks([[[0, 2], [1, 3]], [[2, 4], [3, 5]]]), FORWARD, "two chunks in a tick"),
-    "backward first": (FORWARD + 1, BACKWARD, "before its forward"),
+    "backward first": (FORWARD + 1, BACKWARD, "after its forward"),
     "before the first tick": (FORWARD - 1, BACKWARD, "before the first tick"),
 }
 
 
 @pytest.mark.parametrize("forward, backward, message", REFUSED.values(), ids=REFUSED)
 def test_impossible_schedules_are_refused(forward: np.ndarray, backward: np.ndarray, message: str) -> None:
-    assert tabulate(FORWARD, BACKWARD).buffers == 2
+    assert tabulate(FORWARD, BACKWARD).stages == 2
     with pytest.raises(AssertionError, match=message):
         tabulate(forward, backward)
 

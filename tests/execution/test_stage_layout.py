@@ -59,6 +59,36 @@ def test_two_segments_follow_each_other_over_the_stages() -> None:
     np.testing.assert_array_equal(split_periods(segments, 2)[1], [[[-1], [0]]])
 
 
+def segment(layers: int, repeats: int) -> Segment:
+    kinds = ("global",) * layers
+    return Segment(kinds, repeats, {"index": np.arange(repeats * layers).reshape(repeats, layers)}, (False,) * layers)
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "slots"), [(16, 1, (1, 5)), (8, 1, (3, 8)), (8, 2, (1, 5)), (16, 2, (1, 2)), (8, 3, (1, 3))]
+)
+def test_chunks_have_few_slots_for_rare_layers(stages: int, virtual: int, slots: tuple[int, int]) -> None:
+    """Of DeepSeek-V3: three dense layers before 58 with experts. As equal as possible, 16 stages have 3 + 4 slots."""
+    pipeline = PipelineConfig("interleaved" if virtual > 1 else "1f1b", virtual)
+    found = split_periods((segment(1, 3), segment(1, 58)), stages, pipeline)
+    assert tuple(each.shape[-1] for each in found) == slots
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_split_keeps_every_period_and_its_place(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    layout = tuple(segment(*map(int, random.integers(1, (4, 20)))) for _ in range(random.integers(2, 5)))
+    periods = [(index, period) for index, each in enumerate(layout) for period in range(each.repeats)]
+    stages = int(random.integers(2, 1 + len(periods)))
+    found = split_periods(layout, stages)
+    by_stage = [
+        [(index, int(period)) for index, places in enumerate(found) for period in places[0, stage] if period >= 0]
+        for stage in range(stages)
+    ]
+    assert list(itertools.chain(*by_stage)) == periods
+    assert all(by_stage)
+
+
 @pytest.mark.parametrize("last", [1, 2, 9])
 def test_every_stage_has_a_period(last: int) -> None:
     """Even if one segment has many more layers than the others."""

@@ -112,7 +112,7 @@ def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_bas
     larger, path = replace(CONFIG, vocabulary_size=600), tmp_path / "adapter"
     params = jax.device_put(adapters.add_adapters(larger, "attention/query"), toy.placement().replicated)
     whole = WholeParameters(
-        LoadedLayers(collect_leaves(params)), frozenset({"non_layer/embedding/table", "non_layer/head/table"}), True
+        LoadedLayers(collect_leaves(params)), frozenset({"non_layer/embedding/table", "non_layer/head/table"}), True, {}
     )
     family = huggingface.choose_family(larger)
     write_adapter_folder(path, params, family, larger, adapters.LORA, whole=whole)
@@ -130,7 +130,7 @@ def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_bas
     found, merged = load_pretrained(base, path), load_pretrained(tmp_path / "merged")
     assert merged.config.vocabulary_size == 600
     chex.assert_trees_all_close(found.logits(TOKENS + 80), merged.logits(TOKENS + 80), rtol=1e-5, atol=1e-5)
-    with pytest.raises(InputError, match="it also has whole weights of the model .*convert export --checkpoint"):
+    with pytest.raises(InputError, match="it also has weights of the model itself .*convert export --checkpoint"):
         load_pretrained(run_of_base, path)
 
 

@@ -27,6 +27,7 @@ from jaxopt_llm.kernels import attention_cudnn, cudnn_primitives
 from jaxopt_llm.kernels.attention import attention
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, make_document_ranges
+from jaxopt_llm.model.self_attention import count_chunks
 
 pytestmark = pytest.mark.core
 
@@ -135,6 +136,23 @@ def test_too_many_segments_do_not_train_in_silence(monkeypatch: pytest.MonkeyPat
     ids = np.tile(np.arange(12, dtype=np.int32), (4, 1))
     _, *gradients = forward_and_backward({"segment_ids": ids, "max_segments": MOST}, *operands(4))
     assert all(np.isnan(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_chunks_are_segments(chunk: int) -> None:
+    """Padding is cut, too, whatever its positions are."""
+    length = DOCUMENTS.shape[1]
+    ranges = make_document_ranges(jnp.asarray(DOCUMENTS)).limit_to_chunk(chunk)
+    expected = []
+    for row, ids in enumerate(DOCUMENTS):
+        for begin in range(length):
+            same = int(np.argmax(ids == ids[begin]))
+            if (begin - same) % chunk == 0:
+                expected.append(row * length + begin)
+    most = count_chunks(MOST, chunk, length)
+    starts, _ = attention_cudnn.find_segments(ranges.first, most)
+    assert [start for start in starts.tolist() if start < DOCUMENTS.size] == expected
+    assert len(expected) <= most * len(DOCUMENTS)
 
 
 def test_segments_of_a_batch() -> None:

@@ -15,7 +15,7 @@ import toy
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxopt_llm.kernels import grouped_matmul_pallas
-from jaxopt_llm.kernels.grouped_matmul import XlaProducts, grouped_matmul, lax, multiply_groups
+from jaxopt_llm.kernels.grouped_matmul import OneByOne, XlaProducts, grouped_matmul, lax, multiply_groups
 from jaxopt_llm.kernels.grouped_matmul_pallas import Blocks
 
 pytestmark = pytest.mark.core
@@ -39,7 +39,7 @@ class Interpreted:
         return functools.partial(grouped_matmul_pallas.weight_gradient, blocks=self.blocks, interpret=True)
 
 
-IMPLEMENTATIONS = {"xla": XlaProducts(), "pallas": Interpreted(Blocks(8, 16, 8, 4, 2))}
+IMPLEMENTATIONS = {"xla": XlaProducts(), "one by one": OneByOne(), "pallas": Interpreted(Blocks(8, 16, 8, 4, 2))}
 
 SIZES = {
     "cut blocks": (10, 22, 13),

@@ -34,6 +34,14 @@ CONFIG = dataclasses.replace(toy.CONFIG, vocabulary_size=256, pattern=("global",
 LATENT = {"kv_heads": 4, "head_dim": 6, "mla.kv_rank": 12, "mla.rotary_head_dim": 4, "mla.value_head_dim": 3}
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8, 100])
+def test_queries_of_a_chunk_see_its_keys(chunk: int) -> None:
+    config = dataclasses.replace(CONFIG, pattern=("chunked",), window=chunk)
+    visible = [position % chunk + 1 for position in range(SEQUENCE)]
+    assert flops.mean_keys_of_layer(config, "chunked", SEQUENCE, causal=True) == np.mean(visible)
+    assert flops.mean_keys_of_layer(config, "chunked", SEQUENCE, causal=False) == min(chunk, SEQUENCE)
+
+
 @pytest.mark.parametrize(
     "switches, lora",
     [

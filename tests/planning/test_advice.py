@@ -245,6 +245,18 @@ def test_advice_moves_experts_to_more_or_fewer_devices() -> None:
     assert not any("expert" in each.flags for each in advise(SMALL, CLUSTER, GIB))
 
 
+def test_a_pipeline_that_stores_is_advised_to_recompute() -> None:
+    axes = {"mesh__pipeline": 2, "mesh__fsdp": 4, "training__batch_size": 64, "training__accumulation": 4}
+
+    def advised(residuals: str) -> list[Advice]:
+        config = changed(SMALL, **axes, remat__policy="none", pipeline__residuals=residuals)
+        return [each for each in advise(config, CLUSTER, 1) if "pipeline.residuals" in each.settings]
+
+    (found,) = advised("store")
+    assert found.settings == {"pipeline.residuals": "recompute"} and found.same and found.saves > 0 < found.slowdown
+    assert not advised("recompute")
+
+
 def test_advice_replaces_xla_attention_by_a_kernel() -> None:
     scores = changed(LONG, training__attention="xla", training__sequence_length=16_384)
 

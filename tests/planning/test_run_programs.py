@@ -30,6 +30,7 @@ def test_a_choice_is_kept_while_nothing_changes_that_decides_it() -> None:
     assert find_changes(training__accumulation=2) == "training.accumulation changed"
     assert find_changes(remat__every=2, optimizer__in_backward=True) == "remat.every, optimizer.in_backward changed"
     assert find_changes(training__unroll="all") == "training.unroll changed"
+    assert find_changes(pipeline__split=(1, 3)) == "pipeline.split changed"
     assert find_changes(mesh__fsdp=2) == "the mesh changed"
 
 

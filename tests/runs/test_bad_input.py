@@ -49,6 +49,69 @@ CASES = {
         ],
     ),
     "heads and groups": (["--model.heads", "3", "--model.kv-heads", "2"], ["model.heads=3", "model.kv_heads=2"]),
+    "heads of global layers": (
+        ["--model.heads", "4", "--model.global-kv-heads", "3", "--model.global-head-dim", "7"],
+        ["model.heads=4: must be a multiple of model.global_kv_heads=3", "model.global_head_dim=7: must be even"],
+    ),
+    "a norm of values beside LayerNorm": (
+        ["--model.norm", "layer", "--model.value-norm", "True"],
+        ["model.norm=layer: must be rms with model.value_norm=True"],
+    ),
+    "shared keys of a kind that no layer has": (
+        ["--model.pattern", "global", "sliding", "--model.layers", "2", "--model.shared-key-layers", "1"],
+        ["model.shared_key_layers=1: no earlier layer that is sliding has keys; set a smaller --model.shared-key"],
+    ),
+    "layer inputs without a gate": (
+        ["--model.mlp", "gelu", "--model.layer-input-size", "4"],
+        ["model.mlp=gelu: must be one of swiglu, geglu, clamped_swiglu with model.layer_input_size"],
+    ),
+    "wide experts": (
+        [
+            "--model.moe.experts",
+            "4",
+            "--model.wide-mlp",
+            "True",
+            "--model.layers",
+            "2",
+            "--model.shared-key-layers",
+            "1",
+        ],
+        ["model.wide_mlp=True: does not support experts; set --model.wide-mlp False"],
+    ),
+    "a pipeline beside shared keys": (
+        ["--mesh.pipeline", "2", "--model.layers", "4", "--model.shared-key-layers", "2"],
+        ["mesh.pipeline=2 does not support model.shared_key_layers=2, because", "to the next: set --mesh.pipeline 1"],
+    ),
+    "updates in the backward beside layer inputs": (
+        ["--optimizer.in-backward", "True", "--model.layer-input-size", "4"],
+        ["in_backward=True does not support model.layer_input_size=4, because", "set --optimizer.in-backward False"],
+    ),
+    "inputs that tensor does not divide": (
+        ["--mesh.tensor", "2", "--model.layer-input-size", "5"],
+        ["model.layer_input_size=5 is not divisible by mesh.tensor=2"],
+    ),
+    "more pairs than a head has": (
+        ["--model.head-dim", "8", "--model.rope.rotated-pairs", "5"],
+        ["model.rope.rotated_pairs=5: a head has 4 pairs"],
+    ),
+    "norms of a shared expert that is not there": (
+        ["--model.moe.experts", "4", "--model.moe.own-norms", "True"],
+        ["model.moe.own_norms=True: there is no shared expert; set --model.moe.shared-expert-width"],
+    ),
+    "norms of their own without a norm of the MLP": (
+        [
+            *("--model.moe.experts", "4", "--model.moe.own-norms", "True", "--model.moe.shared-expert-width", "8"),
+            *("--model.norm-placement", "post"),
+        ],
+        ["model.norm_placement=post: must be pre or both with model.moe.own_norms=True"],
+    ),
+    "a gate of a shared expert with a norm of its own": (
+        [
+            *("--model.moe.experts", "4", "--model.moe.own-norms", "True", "--model.moe.shared-expert-width", "8"),
+            *("--model.moe.shared-expert-gate", "True"),
+        ],
+        ["model.moe.shared_expert_gate=True: must be False with model.moe.own_norms=True"],
+    ),
     "sequences longer than the positions": (
         ["--model.positions", "learned", "--model.max-positions", "31"],
         ["training.sequence_length=32", "--model.max-positions", "31"],
@@ -59,7 +122,7 @@ CASES = {
     ),
     "frequencies upside down": (
         ["--model.rope.low-frequency-factor", "5"],
-        ["model.rope.high_frequency_factor=4", "must exceed model.rope.low_frequency_factor=5"],
+        ["model.rope.high_frequency_factor=4", "must be at least model.rope.low_frequency_factor=5"],
     ),
     "switches below their range": (
         ["--model.attention-softcap=-1", "--model.logit-softcap=-1", "--model.rope.factor", "0.5"],

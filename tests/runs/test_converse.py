@@ -136,6 +136,22 @@ def test_the_cache_is_reused(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert later == [len(first) + 3, 16]  # only the end token of the answer and the new turn
 
 
+def test_what_the_template_writes_in_an_answer_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The model writes "<|next|> system" before the content, as gpt-oss names a channel, and the template does, too."""
+    monkeypatch.setattr(chat, "TokenGenerator", Watched)
+    monkeypatch.setattr(Watched, "computed", [])
+    for word, following in {"assistant": "<|next|>", "<|next|>": "system", "system": "good"}.items():
+        monkeypatch.setitem(FOLLOWS, word, following)
+    channel = "{{ m.role + (' <|next|> system ' if m.role == 'assistant' else ' ') + m.content"
+    model = talker(tmp_path / "model", TURNS.replace("{{ m.role + ' ' + m.content", channel))
+    run_command("ask\nask\n", "--checkpoint", model, "--chat", monkeypatch=monkeypatch, capsys=capsys)
+    answer = ["<|next|>", "system", "good", "day", "<|turn|>"]
+    asked = ["user", "ask", "<|turn|>", "assistant"]
+    assert [WORDS[i] for i in Watched.computed[-1][0]] == [*asked, *answer, *asked]
+
+
 @pytest.mark.parametrize(("name", "template"), [("chatml", CHATML), ("llama 2", LLAMA_2), ("llama 3", LLAMA_3)])
 def test_answers_depend_on_the_whole_conversation(
     name: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -40,18 +40,39 @@ FORMS = (
     "ministral",
     "ministral 3",
     "gemma 3",
+    "gemma 4",
+    "gemma 4, experts",
+    "gemma 4, shared keys",
     "olmo 3",
     "glm 4",
     "granite",
     "seed oss",
     "ernie 4.5",
     "glm 4.5",
+    "glm 4.7 flash",
+    "ernie 4.5 moe",
+    "granite moe",
+    "granite moe shared",
+    "granite 4 without positions",
+    "hunyuan moe",
+    "qwen 2 moe tied, windows",
+    "llama 4 without temperature",
     "dots 1",
     "minimax m2",
+    "afmoe",
+    "arcee",
+    "apertus",
+    "hunyuan",
+    "exaone 4",
+    "cohere",
+    "cohere 2",
+    "gpt oss",
     "gpt 2",
 )
 # Frequencies that depend on the length, which transformers takes from the longest row: one prompt.
 BY_LENGTH = ("phi 3, longrope", "phi 3, su", "llama, dynamic")
+# Queries that grow with the row, padding included, in transformers, and with the position of the token here.
+BY_ROW = ("llama 4 scout", "llama 4 maverick")
 GAP, DISTINCT = 2e-4, 8
 
 
@@ -113,8 +134,8 @@ def well_conditioned(name: str, lengths: Sequence[int] = LENGTHS) -> tuple[Any, 
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [*((name, LENGTHS) for name in FORMS), *((name, LENGTHS[:1]) for name in BY_LENGTH)],
-    ids=[*FORMS, *BY_LENGTH],
+    [*((name, LENGTHS) for name in FORMS), *((name, LENGTHS[:1]) for name in (*BY_LENGTH, *BY_ROW))],
+    ids=[*FORMS, *BY_LENGTH, *BY_ROW],
 )
 def test_greedy_tokens_are_those_of_transformers(name: str, lengths: Sequence[int], tmp_path: Path) -> None:
     model, expected = well_conditioned(name, lengths)

@@ -176,6 +176,9 @@ def test_prompts_are_spread_and_fit() -> None:
     found = [(prompt[0], prompt.size, rest.size) for prompt, rest in samples.choose_prompts(stream, 3, 40, 20)]
     begins = (ends - sizes) % tokenizer.eos
     assert found == [(begins[1], 4, 6), (begins[2], 3, 5), (begins[4], 5, 7)]
+    pairs = join_all([IndexedPiece("pairs", ids, ends, np.zeros(6, np.uint64), mask, pairs=True)])
+    found = [(prompt[0], prompt.size, rest.size) for prompt, rest in samples.choose_prompts(pairs, 3, 40, 20)]
+    assert found == [(begins[2], 3, 5), (begins[4], 5, 7)]  # documents 0, 2 and 4 are chosen answers
     text = join_all([IndexedPiece("texts", ids, ends, np.zeros(6, np.uint64))])
     assert [prompt.size for prompt, _ in samples.choose_prompts(text, 2, 200, 20)] == [64, 6]
     assert [(p.size, rest.size) for p, rest in samples.choose_prompts(text, 1, 40, 20)] == [(20, 20)]

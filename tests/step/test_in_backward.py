@@ -15,13 +15,12 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step import state as training_state
 
+EXPERTS = {"layers": 2, "moe.experts": 4, "moe.expert_width": 8, "moe.expert_every": 2, "moe.balance_loss": 0.1}
 MODELS = {
     "tied": replace(toy.CONFIG, pattern=("global",), layers=2),
     "two segments": replace(toy.CONFIG, tied_head=False),
-    "experts": replace_fields(
-        toy.UNIFORM,
-        {"layers": 2, "moe.experts": 4, "moe.expert_width": 8, "moe.expert_every": 2, "moe.balance_loss": 0.1},
-    ),
+    "experts": replace_fields(toy.UNIFORM, EXPERTS),
+    "mtp": replace_fields(toy.UNIFORM, EXPERTS | {"mtp_layers": 2}),  # its second module has experts
 }
 ADAPT = {
     "": LoraConfig(),
@@ -50,7 +49,8 @@ def train(placement: Placement, optimizer: OptimizerConfig, model: str, adapt: s
     for step in range(STEPS):
         batch = jax.device_put(toy.microbatches(toy.packed(ROWS, LENGTH, seed=step), 1), program.batch_sharding)
         state, metrics = program.step(state, batch)
-        values += [float(metrics[name]) for name in ("loss", "grad_norm", "router_entropy") if name in metrics]
+        reported = ("loss", "grad_norm", "router_entropy", "mtp_loss/1", "mtp_loss/2")
+        values += [float(metrics[name]) for name in reported if name in metrics]
     assert metrics["skipped"] == 0
     return jax.tree.map(np.asarray, program.to_checkpoint(state)), values
 
@@ -67,6 +67,8 @@ def slow(*case: Any) -> Any:
 CASES = [
     (1, {"data": 2, "fsdp": 2, "tensor": 2}, {}, "tied", ""),
     slow(1, {"data": 2, "expert": 2}, {}, "experts", ""),
+    slow(1, {"data": 2, "expert": 2}, {}, "mtp", ""),
+    slow(3, {"fsdp": 2}, {}, "mtp", "lora"),  # trains no module
     slow(0, {}, {"name": "muon"}, "two segments", ""),
     slow(0, {"fsdp": 8}, {"name": "lion"}, "two segments", ""),
     slow(1, {"fsdp": 4, "tensor": 2}, {}, "two segments", "lora"),

@@ -11,11 +11,19 @@ from texts import write_byte_tokenizer
 
 from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
 
 # Two segments, two kinds of block, biases, fewer key-value heads than heads, and a padded vocabulary.
 CONFIG = replace(toy.CONFIG, pattern=("global", "sliding"), biases="qkv", tied_head=False, width=32, norm_epsilon=1e-2)
+# Layers that read the keys of earlier ones, and inputs of their own (Gemma 4 E2B).
+SHARED_KEYS = replace_fields(
+    CONFIG,
+    {"biases": "none", "qk_norm": "head", "pattern": ("sliding", "global"), "layers": 6, "rope.sliding_theta": 30.0}
+    | {"value_norm": True, "mlp": "geglu", "attention_scale": 1.0, "layer_scales": True, "norm_placement": "both"}
+    | {"embedding_scale": CONFIG.width**0.5, "shared_key_layers": 2, "wide_mlp": True, "layer_input_size": 4},
+)
 
 
 def params(config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:

@@ -374,6 +374,106 @@ MINIMAX = """\
 {%- if add_generation_prompt %}{{ ']b]ai\\n<think>\\n' }}{% endif %}
 """
 
+# Arguments of calls are written in a syntax of its own, where a text would be written as it is. The token that begins
+# the result ends a call, and the answer follows the result within the turn.
+GEMMA_4 = """\
+{{ bos_token }}{{ '<turn>system\\n' + tools | tojson + '</turn>\\n' if tools }}
+{%- for m in messages %}
+    {%- set continues = loop.previtem is defined and loop.previtem.role == 'tool' %}
+    {%- if m.role == 'tool' %}{{ m.content + '[e[' }}
+    {%- else %}
+        {{- '<turn>' + {'assistant': 'model'}.get(m.role, m.role) + '\\n' if not continues }}
+        {%- for call in m.tool_calls or [] %}
+            {%- set given = call.function.arguments %}
+            {{- '[CALLS]' + call.function.name + '{' + (given if given is string else '') }}
+            {%- if given is mapping %}
+                {%- for key, value in given | dictsort %}{{ key ~ ':' ~ value }}{% endfor %}
+            {%- endif %}
+            {{- '}' }}
+        {%- endfor %}
+        {{- (m.content or '') + ('[RESULTS]' if m.tool_calls else '</turn>\\n') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<turn>model\\n' }}{% endif %}
+"""
+
+# The generation prompt ends any text, also without being asked for. It closes the reasoning, which an answer skips.
+COMMAND_R7B = """\
+{{ bos_token }}{{ '<|TURN|><|system|>' + tools | tojson + '<|/TURN|>' if tools }}
+{%- for m in messages %}
+    {{- '<|TURN|>' + {'user': '<|USER|>', 'assistant': '<|CHATBOT|>'}.get(m.role, '<|system|>') }}
+    {%- if m.tool_calls %}
+        {{- '<|start|><|end|>' }}
+        {%- for call in m.tool_calls %}
+            {{- '[CALLS]' + call.function.name + call.function.arguments | tojson }}
+        {%- endfor %}
+    {%- else %}
+        {{- ('<|message|>' if m.role == 'assistant' else '') + m.content }}
+    {%- endif %}
+    {{- '<|/TURN|>' }}
+{%- endfor %}
+{{- '<|TURN|><|CHATBOT|><|start|><|end|>' }}
+"""
+
+# Generation blocks; reasoning is only written after the last question.
+LFM_2 = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {{- '<think>' + m.reasoning_content + '</think>' if m.reasoning_content and loop.index0 > ns.last }}
+            {{- m.content + '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- m.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+# Reasoning is a part of the content.
+MINISTRAL_3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- if m.content is string %}{{ m.content }}{% else %}
+            {%- for part in m.content %}
+                {%- if part.type == 'text' %}{{ part.text }}
+                {%- elif part.type == 'thinking' %}{{ '<think>' + part.thinking + '</think>' }}
+                {%- else %}{{ raise_exception('only text and thinking') }}{% endif %}
+            {%- endfor %}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '[CALLS]' + call.function.name + call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif m.role == 'tool' %}{{ '[RESULTS]' + m.content }}
+    {%- else %}{{ ('[INST]' if m.role == 'user' else '<|system|>') + m.content + '[/INST]' }}{% endif %}
+{%- endfor %}
+"""
+
+# Reasoning is a block of the content. The token that ends the last turn is missing.
+APERTUS = """\
+{{- bos_token }}
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+    {%- if ns.open and m.role != 'assistant' %}{{ '<|end|>' }}{% set ns.open = false %}{% endif %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>' if not ns.open }}
+        {%- set ns.open = true %}
+        {%- if m.content is string %}{{ m.content }}{% else %}
+            {%- for block in m.content.blocks %}
+                {{- '<|middle|>' + block.text + '<|message|>' if block.type == 'thoughts' else block.text }}
+            {%- endfor %}
+        {%- endif %}
+    {%- else %}{{ '<|' + m.role + '|>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|end|>' if ns.open }}{{ '<|assistant|>' }}{% endif %}
+"""
+
 TEMPLATES = {
     name: value for name, value in list(globals().items()) if isinstance(value, str) and not name.startswith("_")
 }
@@ -395,5 +495,10 @@ LEARNED = {
     "GLM_4": [["\n<think></think>\nein<|user|>", "\n<think></think>\nzwei<|user|>"]],
     "KIMI_K2": [["ein<|im_end|>", "zwei<|im_end|>"]],
     "MINIMAX": [["ein[e[", "zwei[e["]],
+    "GEMMA_4": [["ein</turn>", "zwei</turn>"]],
+    "COMMAND_R7B": [["<|message|>ein<|/TURN|>", "<|message|>zwei<|/TURN|>"]],
+    "MINISTRAL_3": [["ein</s>", "zwei</s>"]],
+    "APERTUS": [["ein<|end|>", "zwei<|end|>"]],
+    "LFM_2": [["ein<|im_end|>", "zwei<|im_end|>"]],
 }
-EOS = {"COMMAND_R": "<|/TURN|>", "PHI_3": "<|endoftext|>"}  # of the tokenizer; others: </s>
+EOS = {"COMMAND_R": "<|/TURN|>", "COMMAND_R7B": "<|/TURN|>", "PHI_3": "<|endoftext|>"}  # of the tokenizer; others: </s>

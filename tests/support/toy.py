@@ -31,7 +31,7 @@ from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.decoder_specs import list_segments
+from jaxopt_llm.model.decoder_specs import list_mtp_modules, list_segments
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec, zeros
 from jaxopt_llm.parallel.mesh import make_mesh
@@ -153,6 +153,17 @@ def packed(rows: int, length: int, seed: int = 0) -> Batch:
     return jax.tree.map(lambda *fields: np.stack(fields), *(source[row] for row in range(rows)))
 
 
+def one_document_per_row(batch: Batch) -> Batch:
+    """Return rows with one document each, at the start of its row, followed by padding."""
+    rows = []
+    for row in range(len(batch.tokens)):
+        for document in range(1, int(batch.segment_ids[row].max()) + 1):
+            (slots,) = np.nonzero(batch.segment_ids[row] == document)
+            kept = jax.tree.map(lambda field, row=row, slots=slots: field[row, slots], batch)
+            rows.append(jax.tree.map(lambda field: np.pad(field, (0, batch.tokens.shape[1] - len(field))), kept))
+    return jax.tree.map(lambda *fields: np.stack(fields), *rows)
+
+
 def microbatches(batch: Batch, count: int) -> Batch:
     """Reshape fields [B, S] to [count, B / count, S]."""
     return jax.tree.map(lambda field: field.reshape(count, -1, field.shape[-1]), batch)
@@ -161,9 +172,13 @@ def microbatches(batch: Batch, count: int) -> Batch:
 def reference_config(config: ModelConfig) -> reference.ReferenceConfig:
     values = {name: get_field(config, name) for name, _, _ in walk_fields(ModelConfig)}
     flat = {name.replace("rope.", "rope_").rpartition(".")[2]: value for name, value in values.items()}
-    same = {field.name for field in dataclasses.fields(reference.ReferenceConfig)} - {"layout"}
+    derived = {"layout", "mtp_kinds", "mtp_weight"}
+    same = {field.name for field in dataclasses.fields(reference.ReferenceConfig)} - derived
     segments = tuple((segment.kinds, segment.repeats) for segment in list_segments(config))
-    return reference.ReferenceConfig(**{name: flat[name] for name in same}, layout=segments)
+    kinds = tuple(kind for module in list_mtp_modules(config) for kind in module.kinds)
+    return reference.ReferenceConfig(
+        **{name: flat[name] for name in same}, layout=segments, mtp_kinds=kinds, mtp_weight=TrainingConfig().mtp_weight
+    )
 
 
 def reference_mean(config: ModelConfig, params: Params, batch: Batch) -> tuple[float, Params]:
@@ -202,3 +217,31 @@ def distance(found: Any, expected: Any) -> float:
 
     found, expected = (jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), each) for each in (found, expected))
     return norm(jax.tree.map(np.subtract, found, expected)) / norm(expected)
+
+
+def pairs(rows: int, length: int) -> Batch:
+    """Return rows of whole pairs of a chosen and a rejected document, fields [rows, length], with a reference."""
+    random, fields = np.random.default_rng(0), []
+    for _ in range(rows):
+        segments, positions, counts = (np.zeros(length, np.int32) for _ in range(3))
+        end, segment = 0, 0
+        while True:
+            sizes = random.integers(3, 9, 2)
+            if end + sizes.sum() > length:
+                break
+            for size in sizes:
+                segment += 1
+                segments[end : end + size], positions[end : end + size] = segment, np.arange(size)
+                counts[end + int(random.integers(0, size - 1)) : end + size] = 1  # the prompt does not count
+                end += size
+        fields.append((segments, positions, counts.astype(bool)))
+    segment_ids, positions, counts = map(np.stack, zip(*fields, strict=True))
+    ids = random.integers(0, CONFIG.vocabulary_size, (2, rows, length)).astype(np.int32)
+    return Batch(
+        tokens=np.where(segment_ids > 0, ids[0], 0),
+        targets=np.where(segment_ids > 0, ids[1], 0),
+        loss_mask=counts,
+        segment_ids=segment_ids,
+        positions=positions,
+        reference=-random.exponential(1.0, segment_ids.shape).astype(np.float32),
+    )

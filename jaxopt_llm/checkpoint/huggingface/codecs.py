@@ -6,8 +6,8 @@ transformers read and that our model does not compute.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxopt_llm.config import Kind, ModelConfig
@@ -38,15 +38,21 @@ NEEDS = {
     "layer_types": "kinds of attention that this family does not have",
     "mlp_bias": "biases of the MLPs",
     "moe_layer_freq": "layers without experts between those with experts",
-    "norm_topk_prob": "weights of the chosen experts that sum to 1, which the class in transformers does not compute",
+    "moe_norm_min": "another bound of the sum of the chosen experts' scores",
+    "norm_topk_prob": "another sum of the chosen experts' weights, which the class in transformers does not compute",
     "rope_interleave": "queries and keys in which RoPE pairs halves instead of neighbours",
     "router_jitter_noise": "noise in the input of the routers",
     "scale_attn_by_inverse_layer_idx": "scores divided by the number of the layer",
     "scale_attn_weights": "scores that are not divided by the root of the head's size",
     "scoring_func": "another function of the routers' logits",
     "sliding_window": "a sliding window in this family",
+    "swiglu_alpha": "another slope of the gates of the MLPs",
+    "swiglu_limit": "other limits of the gates of the MLPs",
     "topk_method": "another choice of experts by the routers",
+    "use_bias": "biases of all projections except those of the experts",
+    "use_cla": "keys and values that layers share",
     "use_bidirectional_attention": "attention to later tokens",
+    "use_qk_norm": "norms of queries and keys in which each head has its own scale",
 }
 
 
@@ -69,10 +75,14 @@ def unsupported(field: str, problem: str, remedy: str = ANOTHER_WAY) -> Unsuppor
 
 @dataclass(frozen=True)
 class Codec:
-    """Pair of conversions of some fields: `read` from config.json, `write` to config.json."""
+    """Pair of conversions of some fields: `read` from config.json, `write` to config.json.
+
+    required: fields of config.json that support one value only, with this value.
+    """
 
     read: Callable[[Settings], dict[str, Any]]
     write: Callable[[ModelConfig], Settings]
+    required: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_value(settings: Settings, name: str, kind: Any, default: Any = None, minimum: int | None = None) -> Any:
@@ -167,7 +177,8 @@ def require_values(**values: Any) -> Codec:
             check_value(settings, name, *allowed)
         return {}
 
-    return Codec(read, lambda config: {name: allowed[0] for name, allowed in choices.items()})
+    required = {name: allowed[0] for name, allowed in choices.items()}
+    return Codec(read, lambda config: required, required)
 
 
 def require_absent(*names: str) -> Codec:
@@ -178,7 +189,7 @@ def require_absent(*names: str) -> Codec:
             check_value(settings, name)
         return {}
 
-    return Codec(read, lambda config: {})
+    return Codec(read, lambda config: {}, dict.fromkeys(names))
 
 
 # --- sizes, heads and biases
@@ -215,8 +226,8 @@ def _check_divisible(settings: Settings) -> dict[str, Any]:
     return {}
 
 
-def _check_projection_norms(settings: Settings) -> dict[str, Any]:
-    """Check a restriction of OLMoE's class, whose query and key norms have hidden_size, regardless of head_dim."""
+def _check_heads_fill_width(settings: Settings) -> dict[str, Any]:
+    """Check a restriction of the classes whose heads have hidden_size together: OLMoE's norms, Cohere 2's heads."""
     heads, head_dim = read_value(settings, "num_attention_heads", int), read_heads(settings)["head_dim"]
     if heads * head_dim != settings["hidden_size"]:
         problem = f"times num_attention_heads={heads} it must be hidden_size={settings['hidden_size']}"
@@ -232,24 +243,34 @@ def _read_query_scalar(settings: Settings) -> dict[str, Any]:
     return {"attention_scale": read_value(settings, "query_pre_attn_scalar", int, minimum=1) ** -0.5}
 
 
-SIZES = copy_fields(
-    {"vocabulary_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers"}
-    | {"heads": "num_attention_heads", "norm_epsilon": "rms_norm_eps", "tied_head": "tie_word_embeddings"}
-)
+SIZE_NAMES = {
+    **{"vocabulary_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers"},
+    **{"heads": "num_attention_heads", "norm_epsilon": "rms_norm_eps", "tied_head": "tie_word_embeddings"},
+}
+SIZES = copy_fields(SIZE_NAMES)
+LAYER_NORM_SIZES = copy_fields(SIZE_NAMES | {"norm_epsilon": "layer_norm_eps"})
 MLP_SIZE = copy_fields({"mlp_width": "intermediate_size"})
 HEADS = Codec(read_heads, lambda config: {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim})
 DIVISIBLE = Codec(_check_divisible, lambda config: {})
-PROJECTION_NORMS = Codec(_check_projection_norms, lambda config: {})
+HEADS_FILL_WIDTH = Codec(_check_heads_fill_width, lambda config: {})
 QUERY_SCALAR = Codec(_read_query_scalar, _write_query_scalar)
-HEAD_NORMS = Codec(
-    lambda settings: {"qk_norm": "head" if read_value(settings, "use_qk_norm", bool, False) else "none"},
-    lambda config: {"use_qk_norm": config.qk_norm == "head"},
-)
 ROOT_SCALE = Codec(  # of Gemma's embeddings
     lambda settings: {"embedding_scale": math.sqrt(read_value(settings, "hidden_size", int))}, lambda config: {}
 )
+MUP_SCALE = Codec(
+    lambda settings: ROOT_SCALE.read(settings) if read_value(settings, "mup_enabled", bool, False) else {},
+    lambda config: {"mup_enabled": config.embedding_scale != 1},
+)
 SWIGLU = require_values(hidden_act=("silu", "swish"))
 NO_BIASES = require_values(attention_bias=False, mlp_bias=False)
+
+
+def copy_qk_norm(kind: str) -> Codec:
+    """Return a codec for the switch of norms of queries and keys. kind: their model.qk_norm."""
+    return Codec(
+        lambda settings: {"qk_norm": kind if read_value(settings, "use_qk_norm", bool, False) else "none"},
+        lambda config: {"use_qk_norm": config.qk_norm == kind},
+    )
 
 
 def copy_biases(names: tuple[str, ...], kinds: dict[tuple[bool, ...], str]) -> Codec:
@@ -274,6 +295,8 @@ BIASES = copy_biases(
     ("attention_bias", "mlp_bias"),
     {(False, False): "none", (True, False): "attention", (False, True): "mlp", (True, True): "all"},
 )
+ATTENTION_BIASES = copy_biases(("attention_bias",), {(False,): "none", (True,): "attention"})
+QWEN2_BIASES = copy_biases(("qkv_bias",), {(False,): "none", (True,): "qkv"})
 INPUT_BIASES = copy_biases(("attention_bias",), {(False,): "none", (True,): "qkv"})
 OUTPUT_BIASES = copy_biases(
     ("attention_bias", "attention_out_bias"), {(False, False): "none", (True, False): "qkv", (True, True): "attention"}
@@ -322,6 +345,14 @@ def find_expert_layers(has_experts: list[bool]) -> tuple[int, int] | None:
     return None
 
 
+def read_has_experts(has_experts: list[bool], fields: str) -> dict[str, Any]:
+    """Return our fields of the layers that have experts. fields: those of config.json, for a message."""
+    found = find_expert_layers(has_experts)
+    if found is None:
+        raise unsupported(fields, "from some layer on, every n-th layer must have experts, and all others none")
+    return dict(zip(("moe.dense_layers", "moe.expert_every"), found, strict=True))
+
+
 def _read_expert_layers(settings: Settings) -> dict[str, Any]:
     """Read Qwen3-MoE's layers: each decoder_sparse_step-th has experts, except those in mlp_only_layers."""
     every = read_value(settings, "decoder_sparse_step", int, minimum=1)
@@ -329,13 +360,8 @@ def _read_expert_layers(settings: Settings) -> dict[str, Any]:
     if not isinstance(dense_layers, list) or any(type(each) is not int for each in dense_layers):
         raise unsupported(f"mlp_only_layers={shorten(dense_layers)}", "must be a list of layers", CORRECT)
     layers, dense = range(read_layer_count(settings)), set(dense_layers)
-    found = find_expert_layers([layer not in dense and (layer + 1) % every == 0 for layer in layers])
-    if found is None:
-        raise unsupported(
-            f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}",
-            "from some layer on, every n-th layer must have experts, and all others none",
-        )
-    return dict(zip(("moe.dense_layers", "moe.expert_every"), found, strict=True))
+    has_experts = [layer not in dense and (layer + 1) % every == 0 for layer in layers]
+    return read_has_experts(has_experts, f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}")
 
 
 def _write_expert_layers(config: ModelConfig) -> Settings:
@@ -390,20 +416,24 @@ def _write_latents(config: ModelConfig) -> Settings:
     }
 
 
-def _read_shared_experts(settings: Settings) -> dict[str, Any]:
-    count = read_value(settings, "n_shared_experts", int, minimum=1)
-    width = read_value(settings, "moe_intermediate_size", int)
-    return {"moe.expert_width": width, "moe.shared_expert_width": count * width}
+def copy_shared_experts(name: str, minimum: int) -> Codec:
+    """Return a codec for the width of experts and, in the field `name`, the number of shared ones."""
 
+    def read(settings: Settings) -> dict[str, Any]:
+        count = read_value(settings, name, int, minimum=minimum)
+        width = read_value(settings, "moe_intermediate_size", int)
+        return {"moe.expert_width": width, "moe.shared_expert_width": count * width}
 
-def _write_shared_experts(config: ModelConfig) -> Settings:
-    count, rest = divmod(config.moe.shared_expert_width, max(config.moe.expert_width, 1))
-    if rest or not count:
-        raise Unsupported(
-            f"model.moe.shared_expert_width={config.moe.shared_expert_width}: must be a multiple of "
-            f"model.moe.expert_width={config.moe.expert_width}"
-        )
-    return {"n_shared_experts": count, "moe_intermediate_size": config.moe.expert_width}
+    def write(config: ModelConfig) -> Settings:
+        count, rest = divmod(config.moe.shared_expert_width, max(config.moe.expert_width, 1))
+        if rest or count < minimum:
+            raise Unsupported(
+                f"model.moe.shared_expert_width={config.moe.shared_expert_width}: must be a multiple of "
+                f"model.moe.expert_width={config.moe.expert_width}"
+            )
+        return {name: count, "moe_intermediate_size": config.moe.expert_width}
+
+    return Codec(read, write)
 
 
 GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
@@ -427,7 +457,20 @@ def _write_expert_groups(config: ModelConfig) -> Settings:
 
 LATENTS = Codec(_read_latents, _write_latents)
 QUERY_LATENTS = copy_switches({"mla.query_rank": "q_lora_rank"})
-SHARED_EXPERT_SIZES = Codec(_read_shared_experts, _write_shared_experts)
+QWEN2_SHARED_SIZE = Codec(  # of the shared expert, which every layer has
+    lambda settings: {
+        "moe.shared_expert_width": read_value(settings, "shared_expert_intermediate_size", int, minimum=1)
+    },
+    lambda config: {"shared_expert_intermediate_size": config.moe.shared_expert_width},
+)
+ONE_EXPERT_SIZE = Codec(  # of the experts and of the shared one
+    lambda settings: dict.fromkeys(
+        ("moe.expert_width", "moe.shared_expert_width"), read_value(settings, "intermediate_size", int)
+    ),
+    lambda config: {"intermediate_size": config.moe.expert_width},
+)
+SHARED_EXPERT_SIZES = copy_shared_experts("n_shared_experts", minimum=1)
+AFMOE_SHARED_EXPERT_SIZES = copy_shared_experts("num_shared_experts", minimum=1)
 EXPERT_GROUPS = Codec(_read_expert_groups, _write_expert_groups)
 
 
@@ -448,7 +491,7 @@ def find_shortest_period(pattern: Iterable[Kind]) -> tuple[Kind, ...]:
 
 def _read_one_window(settings: Settings) -> dict[str, Any]:
     """Read the window of Mistral and Phi-3, which all layers have or none."""
-    return _read_windows(["global" if settings.get("sliding_window") is None else "sliding"], settings)
+    return read_windows(["global" if settings.get("sliding_window") is None else "sliding"], settings)
 
 
 def _write_one_window(config: ModelConfig) -> Settings:
@@ -473,7 +516,7 @@ def _write_moe_window(config: ModelConfig) -> Settings:
     return _write_one_window(config) | {"use_sliding_window": used, "max_window_layers": 0 if used else config.layers}
 
 
-def _read_layer_values(settings: Settings, name: str, default: Callable[[int], Any]) -> list[Any]:
+def read_layer_values(settings: Settings, name: str, default: Callable[[int], Any]) -> list[Any]:
     """Return a field with a list of one value per layer. default: layer -> value, for a missing field."""
     count, given = read_layer_count(settings), settings.get(name)
     if given is None:
@@ -485,16 +528,16 @@ def _read_layer_values(settings: Settings, name: str, default: Callable[[int], A
     return given[:count]
 
 
-def _read_windows(kinds: Iterable[Kind], settings: Settings) -> dict[str, Any]:
+def read_windows(kinds: Iterable[Kind], settings: Settings) -> dict[str, Any]:
     pattern = find_shortest_period(kinds)
     if "sliding" not in pattern:
         return {"pattern": pattern}
     return {"pattern": pattern, "window": read_value(settings, "sliding_window", int)}
 
 
-def _read_layer_types(settings: Settings, default: Callable[[int], str]) -> list[Kind]:
+def read_layer_types(settings: Settings, default: Callable[[int], str]) -> list[Kind]:
     """Return the kind of each layer from layer_types. default: layer -> its type, for a missing field."""
-    types = _read_layer_values(settings, "layer_types", default)
+    types = read_layer_values(settings, "layer_types", default)
     if unknown := [each for each in types if not (isinstance(each, str) and each in LAYER_TYPES)]:
         need = f"only {' and '.join(LAYER_TYPES)} are read; the model would need layers of this kind"
         raise unsupported(f"layer_types={unknown[0]!r}", need)
@@ -505,13 +548,13 @@ def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
     """Read Qwen's windows: of the layers from max_window_layers on, or of those that layer_types names."""
     used = read_value(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
     first = read_value(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
-    kinds = _read_layer_types(
+    kinds = read_layer_types(
         settings, lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
     )
     if "sliding" in kinds and not used:
         need = "sliding_attention requires use_sliding_window=true and a sliding_window"
         raise unsupported("layer_types", need, CORRECT)
-    return _read_windows(kinds, settings)
+    return read_windows(kinds, settings)
 
 
 def _read_windows_between(settings: Settings, every: int, name: str = "") -> dict[str, Any]:
@@ -520,25 +563,30 @@ def _read_windows_between(settings: Settings, every: int, name: str = "") -> dic
     every: n, if the config.json does not give it in the field `name`.
     """
     every = read_value(settings, name, int, every, minimum=1)
-    kinds = _read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
-    return _read_windows(kinds, settings)
+    kinds = read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
+    return read_windows(kinds, settings)
+
+
+def read_positions(settings: Settings) -> list[int]:
+    """Return 1 for each layer with positions and 0 for each layer without (NoPE).
+
+    no_rope_layers lists them. Without it, every no_rope_layer_interval-th layer has no positions.
+    """
+    interval = read_value(settings, "no_rope_layer_interval", int, minimum=1)
+    has_positions = read_layer_values(settings, "no_rope_layers", lambda layer: int((layer + 1) % interval != 0))
+    if any(each not in (0, 1) for each in has_positions):
+        raise unsupported(f"no_rope_layers={shorten(has_positions)}", "must contain only 0 and 1", CORRECT)
+    return has_positions
 
 
 def _read_nope(settings: Settings) -> dict[str, Any]:
-    """Read SmolLM3's NoPE layers.
-
-    Every no_rope_layer_interval-th layer has no positions, or no_rope_layers lists 1 for each layer with positions and
-    0 for each layer without.
-    """
-    interval = read_value(settings, "no_rope_layer_interval", int, minimum=1)
-    has_positions = _read_layer_values(settings, "no_rope_layers", lambda layer: int((layer + 1) % interval != 0))
-    kinds = _read_layer_types(settings, lambda layer: "full_attention")
+    """Read SmolLM3's NoPE layers."""
+    has_positions = read_positions(settings)
+    kinds = read_layer_types(settings, lambda layer: "full_attention")
     if "sliding" in kinds or settings.get("use_sliding_window"):
         used = settings.get("use_sliding_window")
         need = "the model would need windows together with layers without positions"
         raise unsupported(f"use_sliding_window={used!r}", need)
-    if any(each not in (0, 1) for each in has_positions):
-        raise unsupported(f"no_rope_layers={shorten(has_positions)}", "must contain only 0 and 1", CORRECT)
     return {"pattern": find_shortest_period("global" if each else "global_nope" for each in has_positions)}
 
 
@@ -546,7 +594,7 @@ def list_layer_kinds(config: ModelConfig) -> list[Kind]:
     return [config.pattern[layer % len(config.pattern)] for layer in range(config.layers)]
 
 
-def _write_layer_types(config: ModelConfig) -> Settings:
+def write_layer_types(config: ModelConfig) -> Settings:
     kinds = list_layer_kinds(config)
     names = {kind: name for name, kind in LAYER_TYPES.items()}
     return {
@@ -559,12 +607,12 @@ def _write_windows_from_layer(config: ModelConfig) -> Settings:
     kinds = list_layer_kinds(config)
     windows = "sliding" in kinds
     first = kinds.index("sliding") if windows else config.layers
-    return _write_layer_types(config) | {"use_sliding_window": windows, "max_window_layers": first}
+    return write_layer_types(config) | {"use_sliding_window": windows, "max_window_layers": first}
 
 
 def _write_nope(config: ModelConfig) -> Settings:
     has_positions = [int(kind != "global_nope") for kind in list_layer_kinds(config)]
-    return _write_layer_types(config) | {
+    return write_layer_types(config) | {
         "no_rope_layers": has_positions,
         "no_rope_layer_interval": 4,
         "use_sliding_window": False,
@@ -574,15 +622,44 @@ def _write_nope(config: ModelConfig) -> Settings:
 def _read_windows_by_type(settings: Settings) -> dict[str, Any]:
     """Read Ministral's windows: of the layers that layer_types names, or of all if there is one."""
     default = GLOBAL_LAYERS if settings.get("sliding_window") is None else SLIDING_LAYERS
-    return _read_windows(_read_layer_types(settings, lambda layer: default), settings)
+    return read_windows(read_layer_types(settings, lambda layer: default), settings)
 
 
-WINDOWS_BY_TYPE = Codec(_read_windows_by_type, _write_layer_types)
+def _read_rotated_windows(settings: Settings, *, nope: bool, name: str) -> dict[str, Any]:
+    """Read layers of which only the sliding ones have RoPE.
+
+    Args:
+        settings: content of config.json.
+        nope: whether a model without sliding_window has no RoPE at all; otherwise all its layers have it.
+        name: the field with n, if every n-th layer is global and layer_types is missing.
+    """
+    every = 1
+    if settings.get("layer_types") is None and settings.get("sliding_window") is not None:
+        every = read_value(settings, name, int, 4, minimum=1)
+    kinds = read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
+    nope = nope or settings.get("sliding_window") is not None
+    return read_windows(("global_nope" if kind == "global" and nope else kind for kind in kinds), settings)
+
+
+def _write_rotated_windows(config: ModelConfig) -> Settings:
+    """Write a window also for a model without sliding layers, where it says that no layer has RoPE."""
+    used = any(kind != "global" for kind in list_layer_kinds(config))
+    return write_layer_types(config) | {"sliding_window": config.window if used else None}
+
+
+WINDOWS_BY_TYPE = Codec(_read_windows_by_type, write_layer_types)
 ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 MOE_WINDOW = Codec(_read_moe_window, _write_moe_window)
 WINDOWS_FROM_LAYER = Codec(_read_windows_from_layer, _write_windows_from_layer)
 ALTERNATING_WINDOWS, GEMMA3_WINDOWS, OLMO3_WINDOWS = (
-    Codec(functools.partial(_read_windows_between, every=every, name=name), _write_layer_types)
+    Codec(functools.partial(_read_windows_between, every=every, name=name), write_layer_types)
     for every, name in ((2, ""), (6, "sliding_window_pattern"), (4, ""))
 )
 NOPE = Codec(_read_nope, _write_nope)
+COHERE2_WINDOWS, AFMOE_WINDOWS, EXAONE4_WINDOWS = (
+    Codec(functools.partial(_read_rotated_windows, nope=nope, name=name), _write_rotated_windows)
+    for nope, name in (
+        *((True, "sliding_window_pattern"), (True, "global_attn_every_n_layers")),
+        (False, "sliding_window_pattern"),
+    )
+)

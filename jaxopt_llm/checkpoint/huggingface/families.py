@@ -1,134 +1,10 @@
-"""Families of Hugging Face models: a table of tensor names and config.json fields for each.
+"""Families of Hugging Face models: a table of tensor names and config.json fields for each."""
 
-A family fits a ModelConfig if the config.json that it writes reads back as the same model.
-"""
-
-from jaxopt_llm.checkpoint.huggingface import codecs, quantised, rope_codecs
-from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings, Unsupported
-from jaxopt_llm.checkpoint.huggingface.family import BY_HEAD, Family, describe_nearest
-from jaxopt_llm.config import ModelConfig
-
-# --- names of tensors: see `Family.names`
-
-OUTSIDE = {
-    "model.embed_tokens.weight": "non_layer/embedding/table",
-    "model.norm.weight": "non_layer/final_norm/scale",
-    "lm_head.weight": "non_layer/head/table",
-}
-
-
-def layer_names(names: dict[str, str]) -> dict[str, str]:
-    """Return the names with the prefix of a layer."""
-    return {f"model.layers.{{}}.{name}": ours for name, ours in names.items()}
-
-
-def mlp_names(module: str, prefix: str = "mlp/") -> dict[str, str]:
-    """Return the names of the three projections of a gated MLP. prefix: start of our leaves' paths."""
-    return layer_names({f"{module}.{name}_proj.weight": f"{prefix}{name}" for name in ("gate", "up", "down")})
-
-
-ATTENTION = layer_names(
-    {f"self_attn.{name[0]}_proj.weight": f"attention/{name}" for name in ("query", "key", "value", "output")}
-)
-FUSED = layer_names(
-    {
-        "self_attn.qkv_proj.weight": "attention/query attention/key attention/value",
-        "self_attn.o_proj.weight": "attention/output",
-        "mlp.gate_up_proj.weight": "mlp/gate mlp/up",
-        "mlp.down_proj.weight": "mlp/down",
-    }
-)
-QKV_BIASES = layer_names(
-    {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
-)
-BIASES = QKV_BIASES | layer_names(
-    {"self_attn.o_proj.bias": "attention/output_bias"}
-    | {f"mlp.{name}_proj.bias": f"mlp/{name}_bias" for name in ("gate", "up", "down")}
-)
-QK_NORMS = layer_names({"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"})
-MLP = mlp_names("mlp")
-NORMS = layer_names(
-    {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
-)
-POST_NORMS = layer_names(
-    {
-        "post_attention_layernorm.weight": "attention_post_norm/scale",
-        "post_feedforward_layernorm.weight": "mlp_post_norm/scale",
-    }
-)
-GEMMA_NORMS = NORMS | POST_NORMS | layer_names({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
-GLM_NORMS = NORMS | layer_names(
-    {
-        "post_self_attn_layernorm.weight": "attention_post_norm/scale",
-        "post_mlp_layernorm.weight": "mlp_post_norm/scale",
-    }
-)
-LLAMA = OUTSIDE | ATTENTION | MLP | NORMS
-LATENT_ATTENTION = layer_names(
-    {
-        "self_attn.q_proj.weight": "attention/query",
-        "self_attn.q_a_proj.weight": "attention/query_down",
-        "self_attn.q_a_layernorm.weight": "query_latent_norm/scale",
-        "self_attn.q_b_proj.weight": "attention/query_up",
-        "self_attn.kv_a_proj_with_mqa.weight": "attention/latent attention/rotary_key",
-        "self_attn.kv_a_layernorm.weight": "latent_norm/scale",
-        "self_attn.kv_b_proj.weight": f"attention/key{BY_HEAD}attention/value",
-        "self_attn.o_proj.weight": "attention/output",
-    }
-)
-MIXTRAL_EXPERTS = layer_names(
-    {
-        "block_sparse_moe.gate.weight": "mlp/router",
-        "block_sparse_moe.experts.{}.w1.weight": "mlp/gate",
-        "block_sparse_moe.experts.{}.w3.weight": "mlp/up",
-        "block_sparse_moe.experts.{}.w2.weight": "mlp/down",
-    }
-)
-EXPERTS = layer_names({"mlp.gate.weight": "mlp/router"}) | mlp_names("mlp.experts.{}")
-SHARED_EXPERTS = mlp_names("mlp.shared_experts", "mlp/shared_")
-ROUTER_BIAS = layer_names({"mlp.gate.e_score_correction_bias": "mlp/router_bias"})
-
-
-def stacked_expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Return `Family.in_memory_names` of the experts.
-
-    Args:
-        module: name of the module that holds the experts in the folder's tensor names.
-        gate: name of the gate projection there.
-        up: name of the up projection there.
-        down: name of the down projection there.
-    """
-    gate, up, down = (f"model.layers.{{}}.{module}.experts.{{}}.{name}.weight" for name in (gate, up, down))
-    return {"model.layers.{}.mlp.experts.gate_up_proj": f"{gate} {up}", "model.layers.{}.mlp.experts.down_proj": down}
-
-
-STACKED_EXPERTS = stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj")
-STACKED_MIXTRAL_EXPERTS = {
-    **stacked_expert_names("block_sparse_moe", "w1", "w3", "w2"),
-    "model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight",
-}
-GPT = {
-    "transformer.wte.weight": "non_layer/embedding/table",
-    "transformer.wpe.weight": "non_layer/positions/table",
-    "transformer.ln_f.weight": "non_layer/final_norm/scale",
-    "transformer.ln_f.bias": "non_layer/final_norm/bias",
-    "lm_head.weight": "non_layer/head/table",
-    "transformer.h.{}.ln_1.weight": "attention_norm/scale",
-    "transformer.h.{}.ln_1.bias": "attention_norm/bias",
-    "transformer.h.{}.ln_2.weight": "mlp_norm/scale",
-    "transformer.h.{}.ln_2.bias": "mlp_norm/bias",
-    "transformer.h.{}.attn.c_attn.weight": "attention/query attention/key attention/value",
-    "transformer.h.{}.attn.c_attn.bias": "attention/query_bias attention/key_bias attention/value_bias",
-    "transformer.h.{}.attn.c_proj.weight": "attention/output",
-    "transformer.h.{}.attn.c_proj.bias": "attention/output_bias",
-    "transformer.h.{}.mlp.c_fc.weight": "mlp/up",
-    "transformer.h.{}.mlp.c_fc.bias": "mlp/up_bias",
-    "transformer.h.{}.mlp.c_proj.weight": "mlp/down",
-    "transformer.h.{}.mlp.c_proj.bias": "mlp/down_bias",
-}
-
-
-# --- families
+from jaxopt_llm.checkpoint.huggingface import codecs, gemma4_codecs, layer_codecs, rope_codecs
+from jaxopt_llm.checkpoint.huggingface import tensor_names as names
+from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings
+from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.model import layers
 
 BASIC_CODECS = (codecs.SIZES, codecs.HEADS, rope_codecs.ROPE)
 ROTARY_CODECS = (*BASIC_CODECS, codecs.MLP_SIZE)
@@ -136,15 +12,16 @@ GATED_CODECS = (*ROTARY_CODECS, codecs.SWIGLU)
 UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 
 
-DEEPSEEK_NAMES = OUTSIDE | LATENT_ATTENTION | MLP | NORMS | EXPERTS | SHARED_EXPERTS
+DEEPSEEK_NAMES = names.OUTSIDE | names.LATENT_ATTENTION | names.MLP | names.NORMS | names.EXPERTS | names.SHARED_EXPERTS
 ROUTED_CODECS: tuple[Codec, ...] = (  # DeepSeek's experts
     codecs.SHARED_EXPERT_SIZES,
     codecs.copy_fields(
-        {"moe.dense_layers": "first_k_dense_replace", "moe.experts": "n_routed_experts"}
-        | {"moe.experts_per_token": "num_experts_per_tok", "moe.router_scale": "routed_scaling_factor"}
+        {"moe.experts": "n_routed_experts", "moe.experts_per_token": "num_experts_per_tok"}
+        | {"moe.router_scale": "routed_scaling_factor"}
     ),
     codecs.require_values(moe_layer_freq=1),
 )
+FIRST_DENSE = codecs.copy_fields({"moe.dense_layers": "first_k_dense_replace"})
 SIGMOID_CODECS: tuple[Codec, ...] = (  # those of DeepSeek-V3
     *ROUTED_CODECS,
     codecs.RENORMALISES,
@@ -156,58 +33,108 @@ SIGMOID_DEFAULTS: Settings = {
     **{"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     "router_aux_loss_coef": 0.0,
 }
-DEEPSEEK_CODECS: tuple[Codec, ...] = (
+LATENT_CODECS: tuple[Codec, ...] = (
     codecs.SIZES,
     codecs.MLP_SIZE,
     codecs.LATENTS,
     codecs.QUERY_LATENTS,
     rope_codecs.SCORED_ROPE,
     codecs.SWIGLU,
-    codecs.copy_fields({"moe.balance_loss": "aux_loss_alpha"}),
     codecs.require_values(attention_bias=False),
 )
+DEEPSEEK_CODECS = (*LATENT_CODECS, FIRST_DENSE, codecs.copy_fields({"moe.balance_loss": "aux_loss_alpha"}))
+# Read on request only: see `ModelConfig.mtp_layers`.
+MTP_COUNT = Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": config.mtp_layers})
 DEEPSEEK_DEFAULTS = UNTIED_DEFAULTS | {
     **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     "aux_loss_alpha": 0.001,
 }
 
+GRANITE_DEFAULTS = UNTIED_DEFAULTS | {
+    **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0},
+    "rms_norm_eps": 1e-6,
+}
+GRANITE_EXPERT_CODECS: tuple[Codec, ...] = (
+    *(*BASIC_CODECS, codecs.SWIGLU, codecs.ATTENTION_BIASES, *codecs.MULTIPLIERS, codecs.TOP_K),
+    codecs.copy_fields({"moe.experts": "num_local_experts", "moe.expert_width": "intermediate_size"}),
+)
+GRANITE_EXPERT_DEFAULTS = GRANITE_DEFAULTS | {
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+}
+
+
+def set_activation(kind: str) -> tuple[Codec, Codec]:
+    """Return codecs of a kind of MLP that hidden_act gives the same name."""
+    return codecs.require_values(hidden_act=kind), codecs.set_fields({"mlp": kind})
+
+
+APERTUS_ROPE: Settings = {
+    **{"rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+QWEN3_EXPERT_CODECS: tuple[Codec, ...] = (
+    *(*GATED_CODECS, codecs.TOP_K, codecs.EXPERT_LAYERS),
+    codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"}),
+    codecs.require_values(attention_bias=False),
+    codecs.set_fields({"qk_norm": "head"}),
+)
+COHERE_NAMES = names.OUTSIDE | names.ATTENTION | names.BIASES | names.MLP | names.NORMS
+COHERE_CODECS: tuple[Codec, ...] = (
+    *(codecs.LAYER_NORM_SIZES, rope_codecs.ROPE, rope_codecs.INTERLEAVED, codecs.MLP_SIZE, codecs.SWIGLU),
+    *(codecs.ATTENTION_BIASES, codecs.copy_fields({"logit_scale": "logit_scale"})),
+    codecs.require_values(use_qk_norm=False),
+    codecs.set_fields({"norm": "layer_no_bias", "parallel_block": True}),
+)
+COHERE_DEFAULTS: Settings = {
+    **{"tie_word_embeddings": True, "rope_theta": 10_000.0, "layer_norm_eps": 1e-5, "logit_scale": 0.0625},
+}
+
 FAMILIES = (
     Family(
-        "llama", "LlamaForCausalLM", LLAMA | BIASES, (*GATED_CODECS, codecs.DIVISIBLE, codecs.BIASES), UNTIED_DEFAULTS
+        "llama",
+        "LlamaForCausalLM",
+        names.LLAMA | names.BIASES,
+        (*GATED_CODECS, codecs.DIVISIBLE, codecs.BIASES),
+        UNTIED_DEFAULTS,
+        models="Llama 2, 3, 3.1 to 3.3",
     ),
     Family(
         "mistral",
         "MistralForCausalLM",
-        LLAMA,
+        names.LLAMA,
         (*GATED_CODECS, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+        models="Mistral, Mistral Small 3, Magistral, Devstral",
     ),
     Family(
         "ministral",
         "MinistralForCausalLM",
-        LLAMA,
+        names.LLAMA,
         (*GATED_CODECS, codecs.WINDOWS_BY_TYPE),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+        models="Ministral",
     ),
     Family(
         "ministral3",
         "Ministral3ForCausalLM",
-        LLAMA,
+        names.LLAMA,
         (*BASIC_CODECS[:2], rope_codecs.GROWING_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128},
+        models="Ministral 3",
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        LLAMA | QKV_BIASES,
+        names.LLAMA | names.QKV_BIASES,
         (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
         second_names=("qwen2_5_vl_text",),
+        models="Qwen2, Qwen2.5, text of Qwen2.5-VL",
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        LLAMA | QK_NORMS,
+        names.LLAMA | names.QK_NORMS,
         (
             *GATED_CODECS,
             codecs.WINDOWS_FROM_LAYER,
@@ -216,11 +143,12 @@ FAMILIES = (
         ),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
         second_names=("qwen3_vl_text",),
+        models="Qwen3 (dense), text of Qwen3-VL (dense)",
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        OUTSIDE | ATTENTION | MLP | GEMMA_NORMS,
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.GEMMA_NORMS,
         (
             *ROTARY_CODECS,
             codecs.DIVISIBLE,
@@ -235,11 +163,12 @@ FAMILIES = (
         {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         | {"sliding_window": 4096},
+        models="Gemma 2",
     ),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        OUTSIDE | ATTENTION | MLP | GEMMA_NORMS | QK_NORMS,
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.GEMMA_NORMS | names.QK_NORMS,
         (
             *(codecs.SIZES, codecs.HEADS, rope_codecs.LAYERED_ROPE, codecs.MLP_SIZE),
             codecs.DIVISIBLE,
@@ -253,37 +182,55 @@ FAMILIES = (
                 {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": "head", "mlp": "geglu"}
             ),
         ),
-        {
-            "tie_word_embeddings": True,
-            "rope_theta": 1_000_000.0,
-            rope_codecs.LOCAL_THETA: 10_000.0,
-            "rms_norm_eps": 1e-6,
-        }
+        {"tie_word_embeddings": True, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "sliding_window": 4096}
         | {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-        | {"query_pre_attn_scalar": 256, "sliding_window": 4096},
+        | {"query_pre_attn_scalar": 256, rope_codecs.LOCAL_THETA: 10_000.0},
+        models="Gemma 3",
+    ),
+    Family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.GEMMA4_MLP | names.GEMMA_NORMS | names.QK_NORMS | names.GEMMA4_LAYER,
+        (
+            *(codecs.SIZES, codecs.HEADS, gemma4_codecs.WINDOWS, gemma4_codecs.GLOBAL_LAYERS, gemma4_codecs.ROPE),
+            *(gemma4_codecs.MLP, gemma4_codecs.TEXT, gemma4_codecs.LAYER_INPUTS, gemma4_codecs.SHARING),
+            codecs.copy_switches({"logit_softcap": "final_logit_softcapping"}),
+            codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
+            codecs.ROOT_SCALE,
+            codecs.set_fields(
+                {"norm_placement": "both", "qk_norm": "head", "value_norm": True, "mlp": "geglu"}
+                | {"attention_scale": 1.0, "layer_scales": True}
+            ),
+        ),
+        {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 262_144, "sliding_window": 512}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size_per_layer_input": 256},
+        reads_layer_settings=True,
+        models="Gemma 4 31B, 26B-A4B, E4B, E2B",
     ),
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        OUTSIDE | FUSED | NORMS,
+        names.OUTSIDE | names.FUSED | names.NORMS,
         (codecs.SIZES, codecs.HEADS, rope_codecs.PHI3_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
+        models="Phi-3, Phi-3.5, Phi-4-mini",
     ),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.QK_NORMS | names.POST_NORMS,
         (
             *GATED_CODECS,
             codecs.require_values(attention_bias=False),
             codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS,
+        models="OLMo 2",
     ),
     Family(
         "olmo3",
         "Olmo3ForCausalLM",
-        OUTSIDE | ATTENTION | MLP | QK_NORMS | POST_NORMS,
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.QK_NORMS | names.POST_NORMS,
         (
             *(codecs.SIZES, codecs.HEADS, rope_codecs.LAYERED_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
             codecs.OLMO3_WINDOWS,
@@ -291,15 +238,16 @@ FAMILIES = (
             codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS | {"rope_theta": 500_000.0, rope_codecs.LOCAL_THETA: 500_000.0, "sliding_window": 4096},
+        models="OLMo 3",
     ),
     Family(
         "glm4",
         "Glm4ForCausalLM",
-        OUTSIDE
-        | ATTENTION
-        | QKV_BIASES
-        | layer_names({"mlp.gate_up_proj.weight": "mlp/gate mlp/up", "mlp.down_proj.weight": "mlp/down"})
-        | GLM_NORMS,
+        names.OUTSIDE
+        | names.ATTENTION
+        | names.QKV_BIASES
+        | names.layer_names({"mlp.gate_up_proj.weight": "mlp/gate mlp/up", "mlp.down_proj.weight": "mlp/down"})
+        | names.GLM_NORMS,
         (
             *(codecs.SIZES, codecs.HEADS, rope_codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
             *(codecs.INPUT_BIASES, rope_codecs.INTERLEAVED),
@@ -308,40 +256,119 @@ FAMILIES = (
         UNTIED_DEFAULTS
         | {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, rope_codecs.SHARE: 0.5}
         | {"rms_norm_eps": 0.00000015625},
+        models="GLM-4",
+    ),
+    Family(
+        "arcee",
+        "ArceeForCausalLM",
+        names.LLAMA | names.BIASES,
+        (*ROTARY_CODECS, codecs.DIVISIBLE, codecs.BIASES, *set_activation("relu2")),
+        UNTIED_DEFAULTS,
+        models="Arcee (AFM)",
+    ),
+    Family(
+        "apertus",
+        "ApertusForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.BIASES | names.XIELU | names.QK_NORMS | names.APERTUS_NORMS,
+        (
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.EXPLICIT_ROPE, codecs.MLP_SIZE),
+            *(codecs.ATTENTION_BIASES, *set_activation("xielu")),
+            codecs.set_fields({"qk_norm": "head"}),
+        ),
+        {"tie_word_embeddings": False, "rope_parameters": APERTUS_ROPE},
+        constants=names.layer_names({"mlp.act_fn.beta": layers.XIELU_BETA, "mlp.act_fn.eps": layers.XIELU_EPSILON}),
+        models="Apertus",
+    ),
+    Family(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        names.LLAMA | names.BIASES | names.HUNYUAN_QK_NORMS,
+        (
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.HUNYUAN_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
+            codecs.ATTENTION_BIASES,
+            codecs.set_fields({"qk_norm": "rotated_head"}),
+        ),
+        UNTIED_DEFAULTS,
+        models="Hunyuan (dense)",
+    ),
+    Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.MLP | names.QK_NORMS | names.POST_NORMS,
+        (*GATED_CODECS, codecs.EXAONE4_WINDOWS, codecs.set_fields({"norm_placement": "post", "qk_norm": "head"})),
+        UNTIED_DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096},
+        models="EXAONE 4",
+    ),
+    Family(
+        "cohere",
+        "CohereForCausalLM",
+        COHERE_NAMES,
+        (*COHERE_CODECS, codecs.HEADS),
+        COHERE_DEFAULTS,
+        models="Command R, Aya",
+    ),
+    Family(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        COHERE_NAMES,
+        (*COHERE_CODECS, codecs.HEADS, codecs.HEADS_FILL_WIDTH, codecs.COHERE2_WINDOWS),
+        COHERE_DEFAULTS | {"sliding_window": 4096},
+        models="Command R7B, Command A",
     ),
     Family(
         "granite",
         "GraniteForCausalLM",
-        LLAMA | BIASES,
+        names.LLAMA | names.BIASES,
         (*GATED_CODECS, codecs.BIASES, *codecs.MULTIPLIERS),
-        UNTIED_DEFAULTS
-        | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0},
+        GRANITE_DEFAULTS,
+        models="Granite 3 (dense)",
+    ),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        names.OUTSIDE
+        | names.ATTENTION
+        | names.BIASES
+        | names.NORMS
+        | names.layer_names(
+            {"shared_mlp.input_linear.weight": "mlp/gate mlp/up", "shared_mlp.output_linear.weight": "mlp/down"}
+        ),
+        (
+            *(*BASIC_CODECS, codecs.SWIGLU, codecs.ATTENTION_BIASES, *codecs.MULTIPLIERS),
+            codecs.copy_fields({"mlp_width": "shared_intermediate_size"}),
+            layer_codecs.GRANITE_KINDS,
+        ),
+        GRANITE_DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024},
+        models="Granite 4 without mamba layers",
     ),
     Family(
         "seed_oss",
         "SeedOssForCausalLM",
-        LLAMA | BIASES,
+        names.LLAMA | names.BIASES,
         (*GATED_CODECS, codecs.OUTPUT_BIASES, codecs.require_values(mlp_bias=False)),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        models="Seed-OSS",
     ),
     Family(
         "ernie4_5",
         "Ernie4_5ForCausalLM",
-        LLAMA | BIASES,
+        names.LLAMA | names.BIASES,
         (*GATED_CODECS, codecs.ALL_BIASES, rope_codecs.INTERLEAVED),
         {"tie_word_embeddings": True, "rope_theta": 500_000.0, "num_key_value_heads": 2, "head_dim": 128},
+        models="ERNIE 4.5 (dense)",
     ),
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
-        LLAMA,
+        names.LLAMA,
         (*GATED_CODECS, codecs.NO_BIASES, codecs.NOPE),
         {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+        models="SmolLM3",
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        OUTSIDE | ATTENTION | NORMS | MIXTRAL_EXPERTS,
+        names.OUTSIDE | names.ATTENTION | names.NORMS | names.MIXTRAL_EXPERTS,
         (
             *BASIC_CODECS,
             codecs.SWIGLU,
@@ -354,37 +381,51 @@ FAMILIES = (
         ),
         {"tie_word_embeddings": False, "rope_theta": 1_000_000.0, "num_key_value_heads": 8}
         | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
-        in_memory_names=STACKED_MIXTRAL_EXPERTS,
+        in_memory_names=names.STACKED_MIXTRAL_EXPERTS,
+        models="Mixtral",
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        LLAMA | QK_NORMS | EXPERTS,
+        names.LLAMA | names.QK_NORMS | names.EXPERTS,
         (
-            *GATED_CODECS,
-            codecs.MOE_WINDOW,
+            *(*QWEN3_EXPERT_CODECS, codecs.MOE_WINDOW, codecs.RENORMALISES),
             codecs.copy_expert_count("num_experts", "num_local_experts", 128),
-            codecs.TOP_K,
-            codecs.RENORMALISES,
-            codecs.EXPERT_LAYERS,
-            codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"}),
-            codecs.require_values(attention_bias=False),
             codecs.require_absent("layer_types"),
-            codecs.set_fields({"qk_norm": "head"}),
         ),
         UNTIED_DEFAULTS
         | {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 768}
         | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
-        in_memory_names=STACKED_EXPERTS,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="Qwen3-MoE",
+    ),
+    Family(
+        "qwen3_vl_moe_text",
+        "Qwen3VLMoeForConditionalGeneration",  # the text model has no class of its own with a head
+        names.LLAMA | names.QK_NORMS | names.WHOLE_EXPERTS,
+        (
+            *QWEN3_EXPERT_CODECS,
+            codecs.copy_expert_count("num_experts", "num_local_experts", 60),
+            codecs.require_values(norm_topk_prob=True),
+        ),
+        UNTIED_DEFAULTS
+        | {"rope_theta": 500_000.0, "num_key_value_heads": 16, "decoder_sparse_step": 1, "moe_intermediate_size": 1408}
+        | {"num_experts_per_tok": 4, "router_aux_loss_coef": 0.001},
+        input_first="*.experts.*_proj",  # as published; transformers 5 saves [out, in], quantisers single experts
+        forms=(
+            {"input_first": ""},
+            {"names": names.LLAMA | names.QK_NORMS | names.EXPERTS, "in_memory_names": names.STACKED_EXPERTS},
+        ),
+        models="text of Qwen3-VL-MoE",
     ),
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        OUTSIDE | ATTENTION | NORMS | QK_NORMS | EXPERTS,
+        names.OUTSIDE | names.ATTENTION | names.NORMS | names.QK_NORMS | names.EXPERTS,
         (
             *BASIC_CODECS,
             codecs.SWIGLU,
-            codecs.PROJECTION_NORMS,
+            codecs.HEADS_FILL_WIDTH,
             codecs.copy_expert_count("num_experts", "num_local_experts", 64),
             codecs.TOP_K,
             codecs.RENORMALISES,
@@ -394,7 +435,8 @@ FAMILIES = (
             codecs.set_fields({"qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-        in_memory_names=STACKED_EXPERTS,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="OLMoE",
     ),
     Family(
         "deepseek_v2",
@@ -411,51 +453,114 @@ FAMILIES = (
         DEEPSEEK_DEFAULTS
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
         | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
-        in_memory_names=STACKED_EXPERTS,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="DeepSeek-V2",
     ),
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        DEEPSEEK_NAMES | ROUTER_BIAS,
-        (
-            *DEEPSEEK_CODECS,
-            *SIGMOID_CODECS,
-            codecs.require_values(rope_interleave=True),
-            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
-        ),
+        DEEPSEEK_NAMES | names.ROUTER_BIAS | names.MTP,
+        (*DEEPSEEK_CODECS, *SIGMOID_CODECS, codecs.require_values(rope_interleave=True), MTP_COUNT),
         DEEPSEEK_DEFAULTS
         | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8}
         | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
         | {"n_group": 8, "topk_group": 4},
         mtp_prefix="model.layers.{}.",
+        mtp_copies=names.MTP_COPIES,
         second_names=("kimi_k2",),
-        in_memory_names=STACKED_EXPERTS,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="DeepSeek-V3, R1, Kimi K2",
     ),
     Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        LLAMA | QKV_BIASES | QK_NORMS | EXPERTS | SHARED_EXPERTS | ROUTER_BIAS,
+        names.LLAMA
+        | names.QKV_BIASES
+        | names.QK_NORMS
+        | names.EXPERTS
+        | names.SHARED_EXPERTS
+        | names.ROUTER_BIAS
+        | names.MTP,
         (
             *(codecs.SIZES, codecs.HEADS, rope_codecs.PARTIAL_ROPE, codecs.MLP_SIZE, codecs.SWIGLU),
-            *(codecs.INPUT_BIASES, codecs.HEAD_NORMS),
-            *SIGMOID_CODECS,
+            *(codecs.INPUT_BIASES, codecs.copy_qk_norm("head")),
+            *(*SIGMOID_CODECS, FIRST_DENSE),
             codecs.BALANCE_LOSS,
-            Codec(lambda settings: {}, lambda config: {"num_nextn_predict_layers": 0}),
+            MTP_COUNT,
         ),
         UNTIED_DEFAULTS
         | SIGMOID_DEFAULTS
         | {"num_key_value_heads": 8, rope_codecs.SHARE: 0.5, "first_k_dense_replace": 1, "n_routed_experts": 128}
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408},
         mtp_prefix="model.layers.{}.",
-        in_memory_names=STACKED_EXPERTS,
+        mtp_copies=names.MTP_COPIES,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="GLM-4.5, 4.6, 4.7",
+    ),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        DEEPSEEK_NAMES | names.ROUTER_BIAS | names.MTP,
+        (
+            *(*LATENT_CODECS, *SIGMOID_CODECS, layer_codecs.EXPERT_TYPES, codecs.BALANCE_LOSS),
+            codecs.require_values(rope_interleave=True),
+            MTP_COUNT,
+        ),
+        UNTIED_DEFAULTS
+        | SIGMOID_DEFAULTS
+        | {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+        | {"v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+        | {"routed_scaling_factor": 1.8},
+        mtp_prefix="model.layers.{}.",
+        mtp_copies=names.MTP_COPIES,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="GLM-4.7-Flash",
+    ),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        names.LLAMA | names.EXPERTS | names.SHARED_EXPERTS | names.ERNIE_ROUTER_BIAS,
+        (
+            *(*GATED_CODECS, rope_codecs.INTERLEAVED, layer_codecs.EXPERT_INTERVAL, codecs.BALANCE_LOSS),
+            codecs.copy_shared_experts("moe_num_shared_experts", minimum=0),
+            codecs.copy_fields({"moe.experts": "moe_num_experts", "moe.experts_per_token": "moe_k"}),
+            codecs.require_values(use_bias=False, moe_norm_min=1e-12),
+            codecs.set_fields({"moe.router_bias": True}),
+        ),
+        {"tie_word_embeddings": True, "rope_theta": 500_000.0, "num_key_value_heads": 4}
+        | {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_intermediate_size": 1536}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
+        | {"router_aux_loss_coef": 0.001},
+        rows="*.moe_statics.e_score_correction_bias",
+        mtp_prefix="model.mtp_",
+        in_memory_names=names.STACKED_EXPERTS | names.IN_MEMORY_ERNIE,
+        models="ERNIE 4.5 MoE",
+    ),
+    Family(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.BIASES | names.NORMS | names.GRANITE_EXPERTS,
+        GRANITE_EXPERT_CODECS,
+        GRANITE_EXPERT_DEFAULTS,
+        in_memory_names=names.IN_MEMORY_GRANITE,
+        models="Granite 3 MoE",
+    ),
+    Family(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.BIASES | names.NORMS | names.GRANITE_EXPERTS | names.GRANITE_SHARED,
+        (*GRANITE_EXPERT_CODECS, codecs.copy_fields({"moe.shared_expert_width": "shared_intermediate_size"})),
+        GRANITE_EXPERT_DEFAULTS | {"shared_intermediate_size": 0},
+        in_memory_names=names.IN_MEMORY_GRANITE,
+        models="Granite 3 MoE",
     ),
     Family(
         "dots1",
         "Dots1ForCausalLM",
-        LLAMA | QK_NORMS | EXPERTS | SHARED_EXPERTS | ROUTER_BIAS,
+        names.LLAMA | names.QK_NORMS | names.EXPERTS | names.SHARED_EXPERTS | names.ROUTER_BIAS,
         (
             *(*GATED_CODECS, codecs.WINDOWS_FROM_LAYER),
-            *SIGMOID_CODECS,
+            *(*SIGMOID_CODECS, FIRST_DENSE),
             codecs.BALANCE_LOSS,
             codecs.require_values(attention_bias=False),
             codecs.set_fields({"qk_norm": "head"}),
@@ -463,17 +568,46 @@ FAMILIES = (
         UNTIED_DEFAULTS
         | SIGMOID_DEFAULTS
         | {"norm_topk_prob": False, "first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
-        in_memory_names=STACKED_EXPERTS,
+        in_memory_names=names.STACKED_EXPERTS,
+        models="dots.llm1",
+    ),
+    Family(
+        "afmoe",
+        "AfmoeForCausalLM",
+        names.OUTSIDE
+        | names.ATTENTION
+        | names.ATTENTION_GATE
+        | names.BIASES
+        | names.QK_NORMS
+        | names.AFMOE_NORMS
+        | names.MLP
+        | names.mlp_names("mlp.experts.{}")
+        | names.AFMOE_ROUTER
+        | names.SHARED_EXPERTS,
+        (
+            *(*GATED_CODECS, codecs.ATTENTION_BIASES, codecs.AFMOE_WINDOWS, codecs.MUP_SCALE),
+            codecs.copy_expert_count("num_experts", "num_local_experts", 64),
+            codecs.TOP_K,
+            codecs.AFMOE_SHARED_EXPERT_SIZES,
+            codecs.copy_fields({"moe.dense_layers": "num_dense_layers", "moe.router_scale": "route_scale"}),
+            codecs.set_fields({"moe.router": "sigmoid", "moe.router_bias": True}),
+            codecs.set_fields({"attention_gate": "element", "qk_norm": "head", "norm_placement": "both"}),
+        ),
+        UNTIED_DEFAULTS
+        | {"head_dim": 128, "sliding_window": 1024, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.0}
+        | {"num_experts_per_tok": 6, "moe_intermediate_size": 1408, "router_aux_loss_coef": 0.0},
+        in_memory_names=names.STACKED_EXPERTS,
+        models="Trinity (AFMoE)",
     ),
     Family(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
-        OUTSIDE
-        | ATTENTION
-        | NORMS
-        | QK_NORMS
-        | MIXTRAL_EXPERTS
-        | layer_names({"block_sparse_moe.e_score_correction_bias": "mlp/router_bias"}),
+        names.OUTSIDE
+        | names.ATTENTION
+        | names.NORMS
+        | names.QK_NORMS
+        | names.MIXTRAL_EXPERTS
+        | names.layer_names({"block_sparse_moe.e_score_correction_bias": "mlp/router_bias"}),
         (
             *(codecs.SIZES, codecs.HEADS, rope_codecs.MINIMAX_ROPE, codecs.SWIGLU),
             codecs.copy_expert_count("num_local_experts", "num_experts", 256),
@@ -485,14 +619,90 @@ FAMILIES = (
         {"tie_word_embeddings": False, "rope_theta": 5_000_000.0, "num_key_value_heads": 8, "head_dim": 128}
         | {"num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
         in_memory_names={
-            **STACKED_MIXTRAL_EXPERTS,
+            **names.STACKED_MIXTRAL_EXPERTS,
             "model.layers.{}.mlp.e_score_correction_bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias",
         },
+        models="MiniMax-M2",
+    ),
+    Family(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.BIASES | names.NORMS | names.HUNYUAN_QK_NORMS | names.HUNYUAN_EXPERTS,
+        (
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.HUNYUAN_ROPE, codecs.SWIGLU, codecs.ATTENTION_BIASES),
+            *(codecs.ONE_EXPERT_SIZE, layer_codecs.CHOICES, codecs.BALANCE_LOSS),
+            codecs.copy_expert_count("num_experts", "num_local_experts", 1),
+            codecs.require_values(use_cla=False),
+            codecs.set_fields({"qk_norm": "rotated_head"}),
+        ),
+        UNTIED_DEFAULTS | {"moe_topk": 1, "router_aux_loss_coef": 0.0},
+        in_memory_names=names.STACKED_EXPERTS,
+        models="Hunyuan-A13B",
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        names.LLAMA | names.QKV_BIASES | names.EXPERTS | names.QWEN2_SHARED,
+        (
+            *(*GATED_CODECS, codecs.QWEN2_BIASES, layer_codecs.QWEN2_WINDOWS),
+            codecs.copy_expert_count("num_experts", "num_local_experts", 60),
+            *(codecs.TOP_K, codecs.RENORMALISES, codecs.EXPERT_LAYERS),
+            *(codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"}), codecs.QWEN2_SHARED_SIZE),
+            codecs.set_fields({"moe.shared_expert_gate": True}),
+        ),
+        UNTIED_DEFAULTS
+        | {"qkv_bias": True, "sliding_window": 4096, "max_window_layers": 28, "decoder_sparse_step": 1}
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4}
+        | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        in_memory_names=names.STACKED_EXPERTS,
+        models="Qwen1.5-MoE, Qwen2-MoE",
+    ),
+    Family(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.BIASES | names.NORMS | names.LLAMA4_MLPS,
+        (
+            *(*BASIC_CODECS, rope_codecs.INTERLEAVED, rope_codecs.TEMPERATURE, codecs.SWIGLU, codecs.ATTENTION_BIASES),
+            *(layer_codecs.CHUNKS, layer_codecs.EXPERT_LIST, codecs.TOP_K, codecs.copy_qk_norm("rotated_unit")),
+            codecs.copy_fields({"mlp_width": "intermediate_size_mlp", "moe.experts": "num_local_experts"}),
+            codecs.ONE_EXPERT_SIZE,
+            codecs.require_values(router_jitter_noise=0.0),
+            codecs.set_fields(
+                {"moe.router": "sigmoid", "moe.router_renormalises": False, "moe.router_weighs": "inputs"}
+            ),
+        ),
+        UNTIED_DEFAULTS
+        | {"rope_theta": 500_000.0, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16}
+        | {"num_experts_per_tok": 1, "intermediate_size_mlp": 16_384, "interleave_moe_layer_step": 1}
+        | {"use_qk_norm": True, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192}
+        | {"attn_temperature_tuning": True, "attn_scale": 0.1, "router_aux_loss_coef": 0.001},
+        input_first="*.feed_forward.experts.*",
+        swaps_expert_factors=True,
+        models="Llama 4 Scout, Maverick (text)",
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        names.OUTSIDE | names.ATTENTION | names.ATTENTION_BIASES | names.SINKS | names.NORMS | names.GPT_OSS_EXPERTS,
+        (
+            *(codecs.SIZES, codecs.HEADS, rope_codecs.GPT_OSS_ROPE, codecs.SWIGLU),
+            codecs.ALTERNATING_WINDOWS,
+            codecs.copy_biases(("attention_bias",), {(False,): "mlp", (True,): "all"}),
+            codecs.copy_expert_count("num_local_experts", "num_experts", 128),
+            codecs.TOP_K,
+            codecs.copy_fields({"moe.expert_width": "intermediate_size"}),
+            codecs.require_values(swiglu_limit=layers.SWIGLU_LIMIT, swiglu_alpha=layers.SWIGLU_ALPHA),
+            codecs.set_fields({"mlp": "clamped_swiglu", "attention_sinks": True}),
+        ),
+        {"tie_word_embeddings": False, "rope_theta": 150_000.0, "num_key_value_heads": 8, "head_dim": 64}
+        | {"sliding_window": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "attention_bias": True},
+        input_first="*.experts.*",
+        models="gpt-oss 20B, 120B",
     ),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        GPT,
+        names.GPT,
         (
             codecs.GPT_SIZES,
             codecs.GPT_HEADS,
@@ -505,55 +715,9 @@ FAMILIES = (
             codecs.set_fields({"positions": "learned", "norm": "layer", "biases": "all", "mlp": "gelu"}),
         ),
         {"tie_word_embeddings": True},
-        input_first=True,
+        input_first="transformer.h.*",
         base_prefix="transformer.",
         ignored=("*.attn.bias", "*.attn.masked_bias"),
+        models="GPT-2",
     ),
 )
-
-
-# --- the family of a model
-
-
-def find_by_settings(settings: Settings) -> Family:
-    """Return the family of a config.json. Raise Unsupported if there is none, or if the file asks for other code."""
-    model_type, architectures = settings.get("model_type"), settings.get("architectures")
-    if model_type == "mistral" and settings.get("layer_types") is not None:  # as transformers reads it
-        model_type, architectures = "ministral", None
-    family = next((each for each in FAMILIES if model_type in each.model_types), None)
-    if family is None:
-        problem = f"no family of this name is read; {describe_nearest(settings, FAMILIES)}"
-        raise codecs.unsupported(f"model_type={model_type!r}", problem)
-    if architectures not in (None, [family.architecture]):
-        problem = f"only {family.architecture} is read; the model would need another head, or layers of another kind"
-        raise codecs.unsupported(f"architectures={architectures}", problem)
-    codecs.check_value(settings, "is_causal", True)
-    if each := settings.get("per_layer_config"):
-        raise codecs.unsupported(
-            f"per_layer_config={codecs.shorten(each)}", "the model would need settings that differ between its layers"
-        )
-    quantised.check_method(settings)
-    return family
-
-
-def find_by_model(config: ModelConfig, source: Settings | None = None) -> Family:
-    """Return the first family that fits a model.
-
-    Args:
-        config: the model.
-        source: config.json of the folder that the model came from, whose family is tried first.
-
-    Raises:
-        Unsupported: no family fits; the message names the nearest family and the fields that it lacks.
-    """
-    preferred = (source or {}).get("model_type")
-    ordered = sorted(FAMILIES, key=lambda family: preferred not in family.model_types)
-    differences = {family: family.find_differences(config) for family in ordered}
-    fitting = next((family for family in ordered if not differences[family]), None)
-    if fitting is None:
-        nearest = min(ordered, key=lambda family: len(differences[family]))
-        raise Unsupported(
-            f"no Hugging Face family fits the model; the nearest, {nearest.model_type}, does not support "
-            f"{', '.join(differences[nearest])}"
-        )
-    return fitting

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.huggingface import families, quantised, safetensors, text_part
+from jaxopt_llm.checkpoint.huggingface import families, find_family, safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
-from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.family import Family, order_by_distance
+from jaxopt_llm.checkpoint.huggingface.quantised import methods
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, StoredTensor, TensorSpec
-from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
+from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, find_form, list_tensor_layouts
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import json_files, tree
 from jaxopt_llm.core.errors import InputError
@@ -35,6 +36,7 @@ from jaxopt_llm.parallel import offload
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
 DIGEST_BYTES_PER_TENSOR = 2**18  # sampled to distinguish a tensor from others; at least one row
+MAX_COMPARED_ROWS = 512  # of a table that may be the copy of another
 MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of each are sampled
 
 
@@ -51,20 +53,47 @@ def read_settings(path: Path) -> Settings:
     return safetensors.read_json(path, CONFIG_FILE, "Hugging Face model")
 
 
-def read_config(path: Path) -> tuple[Family, ModelConfig]:
+def read_config(path: Path, name: str = "") -> tuple[Family, ModelConfig]:
     """Read the family and the model configuration of a folder.
 
     Code that the config.json names is never run.
+
+    name: see `ModelConfig.family`.
 
     Raises:
         InputError: the config.json describes a model that is not supported.
     """
     settings = text_part.read_text(read_settings(path))
     try:
-        family = families.find_by_settings(settings)
-        return family, family.read(settings)
+        family = find_family.find_by_settings(settings, name)
+        return family, replace(family.read(settings), family=name)
     except Unsupported as error:
-        raise InputError(f"{path / CONFIG_FILE}: {error}") from error
+        offered = "" if name else _offer_families(path, settings)
+        raise InputError(f"{path / CONFIG_FILE}: {error}{offered}") from error
+
+
+def _offer_families(path: Path, settings: Settings) -> str:
+    """Return a clause with the families that a folder of an unknown model_type fits, by its fields and its tensors."""
+    if any(settings.get("model_type") in family.model_types for family in families.FAMILIES):
+        return ""
+    compared = [each for each in order_by_distance(settings, families.FAMILIES) if each.fits]
+    found = [each for each in compared if _has_tensors_of(path, each.family.model_type)]
+    fitting = [each.family.model_type for each in found if each.distance == found[0].distance]
+    if not fitting:
+        return ""
+    others = f" (or {', '.join(fitting[1:])})" if fitting[1:] else ""
+    return (
+        f". Its fields and tensors are those of {fitting[0]}{others}: if its class computes the same, give "
+        f"--model.family {fitting[0]}"
+    )
+
+
+def _has_tensors_of(path: Path, name: str) -> bool:
+    try:
+        open_model_folder(path, name)
+    except InputError:  # says what does not fit
+        return False
+    return True
 
 
 def read_context(path: Path) -> int | None:
@@ -79,12 +108,12 @@ def choose_family(config: ModelConfig, source: Path | None = None) -> Family:
 
     Args:
         config: the model.
-        source: the folder that the model came from; its family is preferred.
+        source: the folder that the model came from. The family that it was read as is preferred.
 
     Raises:
         InputError: no family fits the model.
     """
-    return families.find_by_model(config, text_part.read_text(read_settings(source)) if source else {})
+    return find_family.find_by_model(config, text_part.read_text(read_settings(source)) if source else {})
 
 
 def choose_adapter_family(config: ModelConfig, source: Path | None) -> Family:
@@ -167,6 +196,8 @@ class ModelFolder:
         config: the model, with the vocabulary size of the folder.
         stored: the tensors by name.
         vocabulary_size: rows of the tables to read into; see `copy_table`.
+        mtp_modules: number of modules of multi-token prediction in the folder.
+        changed_copies: copies of tables in those that are read that differ from the tables, with the names of these.
     """
 
     path: Path
@@ -174,11 +205,20 @@ class ModelFolder:
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
     vocabulary_size: int
+    mtp_modules: int = 0
+    changed_copies: tuple[tuple[str, str], ...] = ()
 
     @property
     def adapter_family(self) -> Family:
         """The family with the names that modules have in PEFT."""
         return text_part.name_modules(self.family, read_settings(self.path))
+
+    def describe_mtp(self) -> Iterator[str]:
+        """Yield lines about modules of multi-token prediction that are not read, or whose tables are not."""
+        if (left := self.mtp_modules - self.config.mtp_layers) > 0:
+            yield f"{self.path}: modules of multi-token prediction that are not trained (model.mtp_layers): {left}"
+        for copy, name in self.changed_copies:
+            yield f"{self.path}: {copy} differs from {name}, which its module shares: the copy is not read"
 
     def for_model(self, config: ModelConfig) -> "ModelFolder":
         """Return the folder for a model that may group the layers into other stacks and have a larger vocabulary."""
@@ -205,7 +245,9 @@ class ModelFolder:
         for name, stored in sorted(self.stored.items()):
             stride = max(1, stored.array.nbytes // limit)
             digest.update(f"{name} {stored.array.dtype} {stored.array.shape} ".encode())
-            rows = stored.read(stored.array[::stride])
+            # Rows in the order of the file, which codes of a transposed weight have.
+            in_file = stored.array.transpose(np.argsort([-stride for stride in stored.array.strides], kind="stable"))
+            rows = stored.read(in_file[::stride])
             digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
         return digest.hexdigest()
 
@@ -214,6 +256,10 @@ class ModelFolder:
         names = [name for (leaf, _), locations in self._locations.items() if leaf == path for name, *_ in locations]
         dtypes = {self.stored[name].dtype for name in names}
         return jnp.dtype(jnp.result_type(*dtypes))
+
+    def tensor_names(self, path: str, layer: int | None) -> list[str]:
+        """Return the names of the tensors that hold one layer of a leaf: one, or one for each expert."""
+        return [name for name, *_ in self._locations[path, layer]]
 
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         """Read a leaf in the shape and dtype of its spec.
@@ -245,24 +291,38 @@ class ModelFolder:
             copy_finite(stored.read(view[index]), out, what)
 
 
-def open_model_folder(path: Path) -> ModelFolder:
+def open_model_folder(path: Path, name: str = "", mtp_layers: int = 0) -> ModelFolder:
     """Open a folder and check the headers of its files.
+
+    name: see `ModelConfig.family`. mtp_layers: number of modules of multi-token prediction to read.
 
     Raises:
         InputError: the folder is not a complete folder of a supported family.
     """
-    family, config = read_config(path)
+    family, config = read_config(path, name)
     settings = read_settings(path)
-    stored = text_part.select_text(safetensors.open_folder(path, _read_chosen_weights(path)), settings)
-    stored = quantised.join_scales(stored, text_part.read_text(settings))
+    config = replace(config, mtp_layers=mtp_layers)
+    if mtp_layers and not family.mtp_copies:
+        raise InputError(
+            f"model.mtp_layers={mtp_layers}: those of {family.model_type} are not read; set --model.mtp-layers 0"
+        )
+    stored = safetensors.open_folder(path, _read_chosen_weights(path))
+    stored = text_part.select_text(methods.join_codes(stored, text_part.read_text(settings)), settings)
+    family = find_form(family, config, {name: each.array.shape for name, each in stored.items()})
     layouts = list_tensor_layouts(family, config)
     if not any(name.startswith(family.base_prefix) for name in stored):
         # The model without its head, as in the first published folder of GPT-2.
         stored = {name if name in layouts else family.base_prefix + name: each for name, each in stored.items()}
-    mtp_prefix = family.mtp_prefix.format(config.layers)
-    has_mtp = f"{mtp_prefix}eh_proj.weight" in stored
-    ignored = (*family.ignored, f"{mtp_prefix}*") if has_mtp else family.ignored
-    stored = {name: each for name, each in stored.items() if not any(fnmatchcase(name, p) for p in ignored)}
+    mtp = family.find_mtp(stored, text_part.read_text(settings))
+    modules = len([name for name in mtp if name.endswith(".eh_proj.weight")])
+    if config.mtp_layers > modules:
+        raise InputError(describe_fewer_modules(config, path, modules))
+    copies = _find_changed_copies(family, config, stored)
+    mtp -= layouts.keys()
+    ignored = {name for name in stored if any(fnmatchcase(name, pattern) for pattern in family.ignored)} | mtp
+    ignored |= family.list_shared(config)
+    stored = {name: each for name, each in stored.items() if name not in ignored}
+    stored = _check_constants(family.list_constants(config.layers), stored)
     stored = _use_published_names(family, config, stored, layouts)
     for name, layout in layouts.items():
         if name not in stored:
@@ -277,7 +337,41 @@ def open_model_folder(path: Path) -> ModelFolder:
                 f"{tensor.file}: tensor {name!r} does not belong to a {family.architecture} as {CONFIG_FILE} describes "
                 "it; use the config.json of these weights"
             )
-    return ModelFolder(path, family, config, stored, config.vocabulary_size)
+    return ModelFolder(path, family, config, stored, config.vocabulary_size, modules, copies)
+
+
+def describe_fewer_modules(config: ModelConfig, path: Path, modules: int) -> str:
+    """Return the message for a folder or a run with fewer modules of multi-token prediction than a model."""
+    return (
+        f"model.mtp_layers={config.mtp_layers}: the modules of multi-token prediction in {path} are {modules}: set "
+        f"--model.mtp-layers {modules}"
+    )
+
+
+def _find_changed_copies(
+    family: Family, config: ModelConfig, stored: Mapping[str, StoredTensor]
+) -> tuple[tuple[str, str], ...]:
+    """Return the copies of tables in MTP modules that differ from the tables, with the names of these."""
+    return tuple(
+        (copy, name)
+        for copy, name in family.list_copies(config).items()
+        if copy in stored and name in stored
+        if not have_equal_values(stored[copy], stored[name], MAX_COMPARED_ROWS)
+    )
+
+
+def _check_constants(constants: Mapping[str, float], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors without the family's constants. Raise InputError if one has another value."""
+    for name in constants.keys() & stored.keys():
+        tensor = stored[name]
+        safetensors.check_is_float(name, tensor)
+        found, value = tensor.read(tensor.array).astype(np.float32), np.asarray(constants[name], tensor.dtype)
+        if not np.array_equal(found, value.astype(np.float32)):
+            raise InputError(
+                f"{tensor.file}: tensor {name!r} is {found}; only {constants[name]} is computed, so use a model of the "
+                "table in docs/pretrained.md"
+            )
+    return {name: tensor for name, tensor in stored.items() if name not in constants}
 
 
 def _read_chosen_weights(path: Path) -> str | None:
@@ -301,7 +395,7 @@ def _use_published_names(
 ) -> dict[str, StoredTensor]:
     """Return the tensors under published names; tensors as transformers holds them in memory are split into views."""
     tensors = dict(stored)
-    for layer in range(config.layers):
+    for layer in range(config.blocks):
         for in_memory_name, published in family.in_memory_names.items():
             name, parts = in_memory_name.format(layer), published.split()
             first = layouts.get(parts[0].format(layer, 0))
@@ -344,12 +438,19 @@ def _remove_tied_head(family: Family, stored: dict[str, StoredTensor]) -> None:
         )
 
 
-def have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two tensors have the same shape and values; only some rows are compared at once."""
-    rows = 1 + 2**24 // max(1, math.prod(first.array.shape[1:]))
-    return first.array.shape == second.array.shape and all(
-        np.array_equal(first.read(first.array[begin : begin + rows]), second.read(second.array[begin : begin + rows]))
-        for begin in range(0, len(first.array), rows)
+def have_equal_values(first: StoredTensor, second: StoredTensor, most: int = 0) -> bool:
+    """Return whether two tensors have the same shape and values; only some rows are compared at once.
+
+    most: rows to compare, evenly taken from the tensors; 0: all.
+    """
+    if first.array.shape != second.array.shape:
+        return False
+    stride = max(1, len(first.array) // most) if most else 1
+    one, other = first.array[::stride], second.array[::stride]
+    rows = 1 + 2**24 // max(1, math.prod(one.shape[1:]))
+    return all(
+        np.array_equal(first.read(one[begin : begin + rows]), second.read(other[begin : begin + rows]))
+        for begin in range(0, len(one), rows)
     )
 
 
@@ -358,6 +459,12 @@ def have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 # What an export copies from the folder that the weights came from: nothing that names code, people or places.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
+
+
+def open_rest(source: Path | None, family: Family, config: ModelConfig) -> text_part.Rest:
+    """Return what the folder of a model of this family keeps of the folder that its weights came from."""
+    written = {*list_tensor_layouts(family, config), *family.list_copies(config)}
+    return text_part.Rest(source, read_settings(source) if source else {}, family, written)
 
 
 def write_nothing(folder: Path) -> None:
@@ -430,6 +537,7 @@ def write_layers(
     origin: Origin | None = None,
     dtype: Any = None,
     max_file_bytes: int = safetensors.MAX_FILE_BYTES,
+    check: Callable[[Path], None] = write_nothing,
 ) -> None:
     """Write a new folder of a model's parameters that transformers can load, one tensor at a time.
 
@@ -444,6 +552,7 @@ def write_layers(
         dtype: dtype of the tensors instead of the parameters' dtype. Parameters that are updated by steps of a fixed
             size (`ParamSpec.sign_rate`) keep their dtype.
         max_file_bytes: largest number of tensor bytes in one file.
+        check: called with the complete folder before it gets its name. If it raises an error, the folder is removed.
 
     Raises:
         InputError: no family fits the model, the path already exists, or a value is not finite in the dtype.
@@ -452,19 +561,27 @@ def write_layers(
     origin_settings = {} if origin.folder is None else read_settings(origin.folder)
     text_settings = text_part.read_text(origin_settings)
     family = choose_family(config, origin.folder)
+    rest = open_rest(origin.folder, family, config)
+    # In the order of the source. No class in transformers loads single experts where the family has them in one tensor.
+    family = replace(family, input_first=find_form(family, config, rest.shapes).input_first)
     layouts = list_tensor_layouts(family, config)
     fixed = {name for name, layout in layouts.items() if layout.pieces[0].spec.sign_rate is not None}
     # All pieces of a tensor have the same dtype.
     dtypes = {name: source.dtype(layout.pieces[0].path) for name, layout in layouts.items()}
     if dtype is not None:
         dtypes |= {name: jnp.dtype(dtype) for name in layouts if name not in fixed}
-    rest = text_part.Rest(origin.folder, origin_settings)
+    widest = max((dtypes[name] for name in layouts if name not in fixed), key=lambda each: each.itemsize)
+    constants = {name: np.asarray(value, widest) for name, value in family.list_constants(config.layers).items()}
     specs = {name: TensorSpec(dtypes[name], layout.shape) for name, layout in layouts.items()}
+    get_parameter, copies = make_tensor_getter(path, layouts, specs, source), family.list_copies(config)
+    specs |= {name: TensorSpec(widest, ()) for name in constants} | {name: specs[copies[name]] for name in copies}
     # Files hold one layer after the other. The tensors are written parameter by parameter, because the layers of a
     # parameter are next to each other where they are read.
     order = sorted(layouts, key=lambda name: [piece.path for piece in layouts[name].pieces])
     with NewFolder(path) as folder:
-        whole, get_tensor = rest.add(specs, make_tensor_getter(path, layouts, specs, source))
+        whole, get_tensor = rest.add(
+            specs, lambda name: constants[name] if name in constants else get_parameter(copies.get(name, name))
+        )
         # The widest dtypes come first, so that each tensor is aligned in its file.
         widest_first = dict(sorted(whole.items(), key=lambda item: -item[1].dtype.itemsize))
         last = [name for name in whole if name not in {rest.name(each) for each in order}]
@@ -475,12 +592,14 @@ def write_layers(
             **{name: text_settings[name] for name in COPIED_SETTINGS if name in text_settings},
             **origin.settings,
             **family.write(config),
-            "torch_dtype": str(max((dtypes[name] for name in layouts if name not in fixed), key=lambda d: d.itemsize)),
+            **rest.settings,
+            "torch_dtype": str(widest),
         }
         content = text_part.write_text(origin_settings, content)
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
         origin.write_files(folder)
         rest.copy_files(folder)
+        check(folder)
 
 
 def make_tensor_getter(

@@ -187,12 +187,64 @@ def _write_growing_rope(config: ModelConfig) -> Settings:
     return older | {"rope_scaling": given | {"rope_theta": config.rope.theta}}
 
 
+def _read_temperature(settings: Settings) -> dict[str, Any]:
+    """Read Llama 4's growth of queries in layers without RoPE."""
+    used = settings.get("attn_temperature_tuning")
+    if type(used) not in (bool, int):
+        raise unsupported(f"attn_temperature_tuning={used!r}", "must be true or false", CORRECT)
+    return {
+        "rope.query_growth": read_value(settings, "attn_scale", float) if used else 0.0,
+        "rope.growth_layers": "nope",
+        "rope.growth_length": read_value(settings, "floor_scale", int, minimum=1),
+    }
+
+
+def _write_temperature(config: ModelConfig) -> Settings:
+    rope = config.rope
+    return {
+        "attn_temperature_tuning": rope.query_growth > 0,
+        "attn_scale": rope.query_growth,
+        "floor_scale": rope.growth_length or rope.original_length,
+    }
+
+
 def _read_minimax_rope(settings: Settings) -> dict[str, Any]:
     """Read partial RoPE, whose size published folders give instead of its share."""
     if settings.get("rotary_dim") is None:
         return PARTIAL_ROPE.read(settings)
     share = read_value(settings, "rotary_dim", int) / max(read_heads(settings)["head_dim"], 1)
     return PARTIAL_ROPE.read(settings | {SHARE: share})
+
+
+def _read_hunyuan_rope(settings: Settings) -> dict[str, Any]:
+    """Read RoPE whose type "dynamic" with an `alpha` is a larger theta, whatever the length of a document is."""
+    kind, given = _read_scaling(settings)
+    alpha, size = read_value(given, "alpha", float, 0.0, minimum=0), read_heads(settings)["head_dim"]
+    if kind != "dynamic" or not alpha or size <= 2:
+        return ROPE.read(settings)
+    theta = read_value(given, "rope_theta", float) * alpha ** (size / (size - 2))
+    return ROPE.read(settings | {"rope_theta": theta, "rope_scaling": None, "rope_parameters": None})
+
+
+def _write_explicit_rope(config: ModelConfig) -> Settings:
+    """Write what no rope_scaling means in a family whose class then scales as the published model does."""
+    older = ROPE.write(config)
+    unscaled = {"rope_type": "default", "rope_theta": config.rope.theta}
+    return older if older["rope_scaling"] else older | {"rope_scaling": unscaled}
+
+
+# What the class of gpt-oss takes for a missing or empty rope_scaling.
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+
+def _read_gpt_oss_rope(settings: Settings) -> dict[str, Any]:
+    given = settings.get("rope_scaling") or settings.get("rope_parameters")
+    return ROPE.read(settings if given else settings | {"rope_scaling": {**GPT_OSS_YARN, ORIGINAL: 4096}})
+
+
+def _write_gpt_oss_rope(config: ModelConfig) -> Settings:
+    written = ROPE.write(config)
+    return written | {"rope_scaling": written["rope_scaling"] or {"rope_type": "default"}}
 
 
 LOCAL_THETA = "rope_local_base_freq"
@@ -235,7 +287,11 @@ ROPE = _rope_codec(ALL_KINDS)
 PARTIAL_ROPE = _rope_codec(ALL_KINDS, partial=True)
 GROWING_ROPE = Codec(_read_growing_rope, _write_growing_rope)
 MINIMAX_ROPE = Codec(_read_minimax_rope, lambda config: PARTIAL_ROPE.write(config) | {"rotary_dim": config.rotary_dim})
+HUNYUAN_ROPE = Codec(_read_hunyuan_rope, ROPE.write)
+EXPLICIT_ROPE = Codec(ROPE.read, _write_explicit_rope)
+GPT_OSS_ROPE = Codec(_read_gpt_oss_rope, _write_gpt_oss_rope)
 LAYERED_ROPE = Codec(_read_layered_rope, _write_layered_rope)
+TEMPERATURE = Codec(_read_temperature, _write_temperature)
 INTERLEAVED = set_fields({"rope.interleaved": True})
 SCORED_ROPE = _rope_codec(ALL_KINDS, scales_scores=True)
 # The class renames the other kinds.

@@ -14,9 +14,10 @@ import os
 import re
 import shlex
 import shutil
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,11 @@ from jaxopt_llm.core.files import check_is_no_pointer, sync_directory, sync_file
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOAT_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-CODE_DTYPES = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn)}  # see quantised.py
+# Codes of weights, their scales and zero-points, and positions: see quantised/.
+CODE_DTYPES = {
+    **{"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E8M0": np.dtype(jnp.float8_e8m0fnu)},
+    **{"I8": np.dtype(np.int8), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
+}
 # Older GPT-2 folders contain masks in addition to the parameters.
 MASK_DTYPES = {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -57,10 +62,8 @@ class StoredFile:
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
         self._descriptor = os.dup(stream.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
         self.bytes = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
 
     def read(self, view: np.ndarray) -> np.ndarray:
         """Return a view of the file's bytes, of any dtype, shape and strides, as an array in memory.
@@ -124,21 +127,30 @@ def _address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
+class Decoder(Protocol):
+    """Weight that is stored as codes: see quantised/codes.py."""
+
+    dtype: np.dtype
+
+    def read(self, view: np.ndarray) -> np.ndarray:
+        """Return the values at the places of a view."""
+
+
 class StoredTensor(NamedTuple):
     """Tensor in a file.
 
-    array: a view that gives its dtype, its shape and its place; see `read`. scaled: (codes that were read, their view)
-        -> values, for a tensor of codes.
+    array: a view that gives its dtype, its shape and its place; see `read`. decoder: for a weight that is stored as
+        codes; `array` has its shape, and no data.
     """
 
     source: StoredFile
     array: np.ndarray
-    scaled: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    decoder: Decoder | None = None
 
     @property
     def dtype(self) -> np.dtype:
         """Dtype of a parameter with these values."""
-        return self.array.dtype if self.scaled is None else FLOAT_DTYPES["BF16"]
+        return self.array.dtype if self.decoder is None else self.decoder.dtype
 
     @property
     def file(self) -> Path:
@@ -147,7 +159,7 @@ class StoredTensor(NamedTuple):
     def read(self, view: np.ndarray | None = None) -> np.ndarray:
         """Read a view of `array`, or all of it: see `StoredFile.read`."""
         view = self.array if view is None else view
-        return self.source.read(view) if self.scaled is None else self.scaled(self.source.read(view), view)
+        return self.source.read(view) if self.decoder is None else self.decoder.read(view)
 
 
 # --- reading
@@ -396,7 +408,7 @@ def _write_files(
 
 def _start(file: Path, specs: Mapping[str, TensorSpec]) -> list[tuple[str, int, TensorSpec]]:
     """Write the header of a file. Return (name, first byte in the file, spec) of each tensor."""
-    codes = {dtype: name for name, dtype in (FLOAT_DTYPES | MASK_DTYPES).items()}
+    codes = {dtype: name for name, dtype in (FLOAT_DTYPES | CODE_DTYPES | MASK_DTYPES).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, spec in specs.items():

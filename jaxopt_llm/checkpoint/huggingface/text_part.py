@@ -1,19 +1,21 @@
-"""Text model of a folder that holds more, such as a vision tower.
+"""Text model of a folder that holds more: a vision tower, or layers of multi-token prediction (MTP).
 
-The config.json of such a folder has the fields of the text model in `text_config`, and its tensors have a prefix. The
-other tensors and files are not read; a folder that is written from it keeps them as they are.
+The config.json of a folder with a vision tower has the fields of the text model in `text_config`, and its tensors have
+a prefix. MTP layers follow the last layer. The tensors of other parts and of MTP layers are not read; a folder that is
+written from it keeps them as they are.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm.checkpoint.huggingface import quantised, safetensors
+from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
-from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.family import MTP_COUNTS, Family
+from jaxopt_llm.checkpoint.huggingface.quantised import methods, schemes
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
 
 TEXT = "text_config"
@@ -25,7 +27,7 @@ PREFIXES = {
 }
 MODULES = "model.language_model."  # start of the names of its modules in the classes of transformers
 PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # of a text model without a prefix
-OUTSIDE = ("tie_word_embeddings", quantised.FIELD)  # fields of the text model beside `text_config`
+OUTSIDE = ("tie_word_embeddings", schemes.FIELD)  # fields of the text model beside `text_config`
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffix in safetensors.PICKLE_SUFFIXES))
 
 
@@ -47,7 +49,7 @@ def write_text(settings: Settings, written: Settings) -> Settings:
     changed = {name: value for name, value in written.items() if name not in name_of_class}
     outside = {name: changed[name] for name in (*OUTSIDE, "torch_dtype") if name in changed}
     kept, text = (
-        {name: value for name, value in each.items() if name not in ("dtype", quantised.FIELD)}
+        {name: value for name, value in each.items() if name not in ("dtype", schemes.FIELD)}
         for each in (settings, text)
     )
     return kept | outside | {TEXT: text | changed}
@@ -68,7 +70,14 @@ def name_modules(family: Family, settings: Settings) -> Family:
     """
     if TEXT not in settings:
         return family
-    return replace(family, names={_name_module(name): leaves for name, leaves in family.names.items()})
+    return replace(
+        family,
+        names={_name_module(name): leaves for name, leaves in family.names.items()},
+        in_memory_names={
+            _name_module(name): " ".join(map(_name_module, published.split()))
+            for name, published in family.in_memory_names.items()
+        },
+    )
 
 
 def _name_module(name: str) -> str:
@@ -86,23 +95,40 @@ class Rest:
     """Tensors and files of a source folder that a written folder keeps.
 
     Attributes:
-        tensors: those of other parts, by name. names: name in the text model alone -> name in the folder.
+        is_part: whether the folder holds more than a text model.
+        tensors: those that are not read, by name. names: name in the text model alone -> name in the folder.
+        shapes: shapes of the tensors of the text model, by name in the text model alone.
+        mtp: names of those of MTP layers. settings: the fields of config.json that count these.
     """
 
-    def __init__(self, folder: Path | None, settings: Settings) -> None:
+    def __init__(self, folder: Path | None, settings: Settings, family: Family, written: Collection[str] = ()) -> None:
         """Open the folder. settings: its config.json. Without one, or if it is the text model alone, there is no rest.
+
+        written: names of the tensors of the text model that are written anew, also those of MTP layers.
 
         Raises InputError if the folder has a rest, and its weights are not there.
         """
-        self.folder = folder if TEXT in settings else None
-        stored = quantised.join_scales(safetensors.open_folder(self.folder), read_text(settings)) if self.folder else {}
-        self.names = {alone: name for name in stored if (alone := rename(name)) is not None}
-        self.tensors = {name: tensor for name, tensor in stored.items() if rename(name) is None}
-        self._table = next((name for name in stored if rename(name) == "model.embed_tokens.weight"), "")
+        text = read_text(settings)
+        self.is_part = folder is not None and TEXT in settings
+        counts = {name: text[name] for name in MTP_COUNTS if family.mtp_prefix and text.get(name)}
+        has_weights = folder is not None and any(
+            (folder / name).is_file() for name in (safetensors.SINGLE, safetensors.INDEX)
+        )
+        has_rest = folder is not None and bool(self.is_part or counts or (family.mtp_prefix and has_weights))
+        self.folder = folder if has_rest else None
+        stored = methods.join_codes(safetensors.open_folder(self.folder), text) if self.folder else {}
+        own = {name: rename(name) if self.is_part else name for name in stored}  # folder -> text model alone
+        mtp = family.find_mtp({alone for alone in own.values() if alone is not None}, text) - {*written}
+        self.mtp = [name for name, alone in own.items() if alone in mtp]
+        self.settings = counts if self.mtp else {}
+        self.names = {alone: name for name, alone in own.items() if alone is not None}
+        self.shapes = {alone: stored[name].array.shape for alone, name in self.names.items()}
+        self.tensors = {name: each for name, each in stored.items() if own[name] is None or own[name] in mtp}
+        self._table = self.names.get("model.embed_tokens.weight", "")
 
     def name(self, alone: str) -> str:
         """Return the name that a tensor of the text model gets."""
-        if alone in self.names or self.folder is None:
+        if alone in self.names or not self.is_part:
             return self.names.get(alone, alone)
         # A tensor that the source does not have, such as a head that it ties: with the prefix of the embedding table.
         prefix = next((prefix for prefix in PREFIXES if self._table.startswith(prefix)), "")
@@ -123,9 +149,26 @@ class Rest:
         kept = {name: TensorSpec(each.dtype, each.array.shape) for name, each in self.tensors.items()}
         return {name: specs[alone] for name, alone in of_text.items()} | kept, get
 
+    def describe_mtp(self) -> list[str]:
+        """Return a sentence about MTP layers; empty without them."""
+        if not self.mtp:
+            return []
+        return [
+            f"The {len(self.mtp)} tensors of multi-token prediction ({self.mtp[0]}, ...) are those of the base: they "
+            "were not trained."
+        ]
+
+    def find_changed(self, written: Mapping[str, StoredTensor]) -> str | None:
+        """Return the name of a kept tensor that differs in a written folder; None: all are equal."""
+        for name, kept in self.tensors.items():
+            found = written.get(name)
+            if found is None or not np.array_equal(found.read(), kept.read().astype(kept.dtype)):
+                return name
+        return None
+
     def copy_files(self, target: Path) -> None:
         """Copy the files beside the weights that the target does not have, such as those of a processor."""
-        for file in sorted(self.folder.iterdir()) if self.folder else ():
+        for file in sorted(self.folder.iterdir()) if self.folder and self.is_part else ():
             is_weight = any(file.match(pattern) for pattern in WEIGHTS)
             if file.is_file() and not is_weight and file.suffix != ".py" and not (target / file.name).exists():
                 shutil.copyfile(file, target / file.name)

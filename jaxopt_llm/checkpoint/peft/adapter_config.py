@@ -17,28 +17,25 @@ from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 
 FILE = "adapter_config.json"
+ROWS_ALONE = "TRAINABLE_TOKENS"  # type of an adapter that is only rows of tables
 # Fields that do not affect what a saved adapter computes.
 IGNORED_FIELDS = (
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "lora_dropout"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config", "init_weights"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # for initialisation: see init_lora_weights
 )
 # Fields with a fixed set of supported values.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
+    "peft_type": ("LORA", ROWS_ALONE),
     "task_type": (None, "CAUSAL_LM"),
     "bias": (None, "none"),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others also change the base
 }
 _MERGED = "merge the adapter with PEFT (merge_and_unload, then save_pretrained), and use the merged model"
-_PLAIN = f"not supported; an adapter must be LoRA or DoRA of matrices, with modules_to_save; {_MERGED}"
-_OTHERS = {
-    "trainable_token_indices": (
-        "single rows of a table, trained by themselves, are not supported; train whole tables with modules_to_save, "
-        f"or {_MERGED}"
-    ),
-    "target_parameters": f"adapters of bare parameters, such as experts, are not supported; {_MERGED}",
-}
+_PLAIN = (
+    "not supported; an adapter must be LoRA or DoRA of matrices, with modules_to_save and trainable_token_indices; "
+    f"{_MERGED}"
+)
 ALL_LINEAR = "all-linear"
 
 
@@ -48,7 +45,8 @@ class PeftConfig:
 
     r: int
     lora_alpha: float
-    target_modules: list[str] | str
+    target_modules: list[str] | str = field(default_factory=list)
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
@@ -58,6 +56,7 @@ class PeftConfig:
     use_dora: bool = False
     ensure_weight_tying: bool = False
     modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
 
     def rank(self, module: str) -> int:
         return _first_match(self.rank_pattern, module, self.r)
@@ -69,6 +68,10 @@ class PeftConfig:
         """Return the factor of A·B: alpha / rank, or alpha / sqrt(rank) with rank stabilisation (rsLoRA)."""
         rank = self.rank(module)
         return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def selects_parameter(self, name: str) -> bool:
+        """Return whether a parameter, such as model.layers.0.mlp.experts.down_proj, has an adapter."""
+        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
 
     def selects(self, module: str, in_block: bool) -> bool:
         """Return whether a module has an adapter. in_block: whether it is in a block, as all-linear requires."""
@@ -144,10 +147,15 @@ def _maps_patterns_to(is_valid: Callable[[Any], bool], value: Any) -> bool:
     return type(value) is dict and all(_is_pattern(key, _end_pattern) and is_valid(value[key]) for key in value)
 
 
+def _is_ids(value: Any) -> bool:
+    return _is_list_of(int, value) and all(each >= 0 for each in value) and len({*value}) == len(value)
+
+
 Check = tuple[str, Callable[[Any], bool]]  # description of the valid values of a field, and whether a value is one
 RANK: Check = ("a whole number of at least 1", _is_rank)
 ALPHA: Check = ("a number above 0", _is_alpha)
 MODULES: Check = ("a list of names or a pattern", lambda value: _is_pattern(value) or _is_list_of(str, value))
+NAMES: Check = ("a list of names", functools.partial(_is_list_of, str))
 LAYERS: Check = ("a whole number or a list of them", lambda value: type(value) is int or _is_list_of(int, value))
 LAYERS_PATTERN: Check = (
     "a pattern or a list of them",
@@ -158,6 +166,7 @@ FIELD_CHECKS: dict[str, Check] = {
     "r": RANK,
     "lora_alpha": ALPHA,
     "target_modules": MODULES,
+    "target_parameters": NAMES,
     "exclude_modules": MODULES,
     "layers_to_transform": LAYERS,
     "layers_pattern": LAYERS_PATTERN,
@@ -169,7 +178,13 @@ FIELD_CHECKS: dict[str, Check] = {
     "use_rslora": SWITCH,
     "use_dora": SWITCH,
     "ensure_weight_tying": SWITCH,
-    "modules_to_save": ("a list of names", functools.partial(_is_list_of, str)),
+    "modules_to_save": NAMES,
+    "trainable_token_indices": (
+        "a list of different token ids, or a map from names to such lists",
+        lambda value: (
+            all(type(key) is str and _is_ids(value[key]) for key in value) if type(value) is dict else _is_ids(value)
+        ),
+    ),
 }
 
 
@@ -187,16 +202,32 @@ def read_peft_config(folder: Path) -> PeftConfig:
             undo = "it changes the base: save with path_initial_model_for_weight_conversion, which undoes that"
             more = f"; {undo if name == 'init_lora_weights' else _MERGED}"
             raise InputError(f"{file}: {name}={value!r}: only {supported} is supported{more}")
+    if settings["peft_type"] == ROWS_ALONE:
+        settings = _describe_without_lora(settings)
     given = {name: value for name, value in settings.items() if value is not None and name not in SUPPORTED_VALUES}
     for name, value in given.items():
         if name not in (*FIELD_CHECKS, *IGNORED_FIELDS) and value not in (False, [], {}, ""):
-            raise InputError(f"{file}: {name}={value!r}: {_OTHERS.get(name, _PLAIN)}")
+            raise InputError(f"{file}: {name}={value!r}: {_PLAIN}")
+    needed = None if given.get("target_parameters") else "target_modules"
     for name, (description, is_valid) in FIELD_CHECKS.items():
         if name in given and not is_valid(given[name]):
             raise InputError(f"{file}: {name}={given[name]!r}: must be {description}")
-        if name not in given and name in ("r", "lora_alpha", "target_modules"):
+        if name not in given and (name in ("r", "lora_alpha") or name == needed):
             raise InputError(f"{file}: {name} is missing")
     return PeftConfig(**{name: value for name, value in given.items() if name in FIELD_CHECKS})
+
+
+def _describe_without_lora(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an adapter that is only rows of tables as those of a LoRA of no matrix with these rows."""
+    given, ids = settings.get("target_modules"), settings.get("token_indices")
+    targets = list(map(str, given if isinstance(given, list) else [given]))
+    kept = {name: value for name, value in settings.items() if name not in ("target_modules", "token_indices")}
+    return kept | {
+        "r": 1,
+        "lora_alpha": 1,
+        "target_modules": [],
+        "trainable_token_indices": dict.fromkeys(targets, ids),
+    }
 
 
 def describe_other_base(folder: Path, model: str) -> str:
@@ -223,7 +254,7 @@ def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base:
     Args:
         folder: an existing folder.
         config: the fields that determine what the adapter computes.
-        input_first: whether the model's matrices are [in, out].
+        input_first: whether the matrices of the adapted modules are [in, out].
         base: the path or name under which PEFT finds the base model; empty: none.
     """
     content = {

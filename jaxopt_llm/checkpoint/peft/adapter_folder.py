@@ -1,9 +1,11 @@
 """PEFT folders of LoRA adapters, adapter_config.json and safetensors, read into our leaves.
 
 adapter_writer.py writes such folders. Beside adapters, a folder may hold whole weights: `modules_to_save`, and tables
-of another size. PEFT loads such a tensor in place of the model's own.
+of another size. PEFT loads such a tensor in place of the model's own. It may also hold single rows: token_rows.py.
 
-A PEFT adapter belongs to a module. It has A [rank, in] and B [out, rank], whatever the layout of the module's weight. A
+A PEFT adapter belongs to a module, or to a parameter (see modules.py). It has A [rank, in] and B [out, rank], whatever
+the layout of the weight; for stacked experts, A [experts, rank, in] and B [out, rank, experts]. (If PEFT mistakes the
+inputs of experts for outputs, the file's A is our B, and its B our A: `PeftModule.is_swapped`.) A
 fused module has one adapter for all parameters that lie next to each other in it. On reading, each of our parameters
 gets this A and its own rows of B. On writing, the A of the parameters are stacked along the rank, and their B are
 blocks on a diagonal: the same adapter with a higher rank. An embedding table that is also the head has the same adapter
@@ -11,10 +13,11 @@ in both modules.
 """
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +31,22 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equal_values
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredFile, StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
-from jaxopt_llm.checkpoint.peft import adapter_config
+from jaxopt_llm.checkpoint.peft import adapter_config, token_rows
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
+from jaxopt_llm.checkpoint.peft.modules import (
+    BASE,
+    EMBEDDING_FACTORS,
+    HEAD,
+    KINDS,
+    LINEAR_FACTORS,
+    MAGNITUDE,
+    PREFIX,
+    PeftModule,
+    find_modules,
+    find_separate_modules,
+    find_table,
+    name_stems,
+)
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
@@ -37,52 +54,9 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 
-# --- modules
-
-PREFIX = "base_model.model."
-HEAD = "lm_head"  # in every family
-EMBEDDING = "non_layer/embedding/table"
-MLP = "/mlp/"
-EMBEDDING_TABLES = (EMBEDDING, "non_layer/positions/table")  # their modules look up rows; factors have other names
-
-LINEAR_FACTORS = ("lora_A.weight", "lora_B.weight")  # [rank, in], [out, rank]
-EMBEDDING_FACTORS = ("lora_embedding_B", "lora_embedding_A")  # [width, rank], [rank, rows]
-MAGNITUDE = "lora_magnitude_vector"  # [out]
-BASE = "base_layer.weight"  # the base model's table, which PEFT may save together with an adapter of it
-KINDS = (*LINEAR_FACTORS, *EMBEDDING_FACTORS, MAGNITUDE, BASE)
 CHECK_MODEL = "check that the adapter belongs to the model"
 
-
-class PeftModule(NamedTuple):
-    """Module that can have an adapter. layout: of its weight; is_embedding: whether it looks up rows of a table."""
-
-    name: str
-    layout: TensorLayout
-    is_embedding: bool
-
-    @property
-    def inputs(self) -> int:
-        return self.layout.pieces[0].spec.fan_in
-
-    @property
-    def outputs(self) -> int:
-        return sum(piece.width for piece in self.layout.pieces)
-
-    @property
-    def in_block(self) -> bool:
-        return self.layout.pieces[0].layer is not None
-
-    def shapes(self, rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of its adapter's tensors by kind."""
-        if self.is_embedding:
-            return {EMBEDDING_FACTORS[0]: (self.inputs, rank), EMBEDDING_FACTORS[1]: (rank, self.outputs)}
-        factors = {LINEAR_FACTORS[0]: (rank, self.inputs), LINEAR_FACTORS[1]: (self.outputs, rank)}
-        return factors | ({MAGNITUDE: (self.outputs,)} if dora else {})
-
-
-def find_table(family: Family) -> str:
-    """Return the module of the embedding table."""
-    return next(name for name, path in family.names.items() if path == EMBEDDING).removesuffix(".weight")
+# --- whole weights
 
 
 def is_table(layout: TensorLayout) -> bool:
@@ -96,24 +70,6 @@ def list_enclosing(tensor: str) -> list[str]:
     return [".".join(words[: count + 1]) for count in range(len(words))]
 
 
-def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
-    """Return the modules of a model that can have an adapter, by name, in layer order.
-
-    Experts and routers are not among them, because transformers' classes hold them as bare parameters. In a model with
-    experts, the MLPs of the other layers are not among them either, because PEFT takes their names for experts.
-    """
-    modules = {}
-    for tensor_name, layout in list_tensor_layouts(family, config).items():
-        name, first = tensor_name.removesuffix(".weight"), layout.pieces[0]
-        if first.spec.contracting and not (config.moe.experts and MLP in first.path):
-            modules[name] = PeftModule(name, layout, first.path in EMBEDDING_TABLES)
-            if first.path == EMBEDDING and config.tied_head:
-                modules[HEAD] = PeftModule(HEAD, layout, is_embedding=False)
-    return modules
-
-
-# --- whole weights
-
 HEAD_WEIGHT = f"{HEAD}.weight"
 # Copies of a whole weight, and what it replaced, which some versions also save.
 _COPY = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.(?:weight|bias))")
@@ -121,24 +77,29 @@ _COPY = re.compile(r"(.*)\.(?:modules_to_save|original_module)(\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class WholeWeights:
-    """Whole weights of a PEFT folder.
+    """Whole weights of a PEFT folder, and single rows.
 
     Attributes:
         stored: the tensors by their names in the model. A table that is also the head is one tensor.
         paths: paths of our parameters in them.
+        rows: rows in place of those of the tables.
     """
 
     stored: Mapping[str, StoredTensor]
     paths: tuple[str, ...]
+    rows: token_rows.Rows = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.rows)
 
     def replace_in(self, folder: ModelFolder, config: ModelConfig) -> ModelFolder:
-        """Return a model's folder with these tensors in place of its own. config: the model with them."""
+        """Return a model's folder with these values in place of its own. config: the model with them."""
         stored = {**folder.stored, **{text_part.rename(name) or name: each for name, each in self.stored.items()}}
+        table, size = f"{find_table(folder.family)}.weight", config.vocabulary_size
         if not config.tied_head:  # PEFT trains a copy of the table, and the head keeps the original
-            stored.setdefault(HEAD_WEIGHT, folder.stored[f"{find_table(folder.family)}.weight"])
-        size = config.vocabulary_size
-        own = replace(folder.config, vocabulary_size=size, tied_head=config.tied_head)
-        return replace(folder, config=own, stored=stored, vocabulary_size=size)
+            stored.setdefault(HEAD_WEIGHT, folder.stored[table])
+        own = replace(folder.config, vocabulary_size=len(stored[table].array), tied_head=config.tied_head)
+        return token_rows.replace_in(replace(folder, config=own, stored=stored, vocabulary_size=size), self.rows)
 
 
 def split_whole_weights(
@@ -194,8 +155,57 @@ def split_whole_weights(
             "merge it with PEFT where it was trained (merge_and_unload), and use the merged model"
         )
     _check_shapes(path, found, layouts)
-    paths = {piece.path for name in found for piece in layouts[name].pieces}
-    return WholeWeights(found, tuple(sorted(paths))), config
+    return WholeWeights(found, _list_paths(found, layouts)), config
+
+
+def _list_paths(found: Collection[str], layouts: Mapping[str, TensorLayout]) -> tuple[str, ...]:
+    return tuple(sorted({piece.path for name in found for piece in layouts[name].pieces}))
+
+
+def split_rows(
+    path: Path,
+    tensors: dict[str, StoredTensor],
+    peft_config: PeftConfig,
+    family: Family,
+    base: ModelConfig,
+    whole: WholeWeights,
+    config: ModelConfig,
+) -> tuple[WholeWeights, ModelConfig]:
+    """Take the single rows out of the tensors of a folder, after its whole weights.
+
+    Args:
+        path, tensors, peft_config, family: see `split_whole_weights`.
+        base: the model that the adapters belong to.
+        whole, config: the whole weights, and the model with them.
+
+    Returns:
+        The whole weights and the rows, and the model with them: if a table that is also the head has rows in only one
+        of the two modules, or others in each, PEFT computes with two tables.
+
+    Raises:
+        InputError: see `token_rows.take_rows`; or a table is also in `modules_to_save`.
+    """
+    table = find_table(family)
+    rows = token_rows.take_rows(path, tensors, peft_config, table, find_modules(family, config), base.tied_head)
+    if not rows:
+        return whole, config
+    tied = base.tied_head and table in rows and HEAD not in rows
+    saved = {
+        module
+        for module in (*rows, *([HEAD] if tied else []))
+        if any(module.endswith(ending) for ending in peft_config.modules_to_save or ())
+    }
+    token_rows.check_is_alone(path, {*rows, *saved}, saved, "modules_to_save")
+    stored, weight = dict(whole.stored), f"{table}.weight"
+    if tied and not config.tied_head:
+        raise InputError(
+            f"{path}: the tables of {table} and {HEAD} differ, but the base model ties them, and both have the same "
+            f"{token_rows.FIELD}; merge the adapter with PEFT (merge_and_unload), and use the merged model"
+        )
+    if config.tied_head and HEAD in rows:
+        config = replace(config, tied_head=False)
+        stored |= {HEAD_WEIGHT: stored[weight]} if weight in stored else {}
+    return WholeWeights(stored, _list_paths(stored, list_tensor_layouts(family, config)), rows), config
 
 
 def _select(path: Path, peft_config: PeftConfig, layouts: Mapping[str, TensorLayout]) -> set[str]:
@@ -257,7 +267,8 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 class LoraFactors(NamedTuple):
     """Adapter of a module, in a file.
 
-    a: [in, rank]; b: [out, rank]; magnitude: [out], with DoRA; these are views, see `StoredFile`. scale: factor of A·B.
+    a: [in, rank]; b: [out, rank]; of stacked experts, both have the expert as first dimension. magnitude: [out], with
+    DoRA. These are views, see `StoredFile`. scale: factor of A·B.
     """
 
     module: str
@@ -276,7 +287,10 @@ class LoraFactors(NamedTuple):
 
 
 class AdapterPart(NamedTuple):
-    """Part of a module's adapter that belongs to one of our parameters. columns: its range of the rank."""
+    """Part of a module's adapter that belongs to one of our parameters, or to one of its experts.
+
+    columns: its range of the rank.
+    """
 
     factors: LoraFactors
     piece: TensorPiece
@@ -286,19 +300,24 @@ class AdapterPart(NamedTuple):
     def rank(self) -> int:
         return self.columns.stop - self.columns.start
 
+    @property
+    def is_one_expert(self) -> bool:
+        return self.piece.expert is not None and self.factors.a.ndim == 2
+
     def read(self, kind: str, index: tuple[slice, ...]) -> np.ndarray:
         """Read the slices `index` of lora_a, lora_b or magnitude in the shape of our leaf."""
         read = self.factors.source.read
         shape, contracting = self.piece.spec.shape, sorted(self.piece.spec.contracting)
-        others = [size for dim, size in enumerate(shape) if dim not in contracting]
-        outputs = self.piece.output_index
+        others = [size for dim, size in enumerate(shape) if dim not in (*contracting, *self.piece.spec.expert_dims)]
+        outputs, experts = self.piece.output_index, self.factors.a.shape[:-2]
         if kind == "lora_a":
-            return read(self.factors.a[:, self.columns].reshape(*(shape[dim] for dim in contracting), self.rank)[index])
+            inputs = [shape[dim] for dim in contracting]
+            return read(self.factors.a[..., self.columns].reshape(*experts, *inputs, self.rank)[index])
         if kind == "lora_b":
-            columns = self.factors.b[:, self.columns]
+            columns = self.factors.b[..., self.columns]
             if isinstance(outputs, slice):
-                return read(columns[outputs].reshape(*others, self.rank)[index])
-            return read(columns)[outputs].reshape(*others, self.rank)[index]
+                return read(columns[..., outputs, :].reshape(*experts, *others, self.rank)[index])
+            return read(columns)[..., outputs, :].reshape(*experts, *others, self.rank)[index]
         assert kind == "magnitude" and self.factors.magnitude is not None
         return read(self.factors.magnitude)[outputs].reshape(others)[index]
 
@@ -309,18 +328,19 @@ class AdapterFolder:
 
     Attributes:
         path: the folder.
-        lora: the LoraConfig fields that the folder sets.
+        lora: the LoraConfig fields that the folder sets; none if it has no adapters, only rows.
         scale: factor of A·B that these fields give.
-        parts: (path of our parameter, index in its stack) -> its part; some layers of a stack may have none.
+        parts: (path of our parameter, index in its stack) -> its part, or one for each expert whose adapters are apart;
+            some layers of a stack may have none.
         base: tables of the base model that PEFT saved with the adapters, by module.
-        whole: whole weights that PEFT saved with the adapters, in place of the base model's.
+        whole: whole weights and rows that PEFT saved with the adapters, in place of the base model's.
         model: the base model with these weights: its tables may have other sizes, and the head may be separate.
     """
 
     path: Path
     lora: dict[str, Any]
     scale: float
-    parts: Mapping[tuple[str, int | None], AdapterPart]
+    parts: Mapping[tuple[str, int | None], tuple[AdapterPart, ...]]
     base: Mapping[str, StoredTensor]
     whole: WholeWeights
     model: ModelConfig
@@ -330,8 +350,9 @@ class AdapterFolder:
         weights = {weight for weight, _ in self.parts}
 
         def wrap(path: str, spec: ParamSpec) -> tree.Leaf:
-            rank, dora = self.lora["rank"], self.lora["dora"]
-            return leaves.lora_specs(spec, rank, self.scale, dora) if path in weights else spec
+            if path not in weights:
+                return spec
+            return leaves.lora_specs(spec, self.lora["rank"], self.scale, self.lora["dora"])
 
         return tree.map_with_path(wrap, specs)
 
@@ -349,9 +370,16 @@ class AdapterFolder:
     def fill(self, path: str, out: np.ndarray, layer: int | None, index: tuple[slice, ...]) -> None:
         """Write the slices `index` of one layer of an adapter's leaf into zeros: see `build_leaf`."""
         weight, _, kind = path.rpartition("/")
-        part = self.parts.get((weight, layer))
-        if part is None:
+        parts = self.parts.get((weight, layer), ())
+        if not parts:
             return
+        if parts[0].is_one_expert:
+            for part, expert_out in zip(parts[index[0]], out, strict=True):
+                self._fill(part, kind, expert_out, index[1:])
+        else:
+            self._fill(parts[0], kind, out, index)
+
+    def _fill(self, part: AdapterPart, kind: str, out: np.ndarray, index: tuple[slice, ...]) -> None:
         source = part.read(kind, index)
         ratio = np.float32(part.factors.scale / self.scale)
         if kind == "lora_b" and ratio != 1:
@@ -389,18 +417,27 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
         InputError: the folder is not a complete folder of adapters of the model, or our model cannot express them.
     """
     peft_config = read_peft_config(path)
-    tensors = _open_tensors(path)
+    tensors, base_config = _open_tensors(path), config
+    if peft_config.trainable_token_indices:
+        token_rows.rename(tensors)
     whole, config = split_whole_weights(path / WEIGHTS, tensors, peft_config, family, config)
+    whole, config = split_rows(path / WEIGHTS, tensors, peft_config, family, base_config, whole, config)
     modules = find_modules(family, config)
-    selected = {name for name, module in modules.items() if peft_config.selects(name, module.in_block)}
+    selected = _select_modules(path, peft_config, modules)
+    token_rows.check_is_alone(path / WEIGHTS, whole.rows, selected, "target_modules")
     if peft_config.ensure_weight_tying and any(modules[name].layout is modules[HEAD].layout for name in selected):
         selected.add(HEAD)  # PEFT copies the table's adapter to the head
-    if not selected:
+    modules |= (separate := find_separate_modules(family, config))
+    selected |= _select_separate(peft_config, separate, tensors, selected)
+    if not selected and (peft_config.target_modules or peft_config.target_parameters or not whole.rows):
+        parameters = f" or target_parameters={given}" if (given := peft_config.target_parameters) else ""
         raise InputError(
-            f"{path / adapter_config.FILE}: target_modules={peft_config.target_modules!r}, with layers_to_transform="
-            f"{peft_config.layers_to_transform}, selects no module of the model; check that the adapter belongs to it"
+            f"{path / adapter_config.FILE}: target_modules={peft_config.target_modules!r}{parameters}, with "
+            f"layers_to_transform={peft_config.layers_to_transform}, selects no module of the model; check that the "
+            "adapter belongs to it"
         )
-    stored = _group_by_module(path / WEIGHTS, tensors, modules, list_tensor_layouts(family, config))
+    stems = name_stems(modules) | name_stems({name: each for name, each in modules.items() if name in selected})
+    stored = _group_by_module(path / WEIGHTS, tensors, {stems[name]: name for name in (*modules, *sorted(selected))})
     base = {name: tensors.pop(BASE) for name, tensors in stored.items() if BASE in tensors}
     for name, tensors in stored.items():
         if name not in selected and tensors:
@@ -409,18 +446,20 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
                 f"{adapter_config.FILE} of these weights"
             )
     factors = {
-        name: _make_factors(path, peft_config, module, stored.get(name, {}))
+        name: _make_factors(path, peft_config, module, stems[name], stored.get(name, {}))
         for name, module in modules.items()
         if name in selected
     }
     if config.tied_head:
         _check_tied(path, modules, factors)
-    parts = {
-        (part.piece.path, part.piece.layer): part
-        for name, each in factors.items()
-        if not (name == HEAD and config.tied_head)
-        for part in _split_factors(each, modules[name])
-    }
+    parts: dict[tuple[str, int | None], tuple[AdapterPart, ...]] = {}
+    for name, each in factors.items():
+        if not (name == HEAD and config.tied_head):
+            for part in _split_factors(each, modules[name]):
+                key = part.piece.path, part.piece.layer
+                parts[key] = (*parts.get(key, ()), part)
+    for several in parts.values():
+        _check_experts(path, several, config.moe.experts)
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
     lora, scale = _lora_fields(path, peft_config, parts, locations)
     return AdapterFolder(path, lora, scale, parts, base, whole, config)
@@ -429,13 +468,15 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
 def _lora_fields(
     path: Path,
     peft_config: PeftConfig,
-    parts: Mapping[tuple[str, int | None], AdapterPart],
+    parts: Mapping[tuple[str, int | None], tuple[AdapterPart, ...]],
     locations: Collection[tuple[str, int | None]],
 ) -> tuple[dict[str, Any], float]:
-    """Return the LoraConfig fields of the adapters, and the factor of A·B.
+    """Return the LoraConfig fields of the adapters, and the factor of A·B; without adapters no fields, and 1.
 
     locations: (path, index in the stack) of all parameters that can have an adapter.
     """
+    if not parts:
+        return {}, 1.0
     adapted_paths = dict.fromkeys(weight for weight, _ in parts)
     partial = [weight for weight, layer in locations if weight in adapted_paths and (weight, layer) not in parts]
     if peft_config.use_dora and partial:
@@ -444,8 +485,8 @@ def _lora_fields(
             "all layers, or on the last ones, which --model.last-layers stacks separately"
         )
     endings = find_endings(adapted_paths, {weight for weight, _ in locations}, "/")
-    widest = max(parts.values(), key=lambda part: part.rank)
-    blocks = widest.factors.a.shape[1] / widest.rank  # above 1 for a fused module that adapter_writer.py wrote
+    widest = max(itertools.chain(*parts.values()), key=lambda part: part.rank)
+    blocks = widest.factors.a.shape[-1] / widest.rank  # above 1 for a fused module that adapter_writer.py wrote
     lora = {
         "rank": widest.rank,
         "alpha": float(widest.factors.alpha / (math.sqrt(blocks) if peft_config.use_rslora else blocks)),
@@ -472,33 +513,85 @@ def _open_tensors(path: Path) -> dict[str, StoredTensor]:
     return dict(tensors)
 
 
+def _select_modules(path: Path, peft_config: PeftConfig, modules: Mapping[str, PeftModule]) -> set[str]:
+    """Return the modules and the parameters that the configuration of a folder selects."""
+    selected = {
+        name
+        for name, module in modules.items()
+        if (peft_config.selects_parameter(name) if module.is_parameter else peft_config.selects(name, module.in_block))
+    }
+    for target in peft_config.target_parameters or ():
+        if not any(f".{name}".endswith(f".{target}") for name in selected):
+            raise InputError(
+                f"{path / adapter_config.FILE}: target_parameters={peft_config.target_parameters}: {target!r} is no "
+                "matrix of an MLP of the model, and routers have no adapters here; merge the adapter with PEFT "
+                "(merge_and_unload), and use the merged model"
+            )
+    return selected
+
+
+def _select_separate(
+    peft_config: PeftConfig,
+    modules: Mapping[str, PeftModule],
+    tensors: Collection[str],
+    parameters: Collection[str],
+) -> set[str]:
+    """Return the modules of an MLP of a model with experts that an adapter from transformers 4 belongs to.
+
+    The names of target_modules may select them without having been meant for them: the classes of transformers 5 have
+    no module for an expert. So a matrix is selected in all layers and experts, or in none.
+
+    parameters: what is selected without these modules.
+    """
+    targets = {name for name in modules if f"{name}.weight" not in parameters and peft_config.selects(name, True)}
+    held = {modules[name].layout.pieces[0].path for name in targets if _factor_name(name) in tensors}
+    return {name for name in targets if modules[name].layout.pieces[0].path in held}
+
+
+def _factor_name(module: str) -> str:
+    return f"{PREFIX}{module}.{LINEAR_FACTORS[0]}"
+
+
+def _check_experts(path: Path, parts: tuple[AdapterPart, ...], experts: int) -> None:
+    """Raise InputError unless a parameter has one adapter, or one for each expert."""
+    name = parts[0].factors.module
+    if parts[0].is_one_expert and len(parts) < experts:
+        raise InputError(f"{path}: {name} has an adapter, but not all experts of its layer have; select all or none")
+    if len(parts) > (experts if parts[0].is_one_expert else 1):
+        raise InputError(
+            f"{path / adapter_config.FILE}: target_modules and target_parameters both select {name}; remove one of them"
+        )
+
+
 def _group_by_module(
-    file: Path, tensors: Mapping[str, StoredTensor], modules: Collection[str], layouts: Mapping[str, TensorLayout]
+    file: Path, tensors: Mapping[str, StoredTensor], modules: Mapping[str, str]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Return the tensors of adapters by module and kind. layouts: of the model's tensors."""
+    """Return the tensors of adapters by module and kind. modules: start of the tensors' names -> module."""
     grouped: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors.items():
+        # `base_layer` also stands for an adapter that is nested in another one.
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
-        module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
-        layout = layouts.get(f"{module}.weight")
-        if layout is not None and module not in modules and MLP in layout.pieces[0].path:
-            raise InputError(f"{file}: tensor {name!r}: adapters of MLPs of a model with experts are not supported")
-        if not (kind and name.startswith(PREFIX) and module in modules):
+        module = modules.get(name.removeprefix(PREFIX).removesuffix(f".{kind}"))
+        if not (kind and name.startswith(PREFIX) and module):
             raise InputError(
-                f"{file}: tensor {name!r} belongs to no adapter of the model's matrices; check that the adapter "
-                "belongs to the model"
+                f"{file}: tensor {name!r} belongs to no adapter of the model's matrices, among which are no routers; "
+                "check that the adapter belongs to the model"
             )
         grouped.setdefault(module, {})[kind] = stored
     return grouped
 
 
 def _make_factors(
-    path: Path, peft_config: PeftConfig, module: PeftModule, stored: Mapping[str, StoredTensor]
+    path: Path, peft_config: PeftConfig, module: PeftModule, stem: str, stored: Mapping[str, StoredTensor]
 ) -> LoraFactors:
-    if peft_config.use_dora and not module.in_block:
-        raise InputError(f"{path / adapter_config.FILE}: use_dora on {module.name}: only matrices of blocks support it")
+    """Return the adapter of a module. stem: start of the names of its tensors."""
+    if peft_config.use_dora and (module.is_parameter or module.layout.is_expert or not module.in_block):
+        raise InputError(
+            f"{path / adapter_config.FILE}: use_dora on {module.name}: only matrices of blocks support it, and experts "
+            "do not"
+        )
     shapes = module.shapes(peft_config.rank(module.name), peft_config.use_dora)
-    file, name = path / WEIGHTS, f"{PREFIX}{module.name}"
+    file, name = path / WEIGHTS, f"{PREFIX}{stem}"
     for kind, shape in shapes.items():
         if kind not in stored:
             raise InputError(f"{file}: tensor '{name}.{kind}' is missing; download the folder again")
@@ -510,15 +603,18 @@ def _make_factors(
             f"the {adapter_config.FILE} of these weights"
         )
     arrays = {kind: each.array for kind, each in stored.items()}
-    return LoraFactors(
-        module.name,
-        next(iter(stored.values())).source,
-        a=arrays[EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[LINEAR_FACTORS[0]].T,
-        b=arrays[EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[LINEAR_FACTORS[1]],
-        magnitude=arrays.get(MAGNITUDE),
-        alpha=peft_config.alpha(module.name),
-        scale=peft_config.scale(module.name),
-    )
+    a = arrays[EMBEDDING_FACTORS[0]] if module.is_embedding else arrays[LINEAR_FACTORS[0]].T
+    b = arrays[EMBEDDING_FACTORS[1]].T if module.is_embedding else arrays[LINEAR_FACTORS[1]]
+    if (
+        experts := module.experts
+    ):  # a column of A has an expert's ranks one after the other, a row of B a rank's experts
+        a = a.reshape(len(a), experts, -1).transpose(1, 0, 2)
+        b = b.reshape(len(b), -1, experts).transpose(2, 0, 1)
+    if module.is_swapped:
+        a, b = b, a
+    source = next(iter(stored.values())).source
+    alpha, scale = peft_config.alpha(module.name), peft_config.scale(module.name)
+    return LoraFactors(module.name, source, a, b, arrays.get(MAGNITUDE), alpha, scale)
 
 
 def _check_tied(path: Path, modules: Mapping[str, PeftModule], factors: Mapping[str, LoraFactors]) -> None:
@@ -539,12 +635,13 @@ def _split_factors(factors: LoraFactors, module: PeftModule) -> list[AdapterPart
     If B consists of blocks on a diagonal, as adapter_writer.py writes it for several parameters, each part has only the
     columns of its block, and a parameter whose rows of B are all zero has no adapter.
     """
-    rank = factors.a.shape[1]
+    rank = factors.a.shape[-1]
     whole = [AdapterPart(factors, piece, slice(0, rank)) for piece in module.layout.pieces]
     if len(whole) == 1:
         return whole
     b = factors.source.read(factors.b)
-    used_columns = [np.flatnonzero(np.any(b[piece.output_index] != 0, axis=0)) for piece in module.layout.pieces]
+    b = b.reshape(-1, *b.shape[-2:])  # a block that any expert uses
+    used_columns = [np.flatnonzero(np.any(b[:, piece.output_index], axis=(0, 1))) for piece in module.layout.pieces]
     nonzero = [(part, columns) for part, columns in zip(whole, used_columns, strict=True) if columns.size]
     if not nonzero or rank % len(nonzero):
         return whole

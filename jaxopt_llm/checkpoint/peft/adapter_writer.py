@@ -1,4 +1,7 @@
-"""Writing of PEFT folders of LoRA adapters: see adapter_folder.py for how PEFT's modules hold our parameters."""
+"""Writing of PEFT folders of LoRA adapters: see adapter_folder.py for how PEFT's modules hold our parameters.
+
+Adapters of experts are written for the classes of transformers 5, which hold experts as parameters.
+"""
 
 import dataclasses
 import math
@@ -23,9 +26,23 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import (
 )
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
-from jaxopt_llm.checkpoint.peft import adapter_folder as peft
+from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
-from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, PeftModule, find_modules
+from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, is_table, list_enclosing
+from jaxopt_llm.checkpoint.peft.modules import (
+    BASE,
+    EMBEDDING_FACTORS,
+    HEAD,
+    KINDS,
+    LINEAR_FACTORS,
+    MAGNITUDE,
+    MLP,
+    PREFIX,
+    PeftModule,
+    find_modules,
+    find_table,
+    name_stems,
+)
 from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear.leaves import LoraWeight
@@ -48,17 +65,19 @@ class AdapterOrigin:
 
 
 class WholeParameters(NamedTuple):
-    """Whole parameters that are written next to adapters.
+    """Whole parameters, and rows of them, that are written next to adapters.
 
     Attributes:
-        layers: where they are read.
+        layers: where they are read; None: there are only rows.
         trained: paths of those that were trained with the adapters (PEFT: modules_to_save).
         resized: whether the tables have other rows than those of the base model, and are written for that.
+        rows: rows that the tables have in place of those of the base model.
     """
 
-    layers: Layers
+    layers: Layers | None
     trained: frozenset[str]
     resized: bool
+    rows: token_rows.Rows
 
 
 def write_adapter_folder(
@@ -92,37 +111,49 @@ def write_adapter_folder(
     rank, dora = first.lora_a.shape[-1], first.magnitude is not None
     modules = find_modules(family, config)
     adapted = _group_by_module(path, weights, modules)
-    specs = _list_adapter_specs(path, adapted, modules, dtype)
+    stems = name_stems({name: module for name, module in modules.items() if name in adapted})
+    specs = _list_adapter_specs(path, adapted, modules, stems, dtype)
     counts = {name: len(pieces) for name, pieces in adapted.items()}
     layouts = list_tensor_layouts(family, config)
     if config.tied_head:
-        layouts[f"{peft.HEAD}.weight"] = layouts[f"{peft.find_table(family)}.weight"]
-    enclosing = {module for name in layouts for module in peft.list_enclosing(name)}
+        layouts[f"{HEAD}.weight"] = layouts[f"{find_table(family)}.weight"]
+    enclosing = {module for name in layouts for module in list_enclosing(name)}
     saved = _list_trained_modules(path, whole.trained, layouts, adapted, config) if whole else []
+    rows = _choose_rows(path, whole, modules) if whole else {}
     peft_config = dataclasses.replace(
-        _describe_targets(counts, modules, rank, lora.alpha, lora.rslora),
+        _describe_targets(counts, modules, layouts, rank, lora),
         use_dora=dora,
-        ensure_weight_tying=config.tied_head and bool({*adapted, *saved} & {peft.HEAD}),
+        ensure_weight_tying=config.tied_head and bool({*adapted, *saved} & {HEAD}),
         modules_to_save=find_endings(saved, enclosing, whole_words=False) or None,
+        trainable_token_indices=_describe_rows(rows, find_table(family)),
     )
-    get_tensor = _tensor_getter(path, adapted, modules, specs)
+    get_tensor = _tensor_getter(path, adapted, modules, stems, specs)
     if whole:
         named = _name_whole_tensors(saved, whole.resized, layouts, adapted)
-        specs, get_tensor = _add_whole_tensors(path, specs, get_tensor, named, whole.layers, dtype)
+        if whole.layers:
+            specs, get_tensor = _add_whole_tensors(path, specs, get_tensor, named, whole.layers, dtype)
+        specs, get_tensor = _add_rows(path, specs, get_tensor, rows, dtype)
     with NewFolder(path) as folder:
-        safetensors.write_file(folder / WEIGHTS, specs, get_tensor)
-        write_peft_config(folder, peft_config, family.input_first, origin.base)
+        safetensors.write_file(folder / WEIGHTS, _put_widest_first(specs), get_tensor)
+        # PEFT reads the layout of a parameter from its class.
+        input_first = any(modules[name].layout.input_first for name in adapted if not modules[name].is_parameter)
+        write_peft_config(folder, peft_config, input_first, origin.base)
         origin.write_files(folder)
 
 
 def _list_adapter_specs(
-    path: Path, adapted: Adapted, modules: Mapping[str, PeftModule], dtype: Any
+    path: Path, adapted: Adapted, modules: Mapping[str, PeftModule], stems: Mapping[str, str], dtype: Any
 ) -> dict[str, TensorSpec]:
-    """Return the tensors of the adapters by name."""
+    """Return the tensors of the adapters by name. stems: starts of these names, by module."""
     specs: dict[str, TensorSpec] = {}
     for name, pieces in adapted.items():
         module, first = modules[name], pieces[0][1]
         rank, dora = first.lora_a.shape[-1], first.magnitude is not None
+        if dora and module.is_parameter:
+            raise InputError(
+                f"{path}: DoRA of {pieces[0][0].path}: PEFT has none for parameters, as which it adapts the MLPs of a "
+                "model with experts; use `convert merge` instead"
+            )
         if dora and len(pieces) < len(module.layout.pieces):
             with_adapter = [piece for piece, _ in pieces]
             without = next(piece.path for piece in module.layout.pieces if piece not in with_adapter)
@@ -132,7 +163,7 @@ def _list_adapter_specs(
             )
         tensor_dtype = jnp.dtype(dtype or first.lora_a.dtype)
         shapes = module.shapes(rank * len(pieces), dora)
-        specs |= {f"{peft.PREFIX}{name}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
+        specs |= {f"{PREFIX}{stems[name]}.{kind}": TensorSpec(tensor_dtype, shape) for kind, shape in shapes.items()}
     return specs
 
 
@@ -148,9 +179,53 @@ def _add_whole_tensors(
     dtypes = {name: jnp.dtype(dtype or layers.dtype(layout.pieces[0].path)) for name, layout in named.items()}
     whole = {name: TensorSpec(dtypes[name], layout.shape) for name, layout in named.items()}
     get_whole = make_tensor_getter(path, named, whole, layers)
-    # The widest dtypes come first, so that each tensor is aligned in the file.
-    widest_first = dict(sorted({**specs, **whole}.items(), key=lambda item: -item[1].dtype.itemsize))
-    return widest_first, lambda name: (get_whole if name in named else get_adapter)(name)
+    return {**specs, **whole}, lambda name: (get_whole if name in named else get_adapter)(name)
+
+
+def _put_widest_first(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return the specs of tensors in an order in which each is aligned in the file."""
+    return dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _choose_rows(path: Path, whole: WholeParameters, modules: Mapping[str, PeftModule]) -> token_rows.Rows:
+    """Return the rows to write: not those of a table that is written as a whole, and has them."""
+    if missing := sorted(whole.rows.keys() - modules.keys()):
+        raise InputError(
+            f"{path}: rows of {missing[0]}: the folder of the base, which says how PEFT names this module, is missing; "
+            "restore it, or name its new location with --base"
+        )
+    layouts = {module: modules[module].layout for module in whole.rows}
+    return {
+        module: rows
+        for module, rows in whole.rows.items()
+        if layouts[module].pieces[0].path not in whole.trained and not (whole.resized and is_table(layouts[module]))
+    }
+
+
+def _describe_rows(rows: token_rows.Rows, table: str) -> list[int] | dict[str, list[int]] | None:
+    """Return PEFT's trainable_token_indices: a list is of the embedding table."""
+    if rows.keys() == {table}:
+        return list(rows[table].indices)
+    return {module: list(each.indices) for module, each in rows.items()} or None
+
+
+def _add_rows(
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    get_other: Callable[[str], np.ndarray],
+    rows: token_rows.Rows,
+    dtype: Any,
+) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
+    """Return the specs of a folder's tensors, and the function that builds them, with single rows of tables."""
+    stored = {f"{PREFIX}{module}.{token_rows.DELTA}": each.stored for module, each in rows.items()}
+    added = {name: TensorSpec(jnp.dtype(dtype or each.dtype), each.array.shape) for name, each in stored.items()}
+
+    def get_tensor(name: str) -> np.ndarray:
+        if name not in stored:
+            return get_other(name)
+        return safetensors.round_finite(stored[name].read(), added[name].dtype, f"{path}: tensor {name!r}")
+
+    return {**specs, **added}, get_tensor
 
 
 def _list_trained_modules(
@@ -171,10 +246,15 @@ def _list_trained_modules(
         for piece in layout.pieces:
             if piece.path not in trained:
                 continue
-            if config.moe.experts and peft.MLP in piece.path:
+            if config.moe.experts and MLP in piece.path:
                 raise InputError(
                     f"{path}: {piece.path} was trained: PEFT has no modules for experts, nor for the MLPs of a model "
                     "with experts; use `convert merge`, which writes the whole model"
+                )
+            if not name.endswith((".weight", ".bias")):  # a bare parameter of a module that holds others
+                raise InputError(
+                    f"{path}: {piece.path} was trained: PEFT has no module for the tensor {name!r}; use "
+                    "`convert merge`, which writes the whole model"
                 )
             if module in adapted:
                 raise InputError(
@@ -193,31 +273,40 @@ def _name_whole_tensors(
     for name, layout in layouts.items():
         module = name.rpartition(".")[0]
         if module in saved:
-            named[f"{peft.PREFIX}{name}"] = layout
-        elif resized and peft.is_table(layout):
-            named[f"{peft.PREFIX}{module}.{peft.BASE}" if module in adapted else f"{peft.PREFIX}{name}"] = layout
+            named[f"{PREFIX}{name}"] = layout
+        elif resized and is_table(layout):
+            named[f"{PREFIX}{module}.{BASE}" if module in adapted else f"{PREFIX}{name}"] = layout
     return named
 
 
 def _describe_targets(
-    counts: dict[str, int], modules: Mapping[str, PeftModule], rank: int, alpha: float, rslora: bool
+    counts: dict[str, int], modules: Mapping[str, PeftModule], tensors: Collection[str], rank: int, lora: LoraConfig
 ) -> PeftConfig:
     """Return the PEFT configuration of the adapted modules.
 
     counts: number of pieces of each module that have an adapter. Their ranks add up in PEFT's module.
+    tensors: the names of all tensors of the model.
     """
     patterns = {
         re.escape(ending): count
         for count in sorted({*counts.values()} - {1})
         for ending in find_endings([name for name in counts if counts[name] == count], modules)
     }
+    targeted = [name for name in counts if modules[name].is_parameter]
+    others = [name for name in counts if not modules[name].is_parameter]
+    parameters = {*tensors, *(name for name, module in modules.items() if module.is_parameter)}
+    names = [name for name, module in modules.items() if not module.is_parameter]
+    alpha = lora.alpha
     return PeftConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=_name_targets(find_endings(counts, modules), modules),
+        target_modules=_name_targets(find_endings(others, names), modules) if others else [],
+        target_parameters=find_endings(targeted, parameters) or None,
         rank_pattern={pattern: rank * count for pattern, count in patterns.items()},
-        alpha_pattern={pattern: alpha * (math.sqrt(count) if rslora else count) for pattern, count in patterns.items()},
-        use_rslora=rslora,
+        alpha_pattern={
+            pattern: alpha * (math.sqrt(count) if lora.rslora else count) for pattern, count in patterns.items()
+        },
+        use_rslora=lora.rslora,
     )
 
 
@@ -234,44 +323,64 @@ def _group_by_module(path: Path, weights: Mapping[str, LoraWeight], modules: Map
     adapted = {name: [(p, weights[p.path]) for p in several] for name, several in pieces.items() if several}
     if missing := weights.keys() - {piece.path for several in adapted.values() for piece, _ in several}:
         raise InputError(
-            f"{path}: adapters of {min(missing)}: PEFT has no modules for experts, nor for the MLPs of a model with "
-            "experts; use `convert merge`, which merges them into the model"
+            f"{path}: adapters of {min(missing)}: PEFT has no adapters of this parameter; use `convert merge`, which "
+            "merges them into the model"
         )
     return adapted
 
 
 def _tensor_getter(
-    path: Path, adapted: Adapted, modules: Mapping[str, PeftModule], specs: Mapping[str, TensorSpec]
+    path: Path,
+    adapted: Adapted,
+    modules: Mapping[str, PeftModule],
+    stems: Mapping[str, str],
+    specs: Mapping[str, TensorSpec],
 ) -> Callable[[str], np.ndarray]:
     """Return a function that builds a tensor of the folder by its name."""
+    owners = {stems[name]: name for name in adapted}
 
     def join(name: str, kind: str) -> np.ndarray:
-        pieces = adapted[name]
-        if kind == peft.MAGNITUDE:
-            magnitude = np.zeros(modules[name].outputs, np.float32)
+        module, pieces = modules[name], adapted[name]
+        if kind == MAGNITUDE:
+            magnitude = np.zeros(module.outputs, np.float32)
             for piece, weight in pieces:
-                magnitude[piece.output_index] = _fetch_factor(weight.magnitude, piece, outputs=True)[:, 0]
+                magnitude[piece.output_index] = _fetch_factor(weight.magnitude, piece, outputs=True)[0, :, 0]
             return magnitude
-        if kind in (peft.LINEAR_FACTORS[0], peft.EMBEDDING_FACTORS[0]):
-            a = np.concatenate([_fetch_factor(weight.lora_a, piece, outputs=False) for piece, weight in pieces], axis=1)
-            return a if kind == peft.EMBEDDING_FACTORS[0] else a.T
+        is_first = kind in (LINEAR_FACTORS[0], EMBEDDING_FACTORS[0])
+        factor = join_inputs(pieces) if is_first != module.is_swapped else join_outputs(module, pieces)
+        if kind in EMBEDDING_FACTORS:
+            return factor[0] if is_first else factor[0].T
+        if is_first:
+            return factor.transpose(0, 2, 1).reshape(-1, factor.shape[1])  # [E * rank, in]
+        return factor.transpose(1, 2, 0).reshape(factor.shape[1], -1)  # [out, rank * E]
+
+    def join_inputs(pieces: list[tuple[TensorPiece, LoraWeight]]) -> np.ndarray:  # [E, in, rank]
+        return np.concatenate([_fetch_factor(weight.lora_a, piece, outputs=False) for piece, weight in pieces], axis=2)
+
+    def join_outputs(module: PeftModule, pieces: list[tuple[TensorPiece, LoraWeight]]) -> np.ndarray:  # [E, out, rank]
         rank = pieces[0][1].lora_a.shape[-1]
-        b = np.zeros((modules[name].outputs, rank * len(pieces)), np.float32)
+        b = np.zeros((max(1, module.experts), module.outputs, rank * len(pieces)), np.float32)
         for block, (piece, weight) in enumerate(pieces):
             columns = slice(block * rank, (block + 1) * rank)
-            b[piece.output_index, columns] = _fetch_factor(weight.lora_b, piece, outputs=True)
-        return b.T if kind == peft.EMBEDDING_FACTORS[1] else b
+            b[:, piece.output_index, columns] = _fetch_factor(weight.lora_b, piece, outputs=True)
+        return b
 
     def get_tensor(tensor: str) -> np.ndarray:
-        kind = next(kind for kind in peft.KINDS if tensor.endswith(f".{kind}"))
-        joined = join(tensor.removeprefix(peft.PREFIX).removesuffix(f".{kind}"), kind)
+        kind = next(kind for kind in KINDS if tensor.endswith(f".{kind}"))
+        joined = join(owners[tensor.removeprefix(PREFIX).removesuffix(f".{kind}")], kind)
         return safetensors.round_finite(joined, specs[tensor].dtype, f"{path}: tensor {tensor!r}")
 
     return get_tensor
 
 
 def _fetch_factor(factor: jax.Array, piece: TensorPiece, outputs: bool) -> np.ndarray:
-    """Fetch one layer of a factor, [in, rank] or [out, rank], or of a magnitude, [out, 1], without padding."""
+    """Fetch one layer of a factor without padding, for each expert: [E, in or out, rank], or [1, out, 1].
+
+    Without experts, E is 1.
+    """
     spec = piece.spec
-    sizes = [size for dim, size in enumerate(spec.shape) if (dim in spec.contracting) != outputs]
-    return fetch_layer(factor, piece.layer, tuple(sizes)).reshape(math.prod(sizes), -1)
+    is_side = [dim not in spec.expert_dims and (dim in spec.contracting) != outputs for dim in range(len(spec.shape))]
+    sizes = [size for size, is_one in zip(spec.shape, is_side, strict=True) if is_one]
+    experts = (factor.shape[1],) if piece.expert is not None or spec.expert_dims else ()
+    fetched = fetch_layer(factor, piece.layer, (*experts, *sizes))
+    return fetched.reshape(*(experts or (1,)), math.prod(sizes), -1)

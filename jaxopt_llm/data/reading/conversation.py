@@ -1,5 +1,6 @@
 """Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools", "arguments", "unlearned"}.
 
+A row with two answers to one prompt becomes two conversations: {"chosen": {"messages", ...}, "rejected": {...}}.
 `tools` is a list. `arguments` holds further variables of the chat template (chat_template_kwargs of the row).
 `unlearned` lists the indices of assistant messages that are not learned. Each of the three is absent if it is empty.
 
@@ -11,7 +12,7 @@ the row would be another training. Any other field that nothing reads is counted
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxopt_llm.config.data import FORMS, fields_of_form
@@ -22,7 +23,9 @@ from jaxopt_llm.data.reading.skipped import Malformed, Skipped
 # --- Fields of rows and messages
 
 
-PREFERENCE_PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
+SIDES = ("chosen", "rejected")  # of a pair of answers
+_PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
+_READ_PAIRS = "--data.content preference and --training.objective dpo train on it"
 _JUDGED = "which judges answers or compares them"
 _NO_TEXT = "which is not text"
 _TOKENS = "which belongs to rows of tokens"
@@ -38,6 +41,7 @@ UNUSABLE_IN_ROWS = {
     "only_last": "which is replaced by weight 0 on the assistant's other messages",
     "weight": "which gives the whole row a weight",
 }
+_SCORES = frozenset({"score_chosen", "score_rejected"})  # of the two answers of a pair; which one is better is known
 UNUSABLE_IN_MESSAGES = {
     **_MEDIA,
     "function_call": "write tool_calls instead",
@@ -52,15 +56,21 @@ LEARNED_FLAGS = ("weight", "loss_weight", "train", "training", "loss")
 @functools.cache  # it is asked for each column of each row
 def known_fields(form: str) -> frozenset[str]:
     """Return the fields of a row that are used, or make it malformed."""
-    return frozenset({*fields_of_form(form), "chosen", "rejected", *UNUSABLE_IN_ROWS})
+    prompts = _OTHER_PROMPTS if form == "preference" else ()
+    return frozenset({*fields_of_form(form), *SIDES, *UNUSABLE_IN_ROWS, *prompts} - _usable_fields(form))
 
 
-def check_row(row: Mapping[str, Any]) -> None:
+def _usable_fields(form: str) -> frozenset[str]:
+    return _SCORES if form == "preference" else frozenset()
+
+
+def check_row(row: Mapping[str, Any], form: str) -> None:
     """Raise Malformed if a row has a field that cannot be used. Empty values count as absent."""
-    if row.keys() & {"chosen", "rejected"}:
-        raise Malformed(PREFERENCE_PAIR, "--data.columns chosen= rejected= leaves it unread")
+    if form != "preference" and row.keys() & {*SIDES}:
+        raise Malformed(_PAIR, f"{_READ_PAIRS}; --data.columns chosen= rejected= leaves it unread")
+    used = _usable_fields(form)
     for name, reason in UNUSABLE_IN_ROWS.items():
-        if name in row and row[name] not in ("", [], {}) and not _is_harmless(name, row[name]):
+        if name in row and name not in used and row[name] not in ("", [], {}) and not _is_harmless(name, row[name]):
             raise Malformed(f"with the field {name}, {reason}", f"--data.columns {name}= leaves it unread")
 
 
@@ -129,6 +139,8 @@ _SENDERS = {
 _RENDERED = {"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"}
 # Start of a list or an object in Python's syntax, which quotes texts with apostrophes.
 _PYTHON_TEXT = re.compile(r"[\s\[{]+'")
+# Start of a list of messages in JSON.
+_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
 _PYTHON_SYNTAX = "a CSV made by pandas has Python's syntax; save it as Parquet or JSONL"
 
 Messages = list[dict[str, Any]]
@@ -137,6 +149,8 @@ Messages = list[dict[str, Any]]
 def matching_forms(columns: Collection[str]) -> list[str]:
     """Return the forms whose required columns are all present."""
     forms = [form for form, required in FORMS.items() if required <= {*columns}]
+    if "preference" in forms:  # a pair often stands beside a conversation, which is the chosen one
+        return ["preference"]
     # Conversations that were made from instructions often keep the instructions in other columns.
     return [form for form in forms if form != "alpaca"] or forms
 
@@ -146,9 +160,6 @@ def detect_form(columns: Collection[str], where: object) -> str:
     forms = matching_forms(columns)
     if len(forms) == 1:
         return forms[0]
-    if {"chosen", "rejected"} <= {*columns}:
-        remedy = "write the prompt and the chosen answer as prompt and completion"
-        raise InputError(f"{where}: {PREFERENCE_PAIR}; {remedy}")
     fields = f"{where}: the fields {', '.join(sorted(columns))} match"
     if forms:
         raise InputError(
@@ -178,13 +189,39 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     if not row.keys() >= FORMS[form]:
         detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
-    check_row(row)
+    check_row(row, form)
     if "label" in row:
         counter.count({"label"})
-    context, answers = _split_messages(row, form, counter)
-    learns = [take_learned(message, message["role"] == "assistant") for message in context + answers]
+    if form == "preference":
+        context, *answers = _split_sides(row, counter)
+        conversations = [_mark_learned(row, context, *each) for each in zip(answers, _ANSWERS, strict=True)]
+    else:
+        name = "the completion" if form == "pairs" else "it"
+        conversations = [_mark_learned(row, *_split_messages(row, form, counter), name)]
+    fields = {name for messages, _ in conversations for message in messages for name in message}
+    counter.count(fields - _RENDERED, "a message")
+    tools, arguments = _read_tools(row, form), _read_arguments(row, counter)
+    parts = [
+        {"messages": messages, "tools": tools, "arguments": arguments, "unlearned": unlearned}
+        for messages, unlearned in conversations
+    ]
+    present = [{name: value for name, value in each.items() if value} for each in parts]
+    normalized = dict(zip(SIDES, present, strict=True)) if form == "preference" else present[0]
+    return json.dumps(normalized, ensure_ascii=False, default=_describe_value)
+
+
+def _mark_learned(row: dict[str, Any], context: Messages, answers: Messages, name: str) -> tuple[Messages, list[int]]:
+    """Return the messages of a conversation, and the indices of the assistant's messages that are not learned.
+
+    Args:
+        row: its field `system` is the first message.
+        context: the messages of which nothing is learned.
+        answers: the messages after them.
+        name: name of `answers`, for messages of errors.
+    """
+    messages = [{**message} for message in (*context, *answers)]  # two answers have the same context
+    learns = [take_learned(message, message["role"] == "assistant") for message in messages]
     learns[: len(context)] = [False] * len(context)
-    messages = context + answers
     if "system" in row:
         if not isinstance(row["system"], str):
             raise Malformed("with a system field that is not text")
@@ -194,25 +231,17 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     speaks = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not any(message["role"] == "assistant" for message in answers):
         roles = ", ".join(sorted({message["role"] for message in answers})) or "no message"
-        raise Malformed("without an assistant message", f"{'the completion' if form == 'pairs' else 'it'} has {roles}")
+        raise Malformed("without an assistant message", f"{name} has {roles}")
     if not any(learns[index] for index in speaks):
         raise Malformed("without an assistant message that is learned")
-    counter.count({name for message in messages for name in message} - _RENDERED, "a message")
-    conversation = {
-        "messages": messages,
-        "tools": _read_tools(row, form),
-        "arguments": _read_arguments(row, counter),
-        "unlearned": [index for index in speaks if not learns[index]],
-    }
-    present = {name: value for name, value in conversation.items() if value}
-    return json.dumps(present, ensure_ascii=False, default=_describe_value)
+    return messages, [index for index in speaks if not learns[index]]
 
 
 def _split_messages(row: dict[str, Any], form: str, counter: FieldCounter) -> tuple[Messages, Messages]:
     """Return the messages that are only context, and the messages whose assistant turns are learned."""
     if form == "pairs":
-        prompt, completion = _read_turns(row["prompt"], "user"), _read_turns(row["completion"], "assistant")
-        return [_message(each, counter) for each in prompt], [_message(each, counter) for each in completion]
+        row = row | {name: _parse_messages(row[name]) for name in FORMS[form]}
+        return _read_turns(row, "prompt", "user", counter), _read_turns(row, "completion", "assistant", counter)
     if form == "alpaca":
         return [], _read_instructions(row)
     (name,) = FORMS[form]
@@ -236,13 +265,90 @@ def _read_instructions(row: dict[str, Any]) -> Messages:
     ]
 
 
-def _read_turns(value: Any, role: str) -> list[Any]:
-    """Return a prompt or a completion as messages."""
+_MESSAGE_FIELDS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})  # a message has those of one set
+
+
+def _parse_messages(value: Any) -> Any:
+    """Return the messages of which a text is the JSON, as a CSV file has them, or the value itself.
+
+    An answer may be JSON too. It is a list of messages only if each item has the fields of a message.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.startswith("[{'") and any(all(f"'{name}':" in value for name in names) for names in _MESSAGE_FIELDS):
+        raise Malformed("with messages in Python's syntax", _PYTHON_SYNTAX)
+    try:
+        parsed = json_files.parse(value) if _JSON_MESSAGES.match(value) else None
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, list) and all(map(_is_message, parsed)) else value
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and any(names <= item.keys() for names in _MESSAGE_FIELDS)
+
+
+def _read_turns(row: dict[str, Any], name: str, role: str, counter: FieldCounter) -> Messages:
+    """Return a field of a row as messages: a list of them, a single one, or a text that is one message of a role."""
+    value = row[name]
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    if isinstance(value, dict):  # as the answers in LLaMA-Factory's files
+        value = [value]
     if not isinstance(value, list):
-        raise Malformed("with a prompt or completion that is neither text nor a list of messages")
-    return value
+        raise Malformed(f"with a field {name} that is neither text nor a list of messages")
+    return [_message(each, counter) for each in value]
+
+
+_ANSWERS = tuple(f"the {side} answer" for side in SIDES)
+_NO_PROMPT = "without a prompt, and with answers that have no common beginning"
+_NAME_PROMPT = "--data.columns prompt=COLUMN names its column"
+# Names that data sets give to the prompt. Texts may begin alike by chance, so it is not taken from the answers then.
+_OTHER_PROMPTS = ("question", "instruction", "input", "query")
+_LAST_WORD = re.compile(r" ?\w*$")
+
+
+def _split_sides(row: dict[str, Any], counter: FieldCounter) -> tuple[Messages, Messages, Messages]:
+    """Return the prompt, and the chosen and the rejected answer to it.
+
+    If the field `prompt` is missing, or if an answer does not begin with the assistant's message, the answers are whole
+    conversations. Their first messages, as far as they are the same, are the prompt. Each keeps its last message.
+    """
+    row = row | {name: _parse_messages(row[name]) for name in ("prompt", *SIDES) if name in row}
+    others = [name for name in _OTHER_PROMPTS if row.get(name)]
+    counter.count(others)
+    if "prompt" not in row and all(isinstance(row[side], str) for side in SIDES):
+        if others:
+            raise Malformed("without a prompt", f"--data.columns prompt={others[0]} reads it from that column")
+        size = _measure_prompt(*(row[side] for side in SIDES))
+        row = {"prompt": row["chosen"][:size], **{side: row[side][size:] for side in SIDES}}
+    prompt = _read_turns(row, "prompt", "user", counter) if row.get("prompt") else []
+    chosen, rejected = (_read_turns(row, side, "assistant", counter) for side in SIDES)
+    if chosen == rejected:
+        raise Malformed("with a chosen answer that equals the rejected one")
+    if prompt and all(message["role"] == "assistant" for message in (*chosen[:1], *rejected[:1])):
+        return prompt, chosen, rejected
+    size = _count_common(chosen[:-1], rejected[:-1])
+    context = chosen[:size]
+    if not context:
+        raise Malformed(_NO_PROMPT, _NAME_PROMPT)
+    spoken, asked = ([(each["role"], each.get("content", "").strip()) for each in side] for side in (context, prompt))
+    if not any(spoken[at : at + len(asked)] == asked for at in range(len(spoken))):
+        raise Malformed("with a prompt that is not in its conversations", "--data.columns prompt= leaves it unread")
+    return context, chosen[size:], rejected[size:]
+
+
+def _measure_prompt(chosen: str, rejected: str) -> int:
+    """Return the length of the common beginning of two texts. It does not end within a word, or with a space."""
+    if not (prompt := _LAST_WORD.sub("", chosen[: _count_common(chosen, rejected)])):
+        raise Malformed(_NO_PROMPT, _NAME_PROMPT)
+    return len(prompt)
+
+
+def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of items that two sequences have in common at their beginning."""
+    shorter = min(len(first), len(second))
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 
 
 def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
@@ -316,7 +422,7 @@ def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
     message["role"] = _SPEAKERS.get(message["role"], message["role"])
     if isinstance(message.get("content"), list):
         # Most templates only support text, and would write the list in Python's syntax.
-        message["content"] = "".join(map(_text, message["content"]))
+        message |= _join_parts(message)
     if message.get("tool_calls", "") == "":
         message.pop("tool_calls", None)
     else:
@@ -354,6 +460,27 @@ def _check_arguments(call: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise Malformed("with arguments of a tool call that are not JSON", str(error)) from None
     return call
+
+
+def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a message as text, and the parts of reasoning at its start as a field.
+
+    Such a part is {"type": "thinking", "thinking": TEXT OR LIST OF PARTS}, as Mistral's files have it.
+    """
+    parts, thoughts = list(message["content"]), []
+    while (
+        message["role"] == "assistant" and parts and isinstance(parts[0], dict) and parts[0].get("type") == "thinking"
+    ):
+        thought = parts.pop(0).get("thinking")
+        thoughts.append("".join(map(_text, thought)) if isinstance(thought, list) else thought)
+    joined = {"content": "".join(map(_text, parts))}
+    if not thoughts:
+        return joined
+    if not all(isinstance(thought, str) for thought in thoughts):
+        raise Malformed("with a part of a message whose thinking is not text")
+    if named := sorted({"reasoning_content", "reasoning", "thinking"} & message.keys()):
+        raise Malformed(f"with both a part of type thinking and the field {named[0]}")
+    return {**joined, "reasoning_content": "".join(thoughts)}
 
 
 def _text(part: Any) -> str:

@@ -113,12 +113,14 @@ class Document:
         content: the text, UTF-8.
         key: its hash decides whether the document is held out. It is the content or the name.
         spans: in a conversation, the ranges [begin, end) of characters that the loss counts; None for other documents.
+        side: `chosen` or `rejected` for a document of a pair, empty for others. The rejected one comes second.
     """
 
     name: str | Position
     content: bytes
     key: bytes
     spans: tuple[tuple[int, int], ...] | None = None
+    side: str = ""
 
 
 def split_into_parts(file: File, config: DataConfig) -> list[Part]:

@@ -285,6 +285,10 @@ class PackedRows:
     document is only a target. Of a document longer than a row, only the first part is read, or the document is dropped.
     Documents without a token that the loss counts are dropped.
 
+    Pairs of a chosen and a rejected document are packed like one document: a row holds them whole, the rejected one
+    after the chosen one. So segment 2k + 1 is the chosen document of pair k, and segment 2k + 2 the rejected one. Pairs
+    longer than a row are dropped, and so are pairs with a document without a token that the loss counts.
+
     Rows are padded with zeros. Padding has segment 0 and is masked.
 
     Args:
@@ -299,8 +303,8 @@ class PackedRows:
         summary: statistics of packing whole documents; empty if documents are split.
 
     Raises:
-        InputError: the stream has no token to predict, or the loss counts none. `rows[i]` raises it for an id outside
-            the vocabulary.
+        InputError: the stream has no token to predict, or the loss counts none, or a setting would divide pairs.
+            `rows[i]` raises it for an id outside the vocabulary.
     """
 
     stream: TokenStream
@@ -315,6 +319,8 @@ class PackedRows:
     _whole: BestFit | None = field(init=False, default=None)
 
     def __post_init__(self, pulse: Pulse) -> None:
+        if self.pairs:
+            self._check_keeps_pairs()
         if _packs_whole(self.stream, self.long_documents):
             self._pack_whole(pulse)
             return
@@ -333,6 +339,11 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Batch:
         return self.read(index)
+
+    @property
+    def pairs(self) -> bool:
+        """True if rows hold pairs of a chosen and a rejected document."""
+        return self.stream.pairs
 
     def read(self, index: int, epoch: tuple[int, int] | None = None) -> Batch:
         """Return a row of the packing of an epoch, given as (seed, epoch).
@@ -367,7 +378,7 @@ class PackedRows:
         """Return the first positions and the sizes of the ranges of the stream that a row reads."""
         if self._whole is not None:
             starts, lengths = self._whole.find_documents(index, epoch)
-            return starts, lengths + 1
+            return self._divide_pairs(starts, lengths + 2) if self.pairs else (starts, lengths + 1)
         if self._bounds is None:
             first = index * self.sequence_length
             last = min(first + self.sequence_length + 1, self.stream.size)
@@ -375,25 +386,51 @@ class PackedRows:
             first, last = map(int, self._bounds[index])
         return np.array([first]), np.array([last - first])
 
+    def _divide_pairs(self, starts: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the first positions and the sizes of the documents of pairs, which are given in the same way."""
+        rejected = [self.stream.document_starts(at + 1, n - 1)[0] for at, n in np.stack([starts, sizes], 1).tolist()]
+        firsts = np.stack([starts, rejected], 1)
+        lasts = np.stack([rejected, starts + sizes], 1)
+        return firsts.ravel(), (lasts - firsts).ravel()
+
+    def _check_keeps_pairs(self) -> None:
+        if self.long_documents in ("cut", "split"):
+            problem = f"data.long_documents={self.long_documents} would divide them"
+            raise InputError(f"{self.name} holds pairs of answers, and {problem}; leave it out, or set drop")
+        if self.documents_per_row == 1:
+            problem = "data.documents_per_row=1 leaves no room for the two documents of one"
+            raise InputError(f"{self.name} holds pairs of answers, and {problem}; set 0, or at least 2")
+
     def _pack_whole(self, pulse: Pulse) -> None:
         starts = _read_starts(self.stream, self.stream.size, pulse)
-        lengths, long = _measure_documents(starts, self.stream.size, self.sequence_length, self.long_documents)
+        if self.pairs and (starts.size % 2 or not np.diff(starts, append=self.stream.size).all()):
+            problem = "the index is damaged, a document of a pair is empty or missing"
+            raise InputError(f"{self.name}: {problem}; prepare the corpus again")
+        long_documents = "drop" if self.pairs else self.long_documents
+        lengths, long = _measure_documents(
+            starts, self.stream.size, self.sequence_length, long_documents, pairs=self.pairs
+        )
         counts = self._count_loss_tokens(starts, lengths, pulse)
+        kind, unlearned, limit = "documents", "documents without tokens that the loss counts", self.documents_per_row
+        if self.pairs:  # from here on, a pair is one document
+            kind, unlearned, limit = "pairs", "pairs with an answer without tokens that the loss counts", limit // 2
+            by_side = counts.reshape(-1, 2)
+            starts, lengths, counts = starts[::2], _add_pairs(lengths), by_side.sum(axis=1) * by_side.all(axis=1)
         kept = counts > 0
         if not kept.any():
             problem = f"no row of training.sequence_length={self.sequence_length} has a token that the loss counts"
             raise InputError(f"{self.name} has {self.stream}, but {problem}: increase the length, or add documents")
-        rows = BestFit(starts[kept], lengths[kept], self.sequence_length, self.documents_per_row)
+        rows = BestFit(starts[kept], lengths[kept], self.sequence_length, limit)
         filled = int(lengths[kept].sum())
         summary = (
-            f"{self.name}: {len(rows):,} rows of whole documents, {filled / (len(rows) * self.sequence_length):.0%} "
+            f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} "
             f"filled; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
         )
         if long:
-            done = "dropped" if self.long_documents == "drop" else "cut"
-            summary += f"; {long:,} of {starts.size:,} documents are longer than a row and {done}"
-        if unlearned := int((~kept & (lengths > 0)).sum()):
-            summary += f"; {unlearned:,} documents without tokens that the loss counts are dropped"
+            done = "dropped" if long_documents == "drop" else "cut"
+            summary += f"; {long:,} of {starts.size:,} {kind} are longer than a row and {done}"
+        if dropped := int((~kept & (lengths > 0)).sum()):
+            summary += f"; {dropped:,} {unlearned} are dropped"
         object.__setattr__(self, "summary", summary)
         object.__setattr__(self, "_whole", rows)
 
@@ -432,19 +469,29 @@ class PackedRows:
 
 
 def _measure_documents(
-    starts: NDArray[np.int64], size: int, length: int, long_documents: LongDocuments
+    starts: NDArray[np.int64], size: int, length: int, long_documents: LongDocuments, pairs: bool
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the tokens of each document that a row of whole documents holds, and the number of longer documents.
+    """Return the tokens of each document that a row of whole documents holds, and the number of longer ones.
 
-    A document of n tokens counts n - 1, at most `length`, and 0 if it is dropped.
+    A document of n tokens counts n - 1, at most `length`, and 0 if it is dropped. Both documents of a pair are dropped
+    if the pair is longer than a row; the number is that of pairs.
 
     Args:
         starts: start of each document, [documents].
         size: end of the last document.
+        pairs: whether the documents are pairs.
     """
     lengths = np.maximum(np.diff(starts, append=size) - 1, 0)
+    if pairs:
+        long = _add_pairs(lengths) > length
+        return np.where(np.repeat(long, 2), 0, lengths), int(long.sum())
     long = lengths > length
     return np.where(long, 0 if long_documents == "drop" else length, lengths), int(long.sum())
+
+
+def _add_pairs(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of the lengths of the two documents of each pair."""
+    return lengths.reshape(-1, 2).sum(axis=1)
 
 
 def exceed_limit(starts: NDArray[np.int64], length: int, limit: int) -> NDArray[np.int64]:
@@ -500,8 +547,15 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
     """
     size = min(stream.size, _SAMPLE)
     starts = _read_starts(stream, size)
+    if stream.pairs:
+        if limit == 1:
+            return 1.0  # a row has room for no pair
+        if starts.size % 2:  # the sample ends within a pair
+            starts, size = starts[:-1], int(starts[-1])
     if _packs_whole(stream, long_documents):
-        lengths, _ = _measure_documents(starts, size, length, long_documents)
+        lengths, _ = _measure_documents(starts, size, length, long_documents, stream.pairs)
+        if stream.pairs:
+            lengths, limit = _add_pairs(lengths), limit // 2
         with_limit, without = (Lengths(lengths[lengths > 0], length, n).rows for n in (limit, 0))
     else:
         with_limit, without = len(split_by_documents(starts, size, length, limit)), -(-(size - 1) // length)
@@ -509,7 +563,7 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
 
 
 def _packs_whole(stream: TokenStream, long_documents: LongDocuments) -> bool:
-    return long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
+    return stream.pairs or long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
 
 
 def _read_starts(stream: TokenStream, size: int, pulse: Pulse = UNWATCHED) -> NDArray[np.int64]:

@@ -38,6 +38,7 @@ class Continuation:
 
     Attributes:
         text: the text so far.
+        whole: the text with its special tokens.
         done: whether the text is complete.
     """
 
@@ -45,16 +46,13 @@ class Continuation:
         self, tokenizer: Tokenizer, prompt: Sequence[int], eos_ids: Collection[int], stop_strings: Sequence[str]
     ) -> None:
         self._tokenizer, self._eos_ids, self._stop_strings = tokenizer, eos_ids, stop_strings
-        self._special = (
-            {tokenizer.vocabulary[token]: token for token in tokenizer.special_tokens} if stop_strings else {}
-        )
+        self._special = {tokenizer.vocabulary[token]: token for token in tokenizer.special_tokens}
         self._context = list(prompt)  # the last decoded tokens (at first the prompt), and special tokens after them
         self._pending: list[int] = []  # later tokens, which end inside a character
-        self._whole = ""  # the text with the special tokens
         self._hidden: list[tuple[int, int]] = []  # begin and end of each special token in it
         self._shown = 0
         self.done = False
-        self.text = ""
+        self.text = self.whole = ""
 
     def add(self, token: int) -> None:
         """Add the next token. Does nothing after the end of the text."""
@@ -84,20 +82,21 @@ class Continuation:
 
     def _extend(self, new: str, hidden: bool = False) -> None:
         """Add text, or a special token, which is hidden; and end the text at the first stop string."""
-        old = len(self._whole)
-        self._whole += new
+        old = len(self.whole)
+        self.whole += new
         if hidden:
-            self._hidden.append((old, len(self._whole)))
+            self._hidden.append((old, len(self.whole)))
         else:
             self.text += new
-        begins = [self._whole.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
+        begins = [self.whole.find(stop, max(0, old - len(stop))) for stop in self._stop_strings]
         if found := [begin for begin in begins if begin >= 0]:
             self.text, self.done = self._text_before(min(found)), True
+            self.whole = self.whole[: min(found)]
 
     def _text_before(self, end: int) -> str:
         """Return the text before a position of the text with special tokens."""
         edges = [0, *(min(edge, end) for span in self._hidden for edge in span), end]
-        return "".join(self._whole[begin:stop] for begin, stop in zip(edges[::2], edges[1::2], strict=True))
+        return "".join(self.whole[begin:stop] for begin, stop in zip(edges[::2], edges[1::2], strict=True))
 
     def take_new_text(self) -> str:
         """Return the text that was not returned before, without a possible start of a stop string at its end."""
@@ -106,11 +105,11 @@ class Continuation:
             started = [
                 length
                 for stop in self._stop_strings
-                for length in range(1, min(len(stop), len(self._whole) + 1))
-                if self._whole.endswith(stop[:length])
+                for length in range(1, min(len(stop), len(self.whole) + 1))
+                if self.whole.endswith(stop[:length])
             ]
             if started:
-                end = len(self._text_before(len(self._whole) - max(started)))
+                end = len(self._text_before(len(self.whole) - max(started)))
         new = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return new

@@ -66,6 +66,11 @@ class Corpus:
     def name(self) -> str:
         return ", ".join(source.name for source in self.sources)
 
+    @property
+    def pairs(self) -> bool:
+        """True if the documents are pairs of a chosen and a rejected answer."""
+        return any(source.training.pairs for source in self.sources)
+
     def __str__(self) -> str:
         held_out = [] if self.held_out is None else [self.held_out]
         streams = [*(source.training for source in self.sources), *held_out]
@@ -87,7 +92,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
 
     Raises:
         InputError: `find_files` or a reader raises it, or a source has too few documents: two, or one if none is held
-            out.
+            out. Or some sources hold pairs of answers, and others do not.
     """
     skipped = Skipped()
     opened: list[tuple[str, list[Piece], str]] = []
@@ -99,6 +104,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             pieces = list(chain.from_iterable(pieces for pieces, _ in found))
             opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
         skipped.check_columns(config)
+        _check_same_kind(chain.from_iterable(pieces for _, pieces, _ in opened), "data.paths")
     else:
         library = [tokenize(str(document.name), [document], tokenizer) for document in read_standard_library()]
         opened.append(("Python's standard library", [*library], _sha256(library)))
@@ -136,7 +142,7 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenS
     Returns the documents, and the skipped documents by reason.
     """
     files = chain.from_iterable(find_corpus_files(config))
-    stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED)
+    stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED, "data.paths")
     return stream, skipped
 
 
@@ -173,7 +179,7 @@ def open_validation_sets(
     sets = []
     for name, path in evaluation.named_paths():
         files = find_files(path, data, "evaluation.paths", pulse)
-        stream, digest, skipped = _open_files(files, data, tokenizer, pulse)
+        stream, digest, skipped = _open_files(files, data, tokenizer, pulse, f"evaluation.paths {path}")
         if not stream.size:
             reasons = _format_reasons(skipped)
             raise InputError(f"evaluation.paths {path}: 0 documents{reasons}; add documents, or leave the path out")
@@ -182,14 +188,28 @@ def open_validation_sets(
 
 
 def _open_files(
-    files: Iterable[File], config: DataConfig, tokenizer: Tokenizer, pulse: Pulse
+    files: Iterable[File], config: DataConfig, tokenizer: Tokenizer, pulse: Pulse, name: str
 ) -> tuple[TokenStream, str, Skipped]:
-    """Return all documents of files, the hash of their contents, and the skipped documents by reason."""
+    """Return all documents of files, the hash of their contents, and the skipped documents by reason.
+
+    name: name of the files, for messages.
+    """
     skipped = Skipped()
     read = make_reader(config, tokenizer)
     opened = [_open_file(file, read, config, tokenizer, skipped, pulse) for file in files]
     digest = hashlib.sha256("\n".join(digest for _, digest in opened).encode()).hexdigest()
-    return join_all(list(chain.from_iterable(pieces for pieces, _ in opened))), digest, skipped
+    pieces = list(chain.from_iterable(pieces for pieces, _ in opened))
+    _check_same_kind(pieces, name)
+    return join_all(pieces), digest, skipped
+
+
+def _check_same_kind(pieces: Iterable[Piece], name: str) -> None:
+    """Raise InputError if some pieces are pairs of answers, and others are not. name: name of them all."""
+    by_kind = {piece.pairs: piece for piece in pieces if piece.size}
+    if len(by_kind) == 2:
+        paired, other = by_kind[True].name, by_kind[False].name
+        problem = f"{paired} holds pairs of a chosen and a rejected answer, and {other} does not"
+        raise InputError(f"{name}: {problem}; name only one of the two kinds")
 
 
 def _open_file(

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +130,7 @@ class Piece(ABC):
             without an index, where finding every document would mean reading every token, it is a chunk of documents.
         documents: number of documents, or None if it is not known.
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
+        pairs: whether the documents are pairs: a chosen document, then the rejected one. No document is empty.
     """
 
     name: str
@@ -150,6 +151,10 @@ class Piece(ABC):
     @property
     def mask(self) -> Array | None:
         return None
+
+    @property
+    def pairs(self) -> bool:
+        return False
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
         """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
@@ -183,6 +188,7 @@ class IndexedPiece(Piece):
     ends: Array
     keys: Array
     mask: Array | None = None
+    pairs: bool = False
 
     @property
     def groups(self) -> int:
@@ -212,15 +218,18 @@ class TokenStream:
         starts: int64 [spans + 1], the start of each span in the stream, then the length of the stream.
         origins: int64 [spans], the start of each span in the concatenation of all pieces.
         documents: number of documents, or None if it is not known. Empty documents have no tokens, but count.
+        pairs: whether the documents are pairs; see `Piece`.
     """
 
     pieces: tuple[Piece, ...]
     starts: NDArray[np.int64]
     origins: NDArray[np.int64]
     documents: int | None
+    pairs: bool = field(init=False)
     _bounds: NDArray[np.int64] = field(init=False)  # [pieces + 1]: as `starts`, for the pieces in their concatenation
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pairs", any(piece.pairs for piece in self.pieces))
         object.__setattr__(self, "_bounds", _cumulative([piece.size for piece in self.pieces]))
 
     def __str__(self) -> str:
@@ -254,9 +263,8 @@ class TokenStream:
     def document_starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the positions in [first, first + count) at which a document starts."""
         slices = self._slices(first, count)
-        return np.concatenate(
-            [piece.document_starts(begin, end) + (position - begin) for position, piece, begin, end in slices]
-        )
+        found = [piece.document_starts(begin, end) + (position - begin) for position, piece, begin, end in slices]
+        return np.concatenate([np.empty(0, np.int64), *found])
 
     def describe_position(self, position: int) -> str:
         """Return the file and document of a position, for an error message."""
@@ -386,23 +394,44 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
     if not batches:
         none = np.empty(0, token_dtype(tokenizer.vocabulary_size)), np.empty(0, np.int64), np.empty(0, np.uint64)
         return IndexedPiece(name, *none)
-    tokens, lengths, keys, *mask = map(np.concatenate, zip(*batches, strict=True))
-    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, *mask)
+    tokens, lengths, keys = (np.concatenate([batch[field] for batch in batches]) for field in range(3))
+    masks = [batch.mask for batch in batches if batch.mask is not None]
+    return IndexedPiece(
+        name, tokens, np.cumsum(lengths), keys, np.concatenate(masks) if masks else None, batches[0].pairs
+    )
 
 
-def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], ...]]:
+class TokenBatch(NamedTuple):
+    """Tokenized documents of one part.
+
+    Attributes:
+        tokens: those of all documents, [N].
+        lengths: number of tokens of each document, int64 [documents].
+        keys: see `IndexedPiece`.
+        mask: see `Piece`.
+        pairs: whether the documents are of pairs. A pair may begin in one batch and end in the next.
+    """
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+    mask: NDArray[np.bool_] | None
+    pairs: bool
+
+
+def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
     """Tokenize documents, a few megabytes of text at a time.
 
     Each document becomes the tokenizer's prefix (BOS, if there is one), its tokens and the suffix (EOS), in the
     narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them.
 
-    Yields tokens [N], int64 lengths [documents], uint64 keys [documents] and, for conversations, their mask, bool [N].
+    Raises InputError if the tokenizer makes no token of a document of a pair.
     """
     dtype = token_dtype(tokenizer.vocabulary_size)
     prefix, suffix = tokenizer.prefix, tokenizer.suffix
     for batch in _make_batches(documents):
         texts = [document.content for document in batch]
-        mask: tuple[NDArray[np.bool_], ...] = ()
+        mask: NDArray[np.bool_] | None = None
         if batch[0].spans is None:
             encoded = tokenizer.encode(texts)
             arrays = [array for ids in encoded for array in (prefix, ids, suffix)]
@@ -413,9 +442,12 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")
             lengths = np.array([ids.size for ids in encoded], np.int64)
             masks = [in_spans(begins, document.spans or ()) for begins, document in zip(offsets, batch, strict=True)]
-            mask = (np.concatenate(masks),)
+            mask = np.concatenate(masks)
+        if (pairs := bool(batch[0].side)) and not lengths.all():
+            empty = batch[int(lengths.argmin())]
+            raise InputError(f"{empty.name}: the tokenizer makes no token of the {empty.side} answer; remove the row")
         keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]
-        yield tokens, lengths, np.array(keys, np.uint64), *mask
+        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs)
 
 
 def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -5,8 +5,8 @@ tokens.bin                 uint16 or uint32, little-endian
 ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
 mask.bin                   only for conversations: one byte per token, whether the loss counts it
 shards.jsonl               contents and SHA-256 of each shard in the files above
-manifest.json              the plan, the totals and the SHA-256 of shards.jsonl; written last, so a corpus with a
-                           manifest is complete
+manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and, for pairs of answers, "pairs": true;
+                           written last, so a corpus with a manifest is complete
 
 During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask and, last, .json, each set from a
 group of parts. They are appended to the files above in order, and then deleted.
@@ -159,17 +159,20 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     skipped = Skipped()
     paths = [directory / f"shard-{index:05}.{name}" for name in _array_names(config.content != "text")]
     digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
-    documents = end = 0
+    documents = end = paired = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_temporary_path(path).open("wb")) for path in paths]
         read = make_reader(config, tokenizer)
         for part in parts:
-            for tokens, lengths, keys, *mask in tokenize_batches(read(part, skipped), tokenizer):
-                for digest, array in zip(digests, (tokens, *mask), strict=False):
+            for batch in tokenize_batches(read(part, skipped), tokenizer):
+                mask = () if batch.mask is None else (batch.mask,)
+                for digest, array in zip(digests, (batch.tokens, *mask), strict=False):
                     digest.update(array.data)
-                for file, array in zip(files, (tokens, end + np.cumsum(lengths), keys, *mask), strict=True):
+                ends = end + np.cumsum(batch.lengths)
+                for file, array in zip(files, (batch.tokens, ends, batch.keys, *mask), strict=True):
                     file.write(array.data)
-                documents, end = documents + lengths.size, end + tokens.size
+                documents, end = documents + batch.lengths.size, end + batch.tokens.size
+                paired += batch.pairs * batch.lengths.size
         for file in files:
             sync_file(file)
     for path in paths:
@@ -177,6 +180,8 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
     if config.content != "text":
         record["mask_sha256"] = digests[1].hexdigest()
+    if paired:
+        record["paired"] = paired  # documents of pairs
     write_json(shard_record_path(directory, index), record | skipped.to_record([part.file for part in parts]))
 
 
@@ -198,7 +203,8 @@ class ShardMerger:
         shards: records of the shards in the files of the corpus.
 
     Raises:
-        InputError: the files of the corpus are shorter than their recorded shards.
+        InputError: the files of the corpus are shorter than their recorded shards. `merge_ready` raises it if some
+            documents are pairs and others are not.
     """
 
     def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
@@ -210,6 +216,7 @@ class ShardMerger:
         self.shards = read_shard_records(directory)
         self._documents = sum(shard["documents"] for shard in self.shards)
         self._tokens = sum(shard["tokens"] for shard in self.shards)
+        self._paired = sum(shard.get("paired", 0) for shard in self.shards)
         types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
         counts = {"tokens": self._tokens, "ends": self._documents, "keys": self._documents, "mask": self._tokens}
         for name in self._names:
@@ -231,6 +238,11 @@ class ShardMerger:
         """Append the next shards, up to the first one that is not complete."""
         while (record := shard_record_path(self._directory, len(self.shards))).exists():
             counts = json_files.read_object(record, f"remove {self._directory} and prepare the corpus again")
+            self._paired += counts.get("paired", 0)
+            if 0 < self._paired < self._documents + counts["documents"]:
+                found = f"{self._paired:,} of the first {self._documents + counts['documents']:,} documents"
+                problem = f"{found} are of pairs with a chosen and a rejected answer, and the others are not"
+                raise InputError(f"--input: {problem}; prepare the two kinds of files apart")
             paths = {name: record.with_suffix(f".{name}") for name in self._names}
             ends = np.fromfile(paths["ends"], "<i8") + self._tokens
             digest = hashlib.sha256(ends.data)
@@ -256,7 +268,8 @@ class ShardMerger:
         """Write the manifest, which completes the corpus."""
         digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
         totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
-        write_json(self._directory / MANIFEST, {"plan": plan, **totals})
+        pairs = {"pairs": True} if self._paired else {}
+        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs})
 
 
 def read_shard_records(directory: Path) -> list[dict[str, Any]]:
@@ -292,6 +305,7 @@ class _Manifest:
     documents: int
     dtype: np.dtype[np.integer]
     conversations: bool
+    pairs: bool
     tokenizer: str
     tokenizer_sha256: str
     shards_sha256: str
@@ -311,7 +325,8 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    return IndexedPiece(name, *_open_arrays(directory, manifest)), manifest.sha256
+    tokens, ends, keys, *mask = _open_arrays(directory, manifest)
+    return IndexedPiece(name, tokens, ends, keys, mask[0] if mask else None, manifest.pairs), manifest.sha256
 
 
 def read_template(corpora: Iterable[Path]) -> str | None:
@@ -402,6 +417,7 @@ def _read_manifest(directory: Path) -> _Manifest:
             int(manifest["documents"]),
             np.dtype(plan["dtype"]),
             "content" in plan,
+            bool(manifest.get("pairs", False)),
             plan["tokenizer"],
             plan["tokenizer_sha256"],
             manifest["shards_sha256"],

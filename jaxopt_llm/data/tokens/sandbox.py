@@ -33,12 +33,16 @@ from jaxopt_llm.data.tokens.turns import (
     Refused,
     Specials,
     find_ending,
+    find_frame,
     find_owners,
     fit_arguments,
     mark,
 )
 
 MAX_CHARACTERS = 2**26  # of a rendered conversation
+
+# Messages with their reasoning where a template looks for it.
+Form = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 _NONCE = str(secrets.randbits(128))  # random, so that no conversation can contain these marks
 _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
@@ -191,6 +195,7 @@ class Renderer:
         self._variables = template.special | template.arguments
         self._specials = Specials(template.ends, template.special.get("eos_token", ""))
         self._endings: dict[tuple[_Compiled, bool], Any] = {}
+        self._forms: dict[_Compiled, Form] = {}
 
     def render(
         self,
@@ -214,7 +219,8 @@ class Renderer:
                 return Rendered(documents, self._have_ends(documents, has_tools=bool(tools)))
             except (Refused, Lost) as error:
                 failures.append(error)
-        raise next((error for error in failures if isinstance(error, Lost)), failures[0])
+        # What the template itself says tells more than its failure on a content of another form.
+        raise min(failures, key=lambda error: (not isinstance(error, Lost), error.__cause__ is not None))
 
     def _have_ends(self, documents: list[Document], has_tools: bool) -> bool:
         """Return whether a special token ends each learned range, or with generation blocks the last one."""
@@ -239,14 +245,32 @@ class Renderer:
         if not template.marks:
             return list(conversation.find_documents(learned, self._find_ending(template, bool(tools))))
 
-        text, spans = _render(template, messages, tools, False, self._variables | arguments)
+        cut = max((index + 1 for index in learned if conversation.is_shortened(index)), default=0)
+        documents = (
+            self._find_documents(messages[:cut], tools, arguments, [i for i in unlearned if i < cut]) if cut else []
+        )
+        if any(index >= cut for index in learned):
+            others = {*unlearned, *(index for index in learned if index < cut)}
+            documents.append(self._find_blocks(template, messages, tools, arguments, others))
+        return documents
+
+    def _find_blocks(
+        self,
+        template: _Compiled,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        arguments: dict[str, Any],
+        unlearned: set[int],
+    ) -> Document:
+        """Return the text of a conversation, and its generation blocks without those of unlearned messages."""
+        text, spans = self._render(template, messages, tools, False, arguments)
         if unlearned:
-            owners = self._find_owners(template, messages, tools, arguments, {*unlearned})
-            if len(owners) != len(spans) or any(0 < len(each & {*unlearned}) < len(each) for each in owners):
-                problem = "it does not show which generation blocks are those of a message with weight 0"
+            owners = self._find_owners(template, messages, tools, arguments, unlearned)
+            if len(owners) != len(spans) or any(0 < len(each & unlearned) < len(each) for each in owners):
+                problem = "it does not show which generation blocks are those of a message that is not learned"
                 raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
-            spans = [span for span, each in zip(spans, owners, strict=True) if not each & {*unlearned}]
-        return [(text, spans)]
+            spans = [span for span, each in zip(spans, owners, strict=True) if not each & unlearned]
+        return text, spans
 
     def _find_owners(
         self,
@@ -256,10 +280,10 @@ class Renderer:
         arguments: dict[str, Any],
         unlearned: set[int],
     ) -> list[set[int]]:
-        """Return the messages of each generation block. There is none if a message with weight 0 leaves no mark."""
+        """Return the messages of each generation block. There is none if an unlearned message leaves no mark."""
         marks = [f"{PROBES[0]}-{index}-" for index in range(len(messages))]
         marked = [mark(message, each) for message, each in zip(messages, marks, strict=True)]
-        text, blocks = _render(template, marked, tools, False, self._variables | arguments)
+        text, blocks = self._render(template, marked, tools, False, arguments)
         roles = [message["role"] for message in messages]
         is_shown = all(marks[index] in text for index in unlearned)
         return find_owners(text, blocks, roles, marks) if is_shown else []
@@ -267,6 +291,16 @@ class Renderer:
     def render_prompt(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of a running conversation, up to the start of the assistant's next turn."""
         return self._bind(self._template, {})(_alias_reasoning(messages), None, True)
+
+    def read_answer(self, answer: str) -> dict[str, Any]:
+        """Return the message of an answer that the model wrote, with its special tokens.
+
+        What the template would write around the reasoning and the content is not part of them.
+        """
+        reasoning, content = (
+            self._specials.remove(part) for part in find_frame(self._bind(self._template, {})).split(answer)
+        )
+        return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
 
     def find_turn_end(self) -> str:
         """Return the special token that ends an answer, or an empty text."""
@@ -289,23 +323,44 @@ class Renderer:
 
     def _bind(self, template: _Compiled, arguments: dict[str, Any]) -> Callable[..., str]:
         """Return a function that renders messages and tools, with or without the generation prompt."""
-        variables = self._variables | arguments
 
         def render(messages: list[dict[str, Any]], tools: list[Any] | None, prompts: bool) -> str:
-            return _render(template, messages, tools, prompts, variables)[0]
+            return self._render(template, messages, tools, prompts, arguments)[0]
 
         return render
 
+    def _render(
+        self,
+        template: _Compiled,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        prompts: bool,
+        arguments: dict[str, Any],
+    ) -> tuple[str, list[tuple[int, int]]]:
+        if any(name in message for message in messages for name in REASONING):
+            messages = self._find_form(template)(messages)
+        defaults = {"documents": None} | self._variables | arguments
+        return template.render(messages=messages, tools=tools, add_generation_prompt=prompts, **defaults)
 
-def _render(
-    template: _Compiled,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None,
-    prompts: bool,
-    variables: dict[str, Any],
-) -> tuple[str, list[tuple[int, int]]]:
-    defaults = {"documents": None} | variables
-    return template.render(messages=messages, tools=tools, add_generation_prompt=prompts, **defaults)
+    def _find_form(self, template: _Compiled) -> Form:
+        """Return the first form of reasoning that the template writes, or else fields of the message."""
+        if template not in self._forms:
+            forms = (form for form in _FORMS if self._writes_reasoning(template, form))
+            self._forms[template] = next(forms, _FORMS[0])
+        return self._forms[template]
+
+    def _writes_reasoning(self, template: _Compiled, form: Form) -> bool:
+        key, value = PROBES
+        for example in EXAMPLES:
+            answered = _alias_reasoning([*example[:-1], {**example[-1], "content": key, "thinking": value + key}])
+            try:
+                text, _ = template.render(
+                    messages=form(answered), tools=None, add_generation_prompt=False, documents=None, **self._variables
+                )
+            except (Refused, jinja2.TemplateError):
+                continue
+            return value + key in text and not re.search("[\"']type[\"']", text)  # a list as Python or JSON writes it
+        return False
 
 
 def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -316,6 +371,37 @@ def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         named = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else message
         aliased.append(named)
     return aliased
+
+
+def _keep_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return messages
+
+
+def _write_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with reasoning as a part of the content, as templates of Magistral and Ministral read it."""
+    return _replace_contents(messages, lambda parts: parts, ("thinking", "thinking"), ("text", "text"))
+
+
+def _write_blocks(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with reasoning as a block of the content, as Apertus' template reads it."""
+    return _replace_contents(messages, lambda parts: {"blocks": parts}, ("thoughts", "text"), ("response", "text"))
+
+
+# Places where templates look for reasoning: fields of the message, or a part of its content.
+_FORMS: tuple[Form, ...] = (_keep_fields, _write_parts, _write_blocks)
+
+
+def _replace_contents(
+    messages: list[dict[str, Any]], wrap: Callable[[list[Any]], Any], thought: tuple[str, str], text: tuple[str, str]
+) -> list[dict[str, Any]]:
+    """Return messages whose assistant's contents are lists of parts. thought, text: type of a part, and its field."""
+    changed = []
+    for message in messages:
+        values = [(thought, message.get("reasoning_content")), (text, message.get("content"))]
+        parts = [{"type": kind, field: value} for (kind, field), value in values if value]
+        is_changed = message["role"] == "assistant" and parts
+        changed.append({**message, "content": wrap(parts)} if is_changed else message)
+    return changed
 
 
 def _fill_contents(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """Chat templates: search for the template of a tokenizer, and rendering of conversations."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from jaxopt_llm.config.data import TEMPLATE_FILE, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
+from jaxopt_llm.data.reading.conversation import SIDES
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Malformed, Skipped
 from jaxopt_llm.data.reading.source import Document, read_documents, reject
@@ -22,6 +24,8 @@ from jaxopt_llm.data.tokens.turns import Lost, Refused
 
 T = TypeVar("T")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
+_UNLEARNED = "without assistant tokens"
+_LEARN_LAST = "put weight 0 on all assistant messages of the answer but the last"
 
 
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
@@ -105,36 +109,66 @@ class Renderer:
         self._sandbox = self._run(lambda: sandbox.Renderer(template), "when it was compiled")
 
     def render(self, document: Document, config: DataConfig, skipped: Skipped) -> Iterator[Document]:
-        """Yield the documents of a conversation, with the same key.
+        """Yield the documents of a conversation, or of a pair of them, with the same key.
 
-        There are several if the template rewrites earlier turns when more turns follow. There is none if the template
-        rejects the conversation or leaves out a part of it, and `data.malformed` allows skipping it.
+        A conversation has several if the template rewrites earlier turns when more turns follow. There is none if the
+        template rejects the conversation or leaves out a part of it, and `data.malformed` allows skipping it.
+
+        A pair has one document a side, or none: if a side cannot be read, the other side is left out too.
         """
         conversation = json_files.parse(document.content)
+        is_pair = SIDES[0] in conversation
+        sides = [conversation[side] for side in SIDES] if is_pair else [conversation]
         try:
-            rendered = self._run(lambda: self._sandbox.render(**conversation), document.name)
+            rendered = [self._run(partial(self._sandbox.render, **side), document.name) for side in sides]
+            if is_pair and any(len(each.documents) > 1 for each in rendered):
+                raise Malformed("with an answer of several turns that the chat template rewrites", _LEARN_LAST)
         except Refused as error:
             problem = f"the chat template {self._template.path} rejects the conversation ({error})"
             reject(document.name, problem, config)
             skipped.add("rejected by the chat template", document.name)
+            return
         except Lost as error:
             lost = Malformed(*error.args)
             remedy = "name a template that has a place for it with --data.chat_template"
             reject(document.name, f"{lost}: {self._template.path}; {remedy}", config)
             skipped.add(lost.reason, document.name)
-        else:
-            # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
-            skipped.endless += bool(self._template.ends) and not rendered.ends
-            for text, spans in rendered.documents:
-                yield Document(document.name, text.encode(), document.key, tuple(spans))
+            return
+        except Malformed as error:
+            reject(document.name, error, config)
+            skipped.add(error.reason, document.name)
+            return
+        # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
+        skipped.endless += bool(self._template.ends) and not all(each.ends for each in rendered)
+        documents = [
+            Document(document.name, text.encode(), document.key, tuple(spans), side)
+            for each, side in zip(rendered, SIDES if is_pair else ("",), strict=True)
+            for text, spans in each.documents
+        ]
+        learned = [each for each in documents if any(begin < end for begin, end in each.spans or ())]
+        if is_pair and len(learned) < len(documents):
+            skipped.add(_UNLEARNED)
+            return
+        for _ in range(len(documents) - len(learned)):
+            skipped.add(_UNLEARNED)
+        yield from learned
 
-    def render_prompt(self, messages: list[dict[str, str]]) -> str:
+    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
         """Render a running conversation as text, up to the start of the assistant's next turn.
 
         Raises:
             InputError: the template rejects the messages or fails.
         """
         return self._ask(lambda: self._sandbox.render_prompt(messages))
+
+    def read_answer(self, text: str, whole: str) -> dict[str, Any]:
+        """Return the message of an answer of the model. whole: its text with its special tokens.
+
+        A text without special tokens is the content; templates look for reasoning between <think> and </think> in it.
+        """
+        if text == whole:
+            return {"role": "assistant", "content": text}
+        return self._run(lambda: self._sandbox.read_answer(whole), "in a conversation")
 
     def find_turn_end(self) -> str | None:
         """Return the special token that ends an answer, or None. Raises InputError as `render_prompt` does."""
@@ -178,15 +212,9 @@ def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
     template = find_template(config, tokenizer)
     sources = template.source + (template.tool_source or "")
     renderer = Renderer(template)
-    return lambda part, skipped: _render_all(read_documents(part, config, skipped, sources), renderer, config, skipped)
 
+    def read(part: Part, skipped: Skipped) -> Iterator[Document]:
+        for document in read_documents(part, config, skipped, sources):
+            yield from renderer.render(document, config, skipped)
 
-def _render_all(
-    documents: Iterable[Document], renderer: Renderer, config: DataConfig, skipped: Skipped
-) -> Iterator[Document]:
-    for document in documents:
-        for rendered in renderer.render(document, config, skipped):
-            if any(begin < end for begin, end in rendered.spans or ()):
-                yield rendered
-            else:
-                skipped.add("without assistant tokens")
+    return read

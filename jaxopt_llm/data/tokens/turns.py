@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Message = dict[str, Any]
@@ -23,6 +23,7 @@ _EXAMPLE = [{"role": "user", "content": PROBES[1]}, {"role": "assistant", "conte
 EXAMPLES = (_EXAMPLE, [{"role": "system", "content": PROBES[1]}, *_EXAMPLE])
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
 _TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": _PARAMETERS}}
+_BLOCKS = "put generation blocks around the assistant's text in a copy of the template"
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -70,6 +71,30 @@ class Ending:
     is_known: bool = True
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Texts that a template writes in an answer, after the generation prompt.
+
+    Attributes:
+        opening: before the reasoning.
+        middle: between the reasoning and the content.
+        plain: before the content of an answer without reasoning.
+    """
+
+    opening: str = ""
+    middle: str = ""
+    plain: str = ""
+
+    def split(self, answer: str) -> tuple[str, str]:
+        """Return the reasoning and the content of an answer that a model wrote, with its special tokens."""
+        opening, middle, plain = (text.strip() for text in (self.opening, self.middle, self.plain))
+        if middle and middle in answer:
+            reasoning, _, content = answer.partition(middle)
+            return reasoning.strip().removeprefix(opening).strip(), content.lstrip("\n")
+        begins = plain and answer.lstrip().startswith(plain)
+        return "", answer.lstrip().removeprefix(plain).lstrip("\n") if begins else answer
+
+
 class Specials:
     """Special tokens of a tokenizer in texts.
 
@@ -90,6 +115,10 @@ class Specials:
         """Return the special token that ends a text, or an empty text."""
         ends = (text[-length:] for length in self._lengths)
         return next((end for end in ends if end in self._tokens), "")
+
+    def remove(self, text: str) -> str:
+        """Return a text without its special tokens."""
+        return self._pattern.sub("", text)
 
     def following(self, text: str, index: int) -> str:
         """Return the special token at an index of a text, with the whitespace before it, or an empty text."""
@@ -240,11 +269,29 @@ def _render_example(render: Render, has_tools: bool) -> tuple[str, str] | None:
     return single
 
 
+def find_frame(render: Render) -> Frame:
+    """Return what the template writes around the parts of an answer: nothing if its prompt does not precede them."""
+    for *before, answer in EXAMPLES:
+        try:
+            prompt = render(before, None, True)
+            plain = render([*before, answer], None, False)
+            reasoned = render([*before, {**answer, "thinking": PROBES[1], "reasoning_content": PROBES[1]}], None, False)
+        except Refused:
+            continue
+        beginning, found, _ = plain.removeprefix(prompt).partition(PROBES[0])
+        frame = Frame(plain=beginning if found and plain.startswith(prompt) else "")
+        opening, _, rest = reasoned.removeprefix(prompt).partition(PROBES[1])
+        middle, found, _ = rest.partition(PROBES[0])
+        return replace(frame, opening=opening, middle=middle) if found and reasoned.startswith(prompt) else frame
+    return Frame()
+
+
 def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] | None) -> list[Message]:
-    """Return messages whose tool calls have their arguments in the form that the template writes as JSON.
+    """Return messages whose tool calls have their arguments in the form that the template expects.
 
     Some templates write the JSON of an object, and would write the JSON of a JSON text, with quotes. Others write a
-    text as it is, and cannot write an object. A probe in place of the arguments shows what the template does.
+    text as it is, and cannot write an object. Gemma 4's writes an object in a syntax of its own, and would write a text
+    within the braces of that syntax. A probe in place of the arguments shows what the template does.
     """
 
     def write(arguments: Any) -> str:
@@ -256,12 +303,15 @@ def fit_arguments(render: Render, messages: list[Message], tools: Sequence[Any] 
     key, value = PROBES
     given = [call["arguments"] for message in messages for call in _functions(message) if "arguments" in call]
     texts = [arguments for arguments in given if isinstance(arguments, str)]
-    if texts and (text := f'{{"{key}":  1}}') not in write(text):
+    if not given:
+        return messages
+    written = write({key: value})
+    takes_object = value in written and f"'{key}'" not in written  # quotes of Python
+    is_json = re.search(rf'"{key}":\s*"{value}"', written) is not None
+    if texts and ((takes_object and not is_json) or f'{{"{key}":  1}}' not in write(f'{{"{key}":  1}}')):
         return _map_arguments(messages, lambda given: json.loads(given) if isinstance(given, str) else given)
-    if len(texts) < len(given):
-        written = write({key: value})
-        if value not in written or f"'{key}'" in written:  # quotes of Python
-            return _map_arguments(messages, _encode_json)
+    if len(texts) < len(given) and not takes_object:
+        return _map_arguments(messages, _encode_json)
     return messages
 
 
@@ -352,13 +402,20 @@ class Conversation:
         before, message = self._messages[:index], self._messages[index]
         probed = [self._render([*before, alter(message, probe)]) for probe in PROBES]
         start, opening = self._specials.common(prompt, whole, *probed), self._find_opening(index)
+        if opening == len(prompt) and whole.endswith(prompt[start:]):
+            # Command R7B's with tools writes a generation prompt at the end of any text: it begins where a question
+            # would differ from it, and some of it must precede the turn.
+            asked = self._try([*before, _EXAMPLE[0]], self._tools) or prompt
+            if start > self._specials.common(prompt, asked):
+                return start, start
         last = self._specials.last(prompt)
         header = prompt[opening:] or (prompt[last:] if last >= 0 else "")
         found = whole.rfind(header, 0, self._specials.common(whole, *probed)) if header else -1
         if start > opening or (start == opening and found < 0):
             return start, start
         if found < 0:
-            raise Refused("it writes the messages before an assistant's turn differently with and without the turn")
+            problem = "it writes the messages before an assistant's turn differently with and without the turn"
+            raise Refused(f"{problem}; {_BLOCKS}")
         return len(prompt), found + len(header)
 
     def _check_is_alone(self, index: int, turn: str, joined: bool) -> None:
@@ -372,7 +429,7 @@ class Conversation:
         marked = self._try([*before, self._messages[index]], tools)
         if joined if marked is None else not marked.endswith(turn):
             problem = "it writes an assistant's turn together with earlier messages, so the turn cannot be told apart"
-            raise Refused(f"{problem}; put generation blocks around the assistant's text in a copy of the template")
+            raise Refused(f"{problem}; {_BLOCKS}")
 
     def _find_opening(self, index: int) -> int:
         return self._specials.common(self.render_first(index, prompts=True), self.render_first(index))
@@ -383,7 +440,10 @@ class Conversation:
             longer = self.render_first(index + 2)
             if longer.startswith(text):
                 return self._specials.following(longer, len(text))
-        return "" if self._messages[index].get("tool_calls") else ending.following
+        if not self._messages[index].get("tool_calls"):
+            return ending.following
+        longer = self._try([*self._messages[: index + 1], _answer(self._messages[index])], self._tools) or ""
+        return self._specials.following(longer, len(text)) if longer.startswith(text) else ""
 
     def _locate(self, index: int, turn: Turn, whole: str) -> tuple[int, int] | None:
         """Return the range of a turn in the whole conversation, or None if its text is not that of the served turn.
@@ -426,6 +486,17 @@ class Conversation:
                 part = Trace("with reasoning that the chat template leaves out", index, reasoning=reasoning)
                 if reasoning not in turn and self._is_lost(part, learned):
                     raise Lost(part.reason, part.detail)
+
+    def is_shortened(self, index: int) -> bool:
+        """Return whether the template drops the reasoning of a turn, or its text beside calls, when messages follow."""
+        message, turn, whole = (
+            self._messages[index],
+            self.render_first(index + 1),
+            self.render_first(len(self._messages)),
+        )
+        beside = message.get("content") if message.get("tool_calls") else None
+        texts = [*find_reasoning(message), *([beside.strip()] if isinstance(beside, str) else [])]
+        return any(text in turn and text not in whole for text in texts)
 
     def _list_parts(self) -> Iterator["Trace"]:
         for index, message in enumerate(self._messages):
@@ -490,6 +561,12 @@ def _functions(message: Message) -> list[Message]:
     """Return the functions that a message calls, each with its name and arguments."""
     calls = [call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
     return [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+
+
+def _answer(message: Message) -> Message:
+    """Return a result of the first call of a message."""
+    call, (function, *_) = message["tool_calls"][0], _functions(message)
+    return {"role": "tool", "content": PROBES[1], "tool_call_id": call.get("id", ""), "name": function.get("name")}
 
 
 def _encode_json(value: Any) -> str:

@@ -32,9 +32,9 @@ def with_noise(weights: tree.Tree, noise: jax.Array | None, layer: jax.Array) ->
 def apply_dropout(x: jax.Array, noise: jax.Array, rate: float) -> jax.Array:
     """Set values to zero with probability `rate`, and scale the others by 1 / (1 - rate).
 
-    x: [B, S, ...]; noise: uint32 [B, S].
+    x: [B, S, ...]; noise: uint32 of as many tokens, in the same order.
     """
     features = x.shape[2:]
-    bits = mix_bits(noise.reshape(*noise.shape, *(1 for _ in features)) ^ mix_bits(linear_indices(features)))
+    bits = mix_bits(noise.reshape(*x.shape[:2], *(1 for _ in features)) ^ mix_bits(linear_indices(features)))
     kept = bits >= jnp.uint32(round(rate * 2**32))
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)

@@ -103,6 +103,11 @@ def select_adapters(specs: tree.Tree) -> tree.Tree:
     return jax.tree.map(select, specs, is_leaf=is_wrapped)
 
 
+def remove_adapters(weights: tree.Tree) -> tree.Tree:
+    """Return weights, or their specs, without adapters: the base of each adapted weight."""
+    return jax.tree.map(lambda leaf: leaf.base if isinstance(leaf, LoraWeight) else leaf, weights, is_leaf=is_wrapped)
+
+
 def adapter_paths(specs: tree.Tree) -> frozenset[str]:
     """Return the paths of the arrays of adapters. The type of a leaf tells them: a parameter may have any name."""
     return frozenset(path for path, _ in tree.leaves_with_path(select_adapters(specs)))

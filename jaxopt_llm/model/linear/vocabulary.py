@@ -63,6 +63,24 @@ def cross_entropy(
     return objective, jax.lax.stop_gradient(loss)
 
 
+def log_probabilities(
+    x: jax.Array, table: Weight, targets: jax.Array, classifier: Classifier, placement: Placement
+) -> jax.Array:
+    """Return the log-probability of each target, float32 [B, S]. It has no gradients.
+
+    Arguments are as in `cross_entropy`; targets: int [B, S].
+    """
+    xs, tables = zip(*_list_terms(*jax.lax.stop_gradient((x, table))), strict=True)
+    arrays = tuple(gather_weight(split_perturbation(table)[0]) for table in tables)
+    specs = _TableSpecs.make(placement, tables)
+    run = placement.shard_map(
+        functools.partial(kernel.compute_losses, classifier, axes=specs.vocabulary),
+        (specs.xs, specs.tables, (specs.tokens, specs.tokens)),
+        specs.tokens,
+    )
+    return -run(xs, arrays, (targets, jnp.ones(targets.shape, jnp.bool)))[1]
+
+
 def _list_terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, BaseWeight]]:
     """Return the terms of x · tableᵀ: pairs of an input and the matrix that it multiplies."""
     if not isinstance(table, LoraWeight):

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import products
-from jaxopt_llm.kernels.grouped_matmul import Implementation
+from jaxopt_llm.kernels.grouped_matmul import Implementation, OneByOne
 from jaxopt_llm.model.linear import dropout, outliers, quantised
 from jaxopt_llm.model.linear.leaves import (
     Int8Weight,
@@ -85,6 +85,15 @@ def grouped_matmul(
         up = grouped_matmul(low, weight.lora_b, sizes, kernel, placement, transposed=True)
         return grouped_matmul(rows, weight.base, sizes, kernel, placement) + up
     return _grouped_matmul(kernel, placement, transposed, rows, *split_perturbation(weight), sizes)
+
+
+def add_grouped_bias(rows: jax.Array, bias: Weight, sizes: jax.Array, placement: Placement) -> jax.Array:
+    """Add to each row the bias of its group. Arguments as those of `grouped_matmul`, for rows [N, R, F].
+
+    bias: [groups, F]. Nothing is added to the rows after the groups.
+    """
+    assert isinstance(bias, PlacedWeight), "only weights with contracting dimensions have adapters or are quantised"
+    return _add_grouped_bias(placement, rows, *split_perturbation(bias), sizes)
 
 
 def materialise(weight: Weight | jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
@@ -399,7 +408,12 @@ def _grouped_matmul(kernel, placement, transposed, rows, weight, perturbation, s
 
 def _grouped_matmul_forward(kernel, placement, transposed, rows, weight, perturbation, sizes):
     shardings = shardings_of(weight)
-    gathered = _gather_operand(weight, (2,) if transposed else (1,))
+    is_cast_later = isinstance(kernel, OneByOne) and isinstance(weight, PlacedWeight)
+    gathered: Operand = (
+        gather_array(weight, weight.array.dtype)
+        if is_cast_later
+        else _gather_operand(weight, (2,) if transposed else (1,))
+    )
     operand = _quantise_rows(placement, transposed, rows, shardings)
     kept = _keep_gathered(gathered, shardings)
     y = _multiply_rows(kernel, placement, transposed, operand, gathered, shardings, sizes, rows.dtype)
@@ -455,3 +469,45 @@ def _grouped_matmul_backward(kernel, placement, transposed, residuals, dy):
 
 
 _grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_grouped_bias(placement, rows, weight, perturbation, sizes):
+    def on_device(rows, bias, sizes):
+        of_rows = bias.at[_find_groups(rows.shape[1], sizes[0])].get(mode="fill", fill_value=0)
+        return (rows + of_rows.astype(jnp.float32)).astype(rows.dtype)
+
+    local = PartitionSpec(placement.device_axes)
+    run = placement.shard_map(on_device, (local, weight.shardings.gathered.spec, local), local)
+    return run(rows, gather_array(weight), sizes)
+
+
+def _add_grouped_bias_forward(placement, rows, weight, perturbation, sizes):
+    y = _add_grouped_bias(placement, rows, weight, perturbation, sizes)
+    return y, (replace(weight, array=None), sizes)
+
+
+def _add_grouped_bias_backward(placement, residuals, dy):
+    weight, sizes = residuals
+    shardings = weight.shardings
+    if not shardings.trainable:
+        return dy, None, None, None
+
+    def on_device(dy, sizes):
+        # A product with the groups of the rows: a sum by index would add row after row on a GPU.
+        groups = jax.nn.one_hot(_find_groups(dy.shape[1], sizes[0]), sizes.shape[1], dtype=dy.dtype)
+        return jnp.einsum("RE,RF->EF", groups, dy[0], preferred_element_type=jnp.float32)[None]
+
+    spec, local = shardings.gathered.spec, PartitionSpec(placement.device_axes)
+    others = tuple(axis for axis in placement.device_axes if axis not in jax.tree.leaves(tuple(spec)))
+    with jax.named_scope(GRADIENT):
+        parts = placement.shard_map(on_device, (local, local), PartitionSpec(others, *spec))(dy, sizes)
+    return dy, None, reduce_parts(parts.astype(shardings.reduce_dtype), others, shardings), None
+
+
+def _find_groups(rows, sizes):
+    """Return the group of each row, int32 [R], and the number of groups for the rows after them."""
+    return jnp.sum(jnp.arange(rows)[:, None] >= jnp.cumsum(sizes), axis=1, dtype=jnp.int32)
+
+
+_add_grouped_bias.defvjp(_add_grouped_bias_forward, _add_grouped_bias_backward)

@@ -6,16 +6,26 @@ router's capacity drops choices. exchange.py dispatches rows to the experts' dev
 Letters: B batch, S sequence, D width, E experts, R rows of a device.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core.metric import Max
-from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS
+from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS, ONE_BY_ONE, OneByOne
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.intermediates import constrain, mark
-from jaxopt_llm.model.layers import ACTIVATIONS, INPUT_PROJECTIONS, Function, mlp, mlp_specs, recomputed
+from jaxopt_llm.model.layers import (
+    ACTIVATIONS,
+    INPUT_PROJECTIONS,
+    Function,
+    mlp,
+    mlp_specs,
+    recomputed,
+    with_biases,
+)
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import Auxiliary
@@ -23,7 +33,10 @@ from jaxopt_llm.model.moe import exchange, router
 from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan
 from jaxopt_llm.model.moe.exchange import combine, dispatch, dispatch_weights
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
+from jaxopt_llm.parallel.activations import to_residual_order, to_token_order
+from jaxopt_llm.parallel.placement import Placement
 
+SHARED = "shared_"  # start of the names of the shared expert's projections
 HIGHEST = jax.lax.Precision.HIGHEST  # for the router's matmul: a choice near a tie must not depend on the device
 
 
@@ -32,20 +45,44 @@ def moe_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec
     inward = ParamSpec((count, width, inner), ("experts", "embed", "expert_mlp"), (1,), normal())
     outward = ParamSpec((count, inner, width), ("experts", "expert_mlp", "embed"), (1,), normal(residual_scale))
     # Exact: all steps of the bias have the same small size, and 16 bits would lose some of them.
-    bias = ParamSpec((count,), (None,), init=zeros, exact=True, sign_rate=config.moe.router_bias_rate)
-    specs = {
+    load_bias = ParamSpec((count,), (None,), init=zeros, exact=True, sign_rate=config.moe.router_bias_rate)
+    biased = config.biases in ("mlp", "all")
+
+    def router_spec(outputs: int) -> ParamSpec:
         # A router has no contracting dimension, so that it is never adapted or quantised, and not a matrix for Muon. If
         # it were rounded in some ZeRO stages only, a token near a tie would go to other experts there.
-        "router": ParamSpec((width, count), ("embed", None), (), normal(width**-0.5), exact=True),
-        **({"router_bias": bias} if config.moe.router_bias else {}),
+        return ParamSpec((width, outputs), ("embed", None), (), normal(width**-0.5), exact=True)
+
+    specs = {
+        "router": router_spec(count),
+        **({"logit_bias": ParamSpec((count,), (None,), init=zeros, exact=True)} if biased else {}),
+        **({"router_bias": load_bias} if config.moe.router_bias else {}),
+        **({"expert_scale": ParamSpec((count,), (None,))} if config.moe.expert_scales else {}),
         **({"gate": inward} if config.has_gate else {}),
         "up": inward,
         "down": outward,
     }
+    if biased:
+        specs = with_biases(specs, *(name for name in (*INPUT_PROJECTIONS, "down") if name in specs))
     if shared_width := config.moe.shared_expert_width:
-        shared = mlp_specs(width, shared_width, residual_scale, has_gate=config.has_gate, biased=False)
-        specs |= {f"shared_{name}": spec for name, spec in shared.items()}
+        shared = mlp_specs(width, shared_width, residual_scale, has_gate=config.has_gate, biased=biased)
+        specs |= {f"{SHARED}{name}": spec for name, spec in shared.items()}
+        specs |= {"router_of_shared": router_spec(1)} if config.moe.shared_expert_gate else {}
     return specs
+
+
+class Norms(NamedTuple):
+    """Norms of the parts of an MoE layer.
+
+    experts, shared: of the inputs of the experts and of the shared expert. experts_post, shared_post: of their outputs.
+    router: of the router's input, with `moe.own_norms`; None: the router reads the experts' input.
+    """
+
+    experts: Function
+    experts_post: Function
+    shared: Function
+    shared_post: Function
+    router: Function | None
 
 
 def moe_layer(
@@ -54,23 +91,24 @@ def moe_layer(
     context: Context,
     layer: jax.Array,
     *,
-    norm: Function,
+    norms: Norms,
     config: ModelConfig,
     products: str,
 ) -> tuple[jax.Array, Auxiliary]:
-    """Apply the MoE layer to norm(x). x: [B, S, D] -> [B, S, D].
+    """Apply the MoE layer. x: [B, S, D] -> [B, S, D].
 
-    layer: int32, index of the layer. products: implementation of the grouped matmul (kernels/grouped_matmul.py).
+    layer: int32, index of the layer. products: implementation of the grouped matmul (kernels/grouped_matmul.py), or
+        `ONE_BY_ONE`.
     """
-    placement, kernel = context.placement, IMPLEMENTATIONS[products]
+    placement = context.placement
+    kernel = OneByOne() if products == ONE_BY_ONE else IMPLEMENTATIONS[products]
 
     @recomputed
     def compute_logits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = mark(norm(x), "mlp_input", "input", "batch", "residual_sequence", "embed")
-        table = weights.materialise(params["router"], jnp.dtype(jnp.float32))
-        logits = jnp.einsum("BSD,DE->BSE", x.astype(jnp.float32), table, precision=HIGHEST)
-        # Constrained first in the sharding of x: otherwise XLA would gather x.
-        logits = placement.constrain(logits, "batch", "residual_sequence", None)
+        read = None if norms.router is None else norms.router(x).astype(jnp.float32) * config.width**-0.5
+        x = mark(norms.experts(x), "mlp_input", "input", "batch", "residual_sequence", "embed")
+        logits = _project_to_router(params, x if read is None else read, "router", placement)
+        logits = to_token_order(logits, placement)
         return x, constrain(placement, logits, "router_logits", "routing", "batch", "sequence", None)
 
     def apply_experts(
@@ -78,10 +116,16 @@ def moe_layer(
     ) -> jax.Array:
         def project(rows: jax.Array, name: str) -> jax.Array:
             with hlo.filled_rows_scope(plan.filled, rows.shape[1]):
-                return weights.grouped_matmul(rows, matrices[name], plan.sizes, kernel, placement)
+                y = weights.grouped_matmul(rows, matrices[name], plan.sizes, kernel, placement)
+            bias = matrices.get(f"{name}_bias")
+            return y if bias is None else weights.add_grouped_bias(y, bias, plan.sizes, placement)
+
+        def weigh(x: jax.Array, row_weights: jax.Array, what: str) -> jax.Array:
+            return (x * row_weights).astype(x.dtype) if config.moe.router_weighs == what else x
 
         @recomputed
-        def project_in(rows: jax.Array) -> list[jax.Array]:
+        def project_in(rows: jax.Array, row_weights: jax.Array) -> list[jax.Array]:
+            rows = weigh(rows, row_weights, "inputs")
             hidden = {name: project(rows, name) for name in INPUT_PROJECTIONS if name in matrices}
             axes = ("devices", "expert_rows", "expert_mlp")
             return [mark(array, f"mlp_{name}", "product", *axes) for name, array in hidden.items()]
@@ -89,34 +133,84 @@ def moe_layer(
         @recomputed
         def project_out(row_weights: jax.Array, *projected: jax.Array) -> jax.Array:
             # Weighted before the matmul: the backward then needs nothing that comes after it.
-            hidden = ACTIVATIONS[config.mlp](*projected)
-            return project((hidden * row_weights).astype(hidden.dtype), "down")
+            return project(weigh(ACTIVATIONS[config.mlp](*projected), row_weights, "outputs"), "down")
 
         rows, row_weights = dispatch(placement, x, plan), dispatch_weights(placement, choice_weights, plan)
         rows = mark(rows, "expert_rows", "routing", "devices", "expert_rows", "embed")
-        return combine(placement, project_out(row_weights, *project_in(rows)), plan)
+        return combine(placement, project_out(row_weights, *project_in(rows, row_weights)), plan)
 
     normed, logits = compute_logits(x)
-    bias = weights.materialise(params["router_bias"], jnp.dtype(jnp.float32)) if config.moe.router_bias else None
+    bias, scale = (
+        weights.materialise(params[name], jnp.dtype(jnp.float32)) if name in params else None
+        for name in ("router_bias", "expert_scale")
+    )
     # The last key that a token sees is its own row. Generation drops nothing: otherwise the answer to a prompt would
     # depend on the other prompts of the batch.
     rows = None if context.loss_mask is None else context.key_ranges.last
-    routing = router.choose_experts(logits, bias, rows, context.token_mask, config.moe, placement)
-    experts = jnp.where(routing.kept, routing.experts, config.moe.experts)
-    matrices = {name: params[name] for name in ("gate", "up", "down") if name in params}
-    inputs = (normed, routing.weights)
+    routing = router.choose_experts(logits, bias, rows, context.token_mask, config.moe, placement, scale)
+    placed = router.Routing(*(to_residual_order(each, placement) for each in routing))
+    experts = jnp.where(placed.kept, placed.experts, config.moe.experts)
+    matrices = {name: params[name] for name in ("gate", "gate_bias", "up", "up_bias", "down") if name in params}
+    inputs = (normed, placed.weights)
     y, rounds = exchange.run_experts(apply_experts, experts, rows is None, matrices, inputs, config.moe, placement)
+    if "down_bias" in params:
+        y = _add_output_biases(y, params["down_bias"], placed, config, placement)
+    y = norms.experts_post(y)
     if config.moe.shared_expert_width:
-        shared = {name.removeprefix("shared_"): param for name, param in params.items() if name.startswith("shared_")}
-        y = y + mlp(shared, x, context, norm=norm, kind=config.mlp)
+        y = y + _apply_shared_expert(params, x, normed, context, norms, config)
     y = mark(y, "mlp_output", "product", "batch", "residual_sequence", "embed")
     return y, _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
+
+
+def _project_to_router(params: dict[str, Weight], x: jax.Array, name: str, placement: Placement) -> jax.Array:
+    """Return the logits of the router with this name, float32 [B, S, E], for x [B, S, D]."""
+    table = weights.materialise(params[name], jnp.dtype(jnp.float32))
+    logits = jnp.einsum("BSD,DE->BSE", x.astype(jnp.float32), table, precision=HIGHEST)
+    if name == "router" and "logit_bias" in params:
+        logits = logits + weights.materialise(params["logit_bias"], jnp.dtype(jnp.float32))
+    # Constrained first in the sharding of x: otherwise XLA would gather x.
+    return placement.constrain(logits, "batch", "residual_sequence", None)
+
+
+def _apply_shared_expert(
+    params: dict[str, Weight], x: jax.Array, normed: jax.Array, context: Context, norms: Norms, config: ModelConfig
+) -> jax.Array:
+    """Apply the shared expert to x [B, S, D]. normed: the input of the experts, which its gate reads."""
+
+    @recomputed
+    def weigh(y: jax.Array, normed: jax.Array) -> jax.Array:
+        logits = _project_to_router(params, normed, "router_of_shared", context.placement)
+        logits = mark(logits, "shared_logits", "routing", "batch", "residual_sequence", None)
+        return (y * jax.nn.sigmoid(logits)).astype(y.dtype)
+
+    shared = {name.removeprefix(SHARED): param for name, param in params.items() if name.startswith(SHARED)}
+    y = norms.shared_post(mlp(shared, x, context, norm=norms.shared, kind=config.mlp))
+    return weigh(y, normed) if config.moe.shared_expert_gate else y
+
+
+def _add_output_biases(
+    y: jax.Array, biases: Weight, routing: router.Routing, config: ModelConfig, placement: Placement
+) -> jax.Array:
+    """Add the biases [E, D] of the chosen experts' outputs, times their weights, to y [B, S, D].
+
+    Not in the rows of the experts: there are k times as many, and their products are partial sums over `tensor`.
+    """
+
+    @recomputed
+    def add(y: jax.Array, experts: jax.Array, choice_weights: jax.Array) -> jax.Array:
+        mixing = jnp.sum(jnp.where(router.one_hot(experts, config.moe), choice_weights[..., None], 0), axis=2)
+        mixing = placement.constrain(mixing, "batch", "residual_sequence", None)
+        # Replicated, and with it the gradient: for one that `expert` divides, XLA would gather the tokens.
+        table = placement.replicate(weights.materialise(biases, jnp.dtype(jnp.float32)))
+        return (y + jnp.einsum("BSE,ED->BSD", mixing, table)).astype(y.dtype)
+
+    return add(y, routing.experts, routing.weights)
 
 
 def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:
     """Return zeros for the statistics, which are sums over tokens and layers.
 
-    expert_load: choices [layers, E], including dropped ones.
+    expert_load: choices [blocks, E], including dropped ones.
     router_tokens: tokens, once per MoE layer.
     router_entropy: entropy of the scores, in nats.
     dropped: dropped choices.
@@ -125,7 +219,7 @@ def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:
     """
     names = ("router_tokens", "router_entropy", "dropped", "exchanges", "rounds")
     scalars = {name: jnp.zeros((), jnp.float32) for name in names}
-    return {"expert_load": jnp.zeros((config.layers, config.moe.experts), jnp.float32), **scalars}
+    return {"expert_load": jnp.zeros((config.blocks, config.moe.experts), jnp.float32), **scalars}
 
 
 def _make_auxiliary(
@@ -146,7 +240,7 @@ def _make_auxiliary(
     load = context.placement.replicate(jnp.sum(router.expert_loads(routing, loss_mask, config.moe), axis=0))
     if bias is not None:
         loss = loss + router.bias_update_loss(bias, load)
-    is_layer = jnp.arange(config.layers)[:, None] == layer
+    is_layer = jnp.arange(config.blocks)[:, None] == layer
     tokens = jnp.sum(loss_mask, dtype=jnp.float32)
     statistics = {
         "expert_load": jnp.where(is_layer, load, 0),

@@ -38,6 +38,7 @@ def choose_experts(
     token_mask: jax.Array | None,
     moe: MoEConfig,
     placement: Placement,
+    expert_scale: jax.Array | None = None,
 ) -> Routing:
     """Choose the k experts with the best scores, and among equal scores the first expert. logits: float32 [B, S, E].
 
@@ -48,13 +49,16 @@ def choose_experts(
         is dropped.
     token_mask: bool [B, S], False for padding; None: no padding. All padding would choose the same experts, which would
         drop choices of tokens, or exchange the padding in additional rounds.
+    expert_scale: float32 [E], factor of each expert's weights; None: 1.
     """
     scores = jax.nn.softmax(logits) if moe.router == "softmax" else jax.nn.sigmoid(logits)
     experts = _top_experts(jax.lax.stop_gradient(scores), bias, moe, placement)
     # Not by indexing: XLA's partitioner aborts on look-ups in a region that is manual over `pipeline`.
-    weights = jnp.sum(jnp.where(_one_hot(experts, moe), scores[:, :, None], 0), axis=-1)
+    weights = jnp.sum(jnp.where(one_hot(experts, moe), scores[:, :, None], 0), axis=-1)
     if moe.router_renormalises:
         weights = normalise(weights)
+    if expert_scale is not None:
+        weights = weights * jnp.sum(jnp.where(one_hot(experts, moe), expert_scale, 0), axis=-1)
     kept = jnp.broadcast_to(True if token_mask is None else token_mask[..., None], experts.shape)
     if moe.capacity_factor and rows is not None:
         kept &= within_capacity(jnp.where(kept, experts, moe.experts), rows, moe, placement)
@@ -97,7 +101,7 @@ def normalise(scores: jax.Array) -> jax.Array:
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + TINY)
 
 
-def _one_hot(experts: jax.Array, moe: MoEConfig) -> jax.Array:
+def one_hot(experts: jax.Array, moe: MoEConfig) -> jax.Array:
     """Return bool [B, S, k, E]. XLA fuses it into the sum that reads it, so that it is never in memory."""
     return experts[..., None] == jnp.arange(moe.experts)
 
@@ -155,7 +159,7 @@ def balance_loss(routing: Routing, loss_mask: jax.Array, moe: MoEConfig) -> jax.
 
 def expert_loads(routing: Routing, loss_mask: jax.Array, moe: MoEConfig) -> jax.Array:
     """Count the choices of each expert, including dropped ones, float32 [B, E]."""
-    return jnp.sum(_one_hot(routing.experts, moe) & loss_mask[..., None, None], axis=(1, 2), dtype=jnp.float32)
+    return jnp.sum(one_hot(routing.experts, moe) & loss_mask[..., None, None], axis=(1, 2), dtype=jnp.float32)
 
 
 @jax.custom_vjp

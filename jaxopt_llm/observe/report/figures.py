@@ -49,8 +49,12 @@ class Plot:
 
 
 PLOTS = (
-    Plot("loss", "Training loss", "nats per token", ".4f", log=True),
-    Plot(EVAL_LOSS, "Held-out loss", "nats per token", ".4f", log=True),
+    Plot("loss", "Training loss", "nats per token, or of the objective per pair", ".4f", log=True),
+    Plot(EVAL_LOSS, "Held-out loss", "nats per token, or of the objective per pair", ".4f", log=True),
+    Plot("rewards/accuracy", "Pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
+    Plot("eval_rewards/accuracy", "Held-out pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
+    Plot("rewards/margin", "Margin of rewards", "chosen - rejected", ".4~g"),
+    Plot("eval_rewards/margin", "Held-out margin of rewards", "chosen - rejected", ".4~g"),
     Plot("grad_norm", "Gradient norm", "before the clip", ".4~g", log=True),
     Plot("learning_rate", "Learning rate", "", ".3~g", from_zero=True),
     Plot("tokens_per_second", "Throughput", "tokens per second", ",.0f", from_zero=True),
@@ -146,7 +150,7 @@ def _plot_curves(plot: Plot, runs: Sequence[Run], colours: Sequence[str]) -> Fig
     axis |= {"tickformat": plot.format} if plot.format[-1] in "%g" else {}
     axis |= {"rangemode": "tozero"} if plot.from_zero else {}
     return {
-        "id": plot.field.replace("_", "-"),
+        "id": plot.field.replace("_", "-").replace("/", "-"),
         "title": plot.title,
         "log": plot.log,
         "data": data,

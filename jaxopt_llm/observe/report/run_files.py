@@ -19,6 +19,7 @@ from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 
 EVAL_LOSS = "eval_loss"
+PREFERENCES = ("rewards/accuracy", "eval_rewards/accuracy", "rewards/margin", "eval_rewards/margin")
 # The numbers of a record that are shown; besides these `eval_loss/NAME`.
 FIELDS = {
     "loss",
@@ -33,6 +34,7 @@ FIELDS = {
     "data_seconds",
     "mfu",
     "peak_bytes",
+    *PREFERENCES,
 }
 
 

@@ -10,12 +10,14 @@ from typing import Any, Final
 
 from jaxopt_llm.config import Config, Kind, ModelConfig
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.model import WINDOWED
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.kernels.attention_auto import AttentionCall, choose_fastest
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW, count_workspace
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.self_attention import describe_call, kernel_head_dim
+from jaxopt_llm.model.self_attention import describe_call, find_implementation, kernel_head_dim, most_frequent_kind
+from jaxopt_llm.planning.search.passes import Passes
 
 RING: Final = "ring"
 ALL_TO_ALL: Final = "all_to_all"
@@ -68,13 +70,15 @@ class AttentionCost:
     kv_heads: float
 
     @classmethod
-    def from_config(cls, config: Config) -> "AttentionCost":
-        model, mesh = config.model, config.mesh
+    def from_config(cls, config: Config, kind: Kind | None = None) -> "AttentionCost":
+        """Return the cost of a layer of this kind; None: of the most frequent one."""
+        kind = kind or most_frequent_kind(config.model)
+        model, mesh = config.model.of_layers(kind), config.mesh
         exchange = (RING if config.sharding.has_ring else ALL_TO_ALL) if mesh.context > 1 else ""
         shards = mesh.tensor * (mesh.context if exchange == ALL_TO_ALL else 1)
         return cls(
             model=model,
-            implementation=config.training.attention,
+            implementation=find_implementation(config.model, kind, config.training.attention),
             segments=describe_attention(config).segments or 1,
             sequence=config.training.sequence_length,
             sequence_shards=mesh.context,
@@ -82,6 +86,11 @@ class AttentionCost:
             heads=model.heads / mesh.tensor,
             kv_heads=math.lcm(model.kv_heads, shards) / mesh.tensor,  # repeated for devices that share a head
         )
+
+    @property
+    def kv_size(self) -> float:
+        """Size of a token's keys on a device, before heads are exchanged."""
+        return self.kv_heads * self.model.head_dim
 
     @property
     def flash(self) -> bool:
@@ -105,12 +114,11 @@ class AttentionCost:
         """
         model, sequence = self.model, self.sequence
         if self.flash:
-            window = model.window if kind == "sliding" else sequence
-            return flops.mean_visible_keys(sequence, min(window, sequence), causal=True)
+            return flops.mean_keys_of_layer(model, kind, sequence, causal=True)
         # In a ring these are the keys of the device's own part, and half of those of every other part (ring.py).
         own = sequence // self.sequence_shards if self.exchange == RING else sequence
         others = (sequence - own) / 2
-        if kind == "sliding":
+        if kind in WINDOWED:
             return others + min(QUERY_BLOCK + model.window - 1, own)
         parts = min(CAUSAL_PARTS, -(-own // CAUSAL_ROWS))
         return others + own * (parts + 1) / (2 * parts)
@@ -136,3 +144,10 @@ class AttentionCost:
         keys = self.sequence / (self.sequence_shards if self.exchange == RING else 1)
         heads = self.heads / (self.sequence_shards if self.exchange == ALL_TO_ALL else 1)
         return heads * min(QUERY_BLOCK, keys) * keys
+
+
+def count_head_values(config: Config, passes: Passes) -> tuple[float, float]:
+    """Return the sizes of a token's queries and of its keys on a device, summed over the layers of a chunk."""
+    costs = [(AttentionCost.from_config(config, kind), number) for kind, number in passes.kinds]
+    queries = sum(number * cost.heads * cost.model.head_dim for cost, number in costs)
+    return queries, sum(number * cost.kv_size for cost, number in costs)

@@ -282,7 +282,7 @@ def _divide_blocks(
     layers = tuple(
         LayerCost(
             trace,
-            count / model.layers,
+            count / model.blocks,
             placement,
             tuple(_count_elements(mark, placement, rows) for mark in trace.marks),
             tuple(product.multiplied * _find_share(product, placement) for product in trace.products),

@@ -56,6 +56,7 @@ def estimate_seconds(config: Config, cluster: Cluster) -> float:
     cost, value = MoECost.from_config(config), BYTES[config.precision.compute_dtype]
     link, rate = find_link_over(("expert",), cost.dispatch, mesh, cluster)
     sent = CROSSINGS * cost.exchanged * value * model.width * (mesh.expert - 1) / mesh.expert
-    (layer,) = (layer for layer in BlockCost.from_config(config).layers if layer.has_experts)
+    # Any of them: they may differ in attention, whose time no exchange changes either.
+    layer = next(layer for layer in BlockCost.from_config(config).layers if layer.has_experts)
     streamed = value * sum(layer.count_streamed(config.remat))
     return sent / (LINK_EFFICIENCY[link] * rate) + seconds_in_memory(streamed, cluster.chip)

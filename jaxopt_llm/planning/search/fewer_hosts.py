@@ -90,6 +90,22 @@ def scale_mesh(mesh: MeshConfig, hosts: int, count: int) -> MeshConfig | None:
     return replace(mesh, data=data, fsdp=shards // data)
 
 
+def scale_open_mesh(config: Config, hosts: int, count: int) -> Config | None:
+    """Return a recipe whose `mesh.fsdp` is open with as many devices for each index of `mesh.data` as before.
+
+    The start of the run fills `mesh.fsdp`. If `mesh.data` does not divide, it stays, but groups of local steps would
+    then lose devices.
+
+    Returns:
+        None: the batch or the groups do not divide.
+    """
+    data, left = divmod(config.mesh.data * count, hosts)
+    if left and has_groups(config):
+        return None
+    scaled = config if left else replace(config, mesh=replace(config.mesh, data=data))
+    return scaled if divides_over(scaled, count) else None
+
+
 def list_flags(before: Config, after: Config) -> list[str]:
     """Return the flags of `train` that make one configuration of the other."""
     names = [
@@ -111,8 +127,8 @@ def main() -> int:
     flags: dict[int, list[str] | None] = {}
     for count in counts:
         setting: Config | None
-        if config.mesh.fsdp == AUTO:  # the start of the run finds its mesh
-            setting = config if recipe.has_model or divides_over(config, count) else None
+        if config.mesh.fsdp == AUTO:
+            setting = config if recipe.has_model else scale_open_mesh(config, hosts, count)
         elif recipe.has_model:
             mesh = scale_mesh(config.mesh, hosts, count)
             setting = None if mesh is None else replace(config, mesh=mesh)

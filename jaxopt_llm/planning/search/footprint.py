@@ -4,13 +4,14 @@ The compiler's figure is the truth. This estimate decides which settings are wor
 memory runs out (docs/plan.md and docs/out_of_memory.md give its accuracy).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
 import jax
 
 from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
@@ -73,7 +74,7 @@ def compute_footprint(config: Config, state: StateSizes) -> Footprint:
         optimizer=state.optimizer + FETCHES_NON_LAYER_EARLY * state.non_layer_host,
         gradients=_gradients(config, state, passes, reduced),
         activations=tokens * compute * _saved_elements(config, block, passes),
-        working=_working(config, state, tokens, passes),
+        working=_working(config, state, tokens, block, passes),
         loss=_loss(config, state, tokens, block, passes),
         reduction=4 * (state.layers.masters + state.non_layer.masters) if config.sharding.zero_stage == 1 else 0,
         host=state.host + on_host,
@@ -87,7 +88,7 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
     no arrays of their own. A loop over layers writes the sum over replicas.
     """
     if config.optimizer.in_backward:  # gradients of one layer, whole and divided
-        one = (state.layers.trained + state.layers.gradients) / config.model.layers
+        one = (state.layers.trained + state.layers.gradients) / config.model.blocks
         return reduced * (one + state.non_layer.gradients)
     summed = state.layers.gradients + state.non_layer.gradients
     one = state.layers.gradients / passes.chunks + state.non_layer.gradients
@@ -101,8 +102,8 @@ def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) 
 def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
     """Return the elements that wait for the backward, per token of a microbatch.
 
-    They are the activations of all layers, and in a pipeline, whose backward runs a chunk of layers again, also the
-    inputs of chunks.
+    They are the activations of all layers, and their inputs beside the residual stream. In a pipeline they are those of
+    the chunk that runs, and what waits of others.
     """
     per_layer = block.count_saved(config.remat)
     every, tensor = config.remat.every, config.mesh.tensor
@@ -114,7 +115,11 @@ def _saved_elements(config: Config, block: BlockCost, passes: Passes) -> float:
     if every > 1:
         layers = passes.layers / every * block.residual + every * per_layer
     chunk_input = config.model.width / (tensor if config.training.sequence_length % tensor == 0 else 1)
-    return layers + passes.waiting_inputs * chunk_input
+    layer_inputs = config.model.layers * config.model.layer_input_size / tensor
+    forward = 0.0
+    if passes.paired:  # of the chunk before it joins those that wait, or of the layer that runs
+        forward = layers if passes.waiting_chunks else block.count_saved(RematConfig("none"))
+    return (1 + passes.waiting_chunks) * layers + forward + layer_inputs + passes.waiting_streams * chunk_input
 
 
 def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, passes: Passes) -> float:
@@ -151,18 +156,19 @@ def _head_gradient(config: Config, state: StateSizes) -> float:
     return 4 * count_table_rows(config) * config.model.width * state.non_layer.trained / state.non_layer.weights
 
 
-def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> float:
+def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, passes: Passes) -> float:
     """Return the bytes that are alive while the backward is in the attention of a layer, or in its experts.
 
     This follows XLA's schedule.
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
-    cost = AttentionCost.from_config(config)
+    costs = [AttentionCost.from_config(config, kind) for kind in model.pattern]
+    cost = max(costs, key=lambda each: (each.live_scores, each.kv_size))
     scores = tokens * config.mesh.context / config.training.sequence_length * cost.live_scores  # of all rows
     # Scores and their gradient, each in float32 and in compute dtype.
     attention = scores * (2 * 4 + 2 * compute)
     if cost.exchange == RING:  # keys and values of two parts, and their gradients in float32
-        attention += 2 * tokens * cost.kv_heads * model.head_dim * 2 * (compute + 4)
+        attention += 2 * tokens * cost.kv_size * 2 * (compute + 4)
     # Without scores XLA holds the arrays before attention and those of the MLP at the same time.
     residual = compute * tokens * (9 if cost.flash else 5) * model.width
     weights = compute * state.layers.weights / (passes.layers * passes.chunks)
@@ -170,33 +176,40 @@ def _working(config: Config, state: StateSizes, tokens: int, passes: Passes) -> 
     masks = 4 * scores * ((CAUSAL_PARTS + 1) / 2 + (cost.exchange == RING))
     # Masks are held within attention, then the next layer's weights.
     ahead = max(masks, weights) if _gathers_ahead(config) else 0
-    waiting, running = (compute * tokens * elements for elements in _mlp_elements(config))
+    exchanged = MoECost.from_config(config).exchanged * model.width
+    waiting, running = (compute * tokens * elements for elements in _count_mlp(block))
+    running += compute * tokens * exchanged  # 0 without experts
     # While cuDNN's backward works, the MLP is done.
     workspace = cost.workspace * tokens * config.mesh.context / config.training.sequence_length if cost.cudnn else 0.0
     matmuls = max(attention + ahead + waiting, workspace + ahead, running) + residual + weights
     # After all matmuls of a layer, its gradients are whole and wait for their reduction.
     whole = BYTES[config.precision.reduce_dtype] * state.layers.trained / (passes.layers * passes.chunks)
     layer_end = (config.sharding.zero_stage >= 2) * whole + _gathers_ahead(config) * weights
-    # Without ZeRO the head's gradient is already whole among the gradients.
-    return max(matmuls, layer_end) + (config.sharding.zero_stage > 0) * _head_gradient(config, state)
+    # Without ZeRO the head's gradient is already whole among the gradients. In the backward of an MTP module, the
+    # gradients of both tables from its own loss and of the head from the loss before wait, too.
+    waiting_tables = (config.sharding.zero_stage > 0) + 2 * model.mtp_layers
+    return max(matmuls, layer_end) + waiting_tables * _head_gradient(config, state)
 
 
-def _mlp_elements(config: Config) -> tuple[float, float]:
+@functools.cache
+def _count_mlp(block: BlockCost) -> tuple[float, float]:
     """Return the elements of MLP and experts per token, while attention's backward runs and while the experts' runs.
 
-    The layer that has most counts. An MLP has its two projections and their gradients. Experts have what the gradients
-    of their weights read: their rows, the gradients of their results, the hidden rows, and the gradients of both
+    The layer that has most counts. An MLP has its projections and their gradients. Experts have what the gradients of
+    their weights read: their rows, the gradients of their results, the hidden rows, and the gradients of the
     projections. While those gradients are formed, there are also both gradients of the rows, or one of them and a
-    projection, and what is exchanged.
+    projection.
     """
-    model, moe, tensor = config.model, MoECost.from_config(config), config.mesh.tensor
-    dense = 4 * (model.mlp_width if moe.share < 1 else model.moe.shared_expert_width) / tensor
-    if not moe.share:
-        return dense, 0.0
-    hidden, width, shared = model.moe.expert_width / tensor, model.width, 4 * model.moe.shared_expert_width / tensor
-    waiting = moe.rows * (3 * hidden + 2 * width)
-    running = moe.rows * (3 * hidden + 3 * width + max(hidden, width)) + moe.exchanged * width
-    return max(dense, waiting + shared), running + shared
+    waiting, running = [], []
+    for layer in block.layers:
+        marks = layer.trace.marks
+        waiting.append(2 * layer.count(tuple(mark for mark in marks if "mlp" in mark.name.axes)))
+        if of_experts := [mark for mark in marks if "expert_mlp" in mark.name.axes]:
+            rows = layer.count(tuple(mark for mark in marks if mark.name == "expert_rows"))
+            one = layer.count((of_experts[0],))
+            waiting[-1] += (len(of_experts) + 1) * one + 2 * rows
+            running.append(waiting[-1] + rows + max(rows, one))
+    return max(waiting), max(running, default=0.0)
 
 
 def _gathers_ahead(config: Config) -> bool:

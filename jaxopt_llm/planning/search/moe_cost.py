@@ -26,7 +26,7 @@ class MoECost:
     @classmethod
     def from_config(cls, config: Config) -> "MoECost":
         model, devices = config.model, config.mesh.expert
-        share = sum(map(model.moe.has_experts, range(model.layers))) / model.layers if model.moe.experts else 0.0
+        share = sum(map(model.moe.has_experts, range(model.blocks))) / model.blocks if model.moe.experts else 0.0
         if not share:
             return cls(share, rows=0, exchanged=0, dispatch="all-gather", combine="reduce-scatter")
         # The most choices that can arrive, if all tokens choose this device's experts.

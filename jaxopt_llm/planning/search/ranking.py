@@ -57,6 +57,9 @@ def is_settled(next_estimate: float, alike: Sequence[tuple[float, float]], best:
 
 
 MAX_COMPILED = 12  # settings
+# Share of a GPU's memory that an optimizer on the host must free. A setting that needs less of it fits with a smaller
+# microbatch, and moves nothing between host and device.
+MIN_FREED_SHARE = 1 / 16
 MAX_HOSTS_TRIED = 32  # numbers of hosts that are tried if no mesh of the given ones is legal
 
 
@@ -211,7 +214,9 @@ def estimate_all(
         key = (setting.mesh, layers, *divided, setting.offload, *kinds)
         if key not in states:
             states[key] = compute_state_sizes(setting)
-        if state := states[key]:
+        state = states[key]
+        offloads = setting.offload.optimizer and not (config.offload.optimizer or lean)
+        if state and not (offloads and state.host < MIN_FREED_SHARE * cluster.chip.memory_bytes):
             candidate = estimate(setting, cluster, state)
             if candidate.has_buffers or setting.sharding.expert_room == config.sharding.expert_room:
                 found.append(candidate)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, fields
 from jaxopt_llm.config.fields import FIELDS, SEARCHED
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.planning.free_memory import FREE
 from jaxopt_llm.planning.search.ranking import CompiledCandidate, SearchResult
 from jaxopt_llm.planning.units import GIB
@@ -27,7 +28,8 @@ def describe_sharding(config: Config) -> list[str]:
 
 def describe_pipeline(pipeline: PipelineConfig) -> str:
     text = pipeline.schedule + (f" by {pipeline.virtual_stages}" if pipeline.virtual_stages > 1 else "")
-    return text + (f" of {' '.join(map(str, pipeline.split))} layers" if pipeline.split else "")
+    text += f" of {' '.join(map(str, pipeline.split))} layers" if pipeline.split else ""
+    return text + (f", {pipeline.residuals}" if pipeline.residuals != AUTO else "")
 
 
 def describe_remat(remat: RematConfig) -> str:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, fields
-from jaxopt_llm.config.parallel import WITH_CHUNKS
+from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.parallel import WITH_CHUNKS, Residuals
 from jaxopt_llm.config.unread import divides_gradients, gathers_codes
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder_specs import list_segments
@@ -50,8 +51,6 @@ def enumerate_settings(
     """
     if list_mesh_problems(config, mesh) or (lean and mesh.data > 1):
         return
-    # A pipeline stage runs its layers again immediately before their backward, so there is nothing to move to the host
-    # in between.
     remats = [keep_existing(remat, config) for remat in REMATS if not (remat.offload and mesh.pipeline > 1)]
     accumulations = list_divisors(config.training.batch_size // mesh.batch_shards)
     pipelines = list_pipelines(config, mesh)
@@ -68,7 +67,7 @@ def enumerate_settings(
         if variant.optimizer.in_backward:  # requires full recomputation, one microbatch and no pipeline
             choices = itertools.product([RematConfig("full")], [1] * (mesh.pipeline == 1))
         for (sharding, offload), pipeline, (remat, accumulation) in itertools.product(shardings, pipelines, choices):
-            if _is_context_useful(config, mesh, accumulation):
+            if _is_context_useful(config, mesh, accumulation) and _is_remat_useful(pipeline, remat):
                 training = replace(variant.training, accumulation=accumulation)
                 yield replace(
                     variant, sharding=sharding, pipeline=pipeline, remat=remat, offload=offload, training=training
@@ -86,6 +85,11 @@ def _is_excluded(setting: Config, recipe: Config) -> bool:
         unread_gathers or (adds_codes and not divides_gradients(setting)) or ((exchanges or averages) and data == 1)
     )
     return unread or bool(setting.local_step_problems())
+
+
+def _is_remat_useful(pipeline: PipelineConfig, remat: RematConfig) -> bool:
+    """Return False for policies that save little of a chunk that runs again anyway."""
+    return pipeline.residuals != "recompute" or remat.policy in ("none", "full")
 
 
 def _is_context_useful(config: Config, mesh: MeshConfig, accumulation: int) -> bool:
@@ -119,6 +123,7 @@ def list_mesh_problems(config: Config, mesh: MeshConfig) -> list[str]:
     training = replace(config.training, accumulation=1)
     found = size_problems(config.model, training, mesh, ShardingConfig())
     found += stage_layout.split_problems(list_segments(config.model), mesh.pipeline, PipelineConfig())
+    found += replace(config, mesh=mesh).crossing_problems()
     if mesh.pipeline > 1 and config.optimizer.in_backward:
         found.append(f"mesh.pipeline={mesh.pipeline} cannot be combined with optimizer.in_backward")
     return found
@@ -129,7 +134,8 @@ def list_pipelines(config: Config, mesh: MeshConfig) -> list[PipelineConfig]:
 
     The first is the recipe's schedule and split, or 1f1b if the layers cannot be split like this over these stages. The
     others are the schedules with chunks, with the fewest and with the most chunks per stage that its layers divide
-    into. On a single stage, which has no schedule, only the recipe's is returned.
+    into. Each comes with both values of `residuals`, if the recipe leaves it open. On a single stage, which has no
+    schedule, only the recipe's is returned.
     """
     if mesh.pipeline == 1:
         return [config.pipeline]
@@ -144,7 +150,10 @@ def list_pipelines(config: Config, mesh: MeshConfig) -> list[PipelineConfig]:
         chunked = (PipelineConfig(schedule, chunks) for chunks in range(2, periods // mesh.pipeline + 1))
         fitting = [pipeline for pipeline in chunked if fits(pipeline)]
         found += fitting[:1] + fitting[-1:]
-    return list(dict.fromkeys(found))
+    forms: tuple[Residuals, ...] = (
+        ("store", "recompute") if config.pipeline.residuals == AUTO else (config.pipeline.residuals,)
+    )
+    return [replace(each, residuals=form) for each in dict.fromkeys(found) for form in forms]
 
 
 def list_variants(config: Config, allowed: tuple[str, ...]) -> list[Config]:

@@ -11,7 +11,7 @@ from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning import links
-from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost
+from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost, count_head_values
 from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.layer_overlap import LayerOverlap, find_layer_overlap
 from jaxopt_llm.planning.search.microbatch import BYTES, count_tokens
@@ -70,6 +70,11 @@ class _Step:
         return BYTES[self.config.precision.compute_dtype]
 
     @functools.cached_property
+    def divided(self) -> dict[str, int]:
+        """Sizes of the mesh axes with more than one device."""
+        return {axis: size for axis, size in self.config.mesh.sizes.items() if size > 1}
+
+    @functools.cached_property
     def residual(self) -> int:
         """Bytes of the residual stream of a microbatch."""
         return self.compute_bytes * count_tokens(self.config) * self.config.model.width
@@ -110,13 +115,12 @@ class _Step:
             alone: share of the bytes that move next to no kernel.
             beside: seconds of the kernels next to which the others move.
         """
-        mesh = self.config.mesh
-        axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+        axes = tuple(axis for axis in axes if axis in self.divided)
         if not axes or not array_bytes:
             return
-        group = math.prod(mesh.size(axis) for axis in axes)
+        group = math.prod(self.divided[axis] for axis in axes)
         moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
-        link, rate = find_link_over(axes, kind, mesh, self.cluster)
+        link, rate = find_link_over(axes, kind, self.config.mesh, self.cluster)
         waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
         hidden = min(1 - alone, beside * LINK_EFFICIENCY[link] * rate / moved)
         yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else hidden)
@@ -136,6 +140,7 @@ class _Step:
         # Number of times that parameters outside the stacks are read, and their gradients formed. On stages a table
         # that is both embedding and head is used in two places.
         non_layer_uses = passes.microbatches * (1 + config.model.tied_head) if on_stages else passes.backwards
+        non_layer_uses *= config.model.losses
         if stage < 2:
             # Gradients are whole. Devices that share a sequence, or lie along `expert`, sum theirs in each layer.
             summed = layers.trained / passes.chunks * passes.backwards + non_layer.trained
@@ -150,7 +155,7 @@ class _Step:
                 yield from self._transfer_over_data(layers.masters + non_layer.masters)
             return
         if stage == 1:  # XLA does not scatter gradients that it has already summed over other axes
-            summed_before = any(mesh.size(axis) > 1 for axis in (*expert, "context"))
+            summed_before = not self.divided.keys().isdisjoint((*expert, "context"))
             kind, rounds = ("all-reduce", 2) if summed_before else ("reduce-scatter", 1)
             whole = reduced * (layers.trained + non_layer.trained)
             yield from self.transfer(("fsdp",), kind, whole, rounds, alone=1.0)
@@ -213,11 +218,13 @@ class _Step:
 
     def _gathered_bytes(self, axes: tuple[str, ...]) -> float:
         """Return the bytes of a weight in a gather over these axes."""
-        in_codes = {axis for axis in axes if self.config.mesh.size(axis) > 1} & {*self.config.sharding.int8_gathers}
+        in_codes = self.divided.keys() & {*axes} & {*self.config.sharding.int8_gathers}
         return CODE_BYTES["int8"] if in_codes else self.compute_bytes
 
     def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tokens to their experts and back. In a backward, the gradients go the other way."""
+        if "expert" not in self.divided:
+            return
 
         def count_combines(layer: LayerCost) -> int:
             last = [index for index, product in enumerate(layer.trace.products) if product.returns_tokens]
@@ -229,6 +236,8 @@ class _Step:
 
     def transfer_over_tensor(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of tensor parallelism."""
+        if "tensor" not in self.divided:
+            return
         config, passes = self.config, self.passes
         layers, residual, axes = passes.layers, self.residual, ("tensor",)
 
@@ -244,7 +253,7 @@ class _Step:
             return gathers + self.count_dispatches(layer) + len(layer.summed) * passes.backwards
 
         sums = self.block.average(count_sums)
-        ends = 2 * passes.microbatches  # loss and embedding, each once per microbatch
+        ends = 2 * passes.microbatches * config.model.losses  # loss and embedding
         if config.sharding.sequence_parallel:
             gathers = self.block.average(count_gathers)
             yield from self.transfer(axes, "all-gather", residual * (layers * gathers + ends))
@@ -276,10 +285,11 @@ class _Step:
 
     def transfer_over_context(self) -> Iterator[EstimatedTransfer]:
         """Yield the transfers of attention over a divided sequence."""
+        if "context" not in self.divided:
+            return
         config, passes, compute = self.config, self.passes, self.compute_bytes
         attention = AttentionCost.from_config(config)
-        per_head = passes.layers * count_tokens(config) * config.model.head_dim
-        queries, keys = per_head * attention.heads, per_head * attention.kv_heads
+        queries, keys = (count_tokens(config) * values for values in count_head_values(config, passes))
         reruns = passes.backwards * self.block.recomputes_attention(config.remat)
         if attention.exchange == RING:
             # Keys and values; a forward that runs again takes the first part from its backward. Their gradients are

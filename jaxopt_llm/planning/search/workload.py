@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
-from jaxopt_llm.model.flops import CODE_PRODUCTS
-from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
+from jaxopt_llm.model.flops import CODE_PRODUCTS, count_quantised_blocks
+from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost, count_head_values
 from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
@@ -49,32 +49,29 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     code_flops = _count_code_flops(config, cluster.chip, dense)
 
     attention = AttentionCost.from_config(config)
-    scored_keys = sum(number * attention.count_scored_keys(kind) for kind, number in passes.kinds)
-    scores = tokens * scored_keys * attention.heads
+    of_kinds = [(AttentionCost.from_config(config, kind), kind, number) for kind, number in passes.kinds]
+    scores = [(cost, tokens * cost.heads * number * cost.count_scored_keys(kind)) for cost, kind, number in of_kinds]
+    products = sum(count * sum(cost.head_sizes) for cost, count in scores)
     attention_reruns = passes.repeated_forwards + block.recomputes_attention(config.remat) * passes.backwards
     attention_forwards = passes.first_forwards + attention_reruns
-    keys, values = attention.head_sizes
-    # Matmuls of the backward with heads of the size of keys: scores, and the gradients of queries and keys. With heads
-    # of the size of values: the gradients of the softmax and of values. Our kernels compute scores and the softmax's
-    # gradient twice.
-    twice = attention.flash and not attention.cudnn
-    backward = 4 * keys + 3 * values if twice else 3 * keys + 2 * values
-    forward_flops = 2 * scores * (keys + values) * attention_forwards
-    backward_flops = 2 * scores * backward * passes.backwards
+    forward_flops = 2 * products * attention_forwards
+    backward_flops = 2 * sum(count * _count_backward(cost) for cost, count in scores) * passes.backwards
+    in_memory = sum(count for cost, count in scores if not cost.flash)
     score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
 
-    logits = passes.microbatches * tokens * count_table_rows(config)
-    of_head = 6 * logits * model.width
+    logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
+    # An objective over pairs first computes log-probabilities, and so does its reference.
+    of_head = (6 + 2 * config.training.compares + 2 * config.training.has_reference) * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(
         flops=2 * layers * tokens * sum(matmuls.values()) - of_kernel - sum(code_flops.values()) + of_head,
         grouped=_describe_grouped(config, cluster.chip, grouped) if of_kernel else None,
         attention_flops=forward_flops + backward_flops,
-        attention_bytes=0 if attention.flash else scores * score_bytes,
+        attention_bytes=in_memory * score_bytes,
         attention_efficiency=_attention_efficiency(attention, cluster.chip, forward_flops, backward_flops),
-        repeated_flops=2 * layers * tokens * repeated + 2 * (keys + values) * scores * attention_reruns,
-        bytes=_streamed_bytes(config, state, block, passes, attention_forwards)
+        repeated_flops=2 * layers * tokens * repeated + 2 * products * attention_reruns,
+        bytes=_streamed_bytes(config, state, block, passes, attention, attention_forwards)
         + layers * tokens * compute * _count_waiting(config, cluster.chip, block, passes),
         transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
         pcie_bytes=2 * state.host + copied,
@@ -105,8 +102,9 @@ def _count_code_flops(config: Config, chip: Chip, dense: Mapping[Leg, float]) ->
     Args:
         dense: FLOPs of each leg, without those of experts.
     """
-    precision, layers = config.precision, config.model.layers
-    products, share = CODE_PRODUCTS.get(precision.matmul), 1 - 2 * precision.compute_dtype_layers / layers
+    precision, model = config.precision, config.model
+    products, quantised = CODE_PRODUCTS.get(precision.matmul), count_quantised_blocks(model, precision)
+    share = quantised / model.blocks
     if products is None or products.dtype not in chip.peak_flops:  # the second is refused when it is compiled
         return {}
     return {products.dtype: share * sum(count for leg, count in dense.items() if leg in products.legs)}
@@ -136,6 +134,17 @@ def _describe_grouped(config: Config, chip: Chip, flops: Mapping[Leg, float]) ->
     return GroupedWork(whole, whole / slowed, groups)
 
 
+def _count_backward(attention: AttentionCost) -> float:
+    """Return the multiplications of attention's backward for each score.
+
+    Heads of the size of keys: scores, and the gradients of queries and keys. Heads of the size of values: the gradients
+    of the softmax and of values. Our kernels compute scores and the softmax's gradient twice.
+    """
+    keys, values = attention.head_sizes
+    twice = attention.flash and not attention.cudnn
+    return 4 * keys + 3 * values if twice else 3 * keys + 2 * values
+
+
 def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: float, backward_flops: float) -> float:
     """Return the share of the peak that the matmuls of attention attain, forward and backward together."""
     if not attention.flash:
@@ -145,19 +154,25 @@ def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: f
 
 
 def _streamed_bytes(
-    config: Config, state: StateSizes, block: BlockCost, passes: Passes, attention_forwards: int
+    config: Config,
+    state: StateSizes,
+    block: BlockCost,
+    passes: Passes,
+    attention: AttentionCost,
+    attention_forwards: int,
 ) -> float:
     """Return the bytes that everything other than matmuls and attention's scores reads and writes."""
-    model, tokens, layers = config.model, count_tokens(config), passes.layers
+    tokens, layers = count_tokens(config), passes.layers
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
-    attention = AttentionCost.from_config(config)
+    queries, keys = (tokens * values for values in count_head_values(config, passes))
 
     forward, backward = block.count_streamed(config.remat)
     streamed = layers * tokens * compute * (passes.forwards * forward + passes.backwards * backward)
-    if (
-        config.training.unroll != "all"
-    ):  # each backward follows a forward that saves what it reads, in a loop over layers
+    if passes.in_loops:  # each backward follows a forward that saves what it reads
         streamed += layers * tokens * compute * passes.backwards * block.count_stacked(config.remat)
+    if passes.waiting_chunks:  # into the buffers and out of them
+        saved = layers * tokens * compute * block.count_saved(config.remat)
+        streamed += 2 * saved * (passes.forwards + passes.backwards)
     # A layer's weights are cast or copied as they rest, before they are gathered. Its gradients go into their stack as
     # they rest, too.
     share = state.layers.masters / max(state.layers.trained, 1) if config.sharding.zero_stage == 3 else 1.0
@@ -167,14 +182,13 @@ def _streamed_bytes(
         streamed += 12 * state.layers.gradients / passes.chunks * passes.backwards
         streamed += 12 * state.non_layer.gradients * passes.microbatches
     if attention.exchange == RING:
-        queries, keys = (tokens * model.head_dim * heads for heads in (attention.heads, attention.kv_heads))
         merged = queries * (attention_forwards + passes.backwards) + 2 * keys * passes.backwards
-        streamed += layers * (config.mesh.context - 1) * MERGE_BYTES * merged
+        streamed += (config.mesh.context - 1) * MERGE_BYTES * merged
     if attention.by_pairs:  # queries, keys and values; in the backward also the output and its gradient
         copied = (queries + 2 * keys) * (attention_forwards + passes.backwards) + 2 * queries * passes.backwards
-        streamed += layers * (config.mesh.context - 1) * PAIR_BYTES * copied
+        streamed += (config.mesh.context - 1) * PAIR_BYTES * copied
     rows = count_table_rows(config)
-    streamed += LOGIT_BYTES * passes.microbatches * tokens * rows
+    streamed += LOGIT_BYTES * passes.microbatches * tokens * rows * config.model.losses
     # The update reads and writes the train state, and reads the gradients twice: first for their norm.
     streamed += 2 * (state.parameters + state.optimizer + state.host)
     streamed += 8 * (state.layers.masters + state.non_layer.masters)

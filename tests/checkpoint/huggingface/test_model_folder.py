@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import texts
 import toy
 
-from jaxopt_llm import load_pretrained
+from jaxopt_llm import convert, load_pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
@@ -149,6 +150,44 @@ def test_logits_refuse_invalid_tokens(folder: Path) -> None:
 UP = "model.layers.3.mlp.up_proj.weight"
 
 
+def test_each_parameter_keeps_its_dtype(tmp_path: Path) -> None:
+    """In a folder of bfloat16 with float32 norms and one float32 matrix. An export of a run has one dtype."""
+    folder, thirds = folders.folder(tmp_path / "folder", dtype=jnp.bfloat16), np.float32(1 / 3)
+
+    def widen(arrays: dict[str, np.ndarray]) -> None:
+        for name in [name for name in arrays if "norm" in name or name.endswith("layers.1.self_attn.q_proj.weight")]:
+            arrays[name] = np.full(arrays[name].shape, thirds)  # which bfloat16 would round
+
+    rewrite(folder, widen)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"torch_dtype": "bfloat16"}))
+    before = safetensors.open_folder(folder)
+    model = load_pretrained(folder)
+    queries = [path for path, leaf in tree.leaves_with_path(model.params) if (leaf == thirds).any() and "query" in path]
+    assert len(queries) == 1  # the stack of layer 1: all its layers are float32
+    for path, leaf in tree.leaves_with_path(model.params):
+        wide = "norm" in path or path in queries
+        assert leaf.dtype == (jnp.float32 if wide else jnp.bfloat16), path
+
+    def check(path: Path, is_wide: Callable[[str], bool], torch_dtype: str) -> None:
+        after = safetensors.open_folder(path)
+        assert after.keys() == before.keys()
+        for name, each in after.items():
+            assert each.array.dtype == (jnp.float32 if is_wide(name) else jnp.bfloat16), name
+            np.testing.assert_array_equal(each.array, before[name].array.astype(each.array.dtype))
+        assert json.loads((path / "config.json").read_text())["torch_dtype"] == torch_dtype
+
+    def in_stack(name: str) -> bool:
+        return name.endswith("self_attn.q_proj.weight") and int(name.split(".")[2]) in (1, 3)
+
+    model.save_pretrained(tmp_path / "saved")
+    check(tmp_path / "saved", lambda name: "norm" in name or in_stack(name), "float32")
+    texts.write_byte_tokenizer(folder / "tokenizer.json")
+    convert.import_folder(folder, tmp_path / "run", str(folder))
+    convert.export_run(tmp_path / "run", tmp_path / "exported", None, 10**9)
+    check(tmp_path / "exported", lambda name: False, "bfloat16")
+
+
 def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
     """Change the tensors of a folder, and write them into one file."""
     arrays = {name: np.array(stored.array) for name, stored in safetensors.open_folder(folder).items()}
@@ -219,6 +258,39 @@ def test_stored_tied_head_must_equal_the_table(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder).params, expected)
     rewrite(folder, lambda arrays: arrays["lm_head.weight"].__setitem__((3, 4), 9))
     with pytest.raises(InputError, match="'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        load_pretrained(folder)
+
+
+def test_constants_of_a_family_are_checked_and_written_back(tmp_path: Path) -> None:
+    config = replace(folders.CONFIG, pattern=("global",), biases="none", qk_norm="head", mlp="xielu")
+    folder, beta = folders.folder(tmp_path / "folder", config, jnp.bfloat16), "model.layers.4.mlp.act_fn.beta"
+    model = load_pretrained(folder)
+    model.save_pretrained(tmp_path / "back")
+    one, two = (safetensors.open_folder(each) for each in (folder, tmp_path / "back"))
+    assert one.keys() == two.keys() and one[beta].array.shape == ()
+    assert float(two[beta].array) == 0.5 and two["model.layers.0.mlp.act_fn.eps"].array == jnp.bfloat16(-1e-6)
+    rewrite(folder, lambda arrays: arrays.update({beta: np.float32(0.6)}))
+    with pytest.raises(InputError, match=f"tensor '{beta}' is 0.6.*; only 0.5 is computed"):
+        load_pretrained(folder)
+
+
+def test_keys_of_layers_that_read_those_of_others_are_left_out(tmp_path: Path) -> None:
+    """Published folders have them, and the class in transformers does not read them."""
+    folder = folders.folder(tmp_path / "folder", folders.SHARED_KEYS)
+    names = set(safetensors.open_folder(folder))
+    more = [f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    rewrite(
+        folder,
+        lambda arrays: arrays.update(
+            {f"model.layers.{layer}.{name}": arrays[f"model.layers.3.{name}"] for layer in (4, 5) for name in more}
+        ),
+    )
+    model = load_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, model.params, folders.params(folders.SHARED_KEYS))
+    model.save_pretrained(tmp_path / "back")
+    assert set(safetensors.open_folder(tmp_path / "back")) == names
+    rewrite(folder, lambda arrays: arrays.pop("model.layers.3.self_attn.k_proj.weight"))
+    with pytest.raises(InputError, match=r"'model.layers.3.self_attn.k_proj.weight' is missing"):
         load_pretrained(folder)
 
 

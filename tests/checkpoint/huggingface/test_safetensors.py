@@ -67,7 +67,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"x": entry(data_offsets=[8, 0])}, b"\0" * 8, "has -8 bytes"),
         ({"x": entry(data_offsets=[0])}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
         ({"x": "../secret"}, b"\0" * 8, "damaged: invalid header entry for tensor 'x'"),
-        ({"x": entry(dtype="I8", shape=[8])}, b"\0" * 8, "tensor 'x' is I8, not one of F32, F16, BF16"),
+        ({"x": entry(dtype="I16", shape=[4])}, b"\0" * 8, "tensor 'x' is I16, not one of F32, F16, BF16"),
         (b'{"x": 1, "x": 2}', b"", "'x' appears twice"),
         (b"[]", b"", "the JSON of the header is not an object"),
         (b"\xff\xfe{}", b"", "not valid JSON"),

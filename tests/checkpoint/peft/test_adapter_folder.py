@@ -185,7 +185,7 @@ TENSOR_ERRORS: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] 
     ),
 }
 CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"peft_type": "LOHA"}, "peft_type='LOHA': only 'LORA' is supported"),
+    ({"peft_type": "LOHA"}, "peft_type='LOHA': only 'LORA', 'TRAINABLE_TOKENS' is supported"),
     ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS'"),
     ({"bias": "all"}, "bias='all': only 'none' is supported"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': only .* it changes the base: save with path_initial"),
@@ -194,7 +194,10 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": ["norm"]}, "tensor 'base_model.model.model.layers.0.input_layernorm.weight' is missing"),
     ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head': must be a list of names"),
     ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication="),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices="),
+    ({"trainable_token_indices": [1]}, "model.embed_tokens.token_adapter.trainable_tokens_delta' is missing"),
+    ({"trainable_token_indices": [1, 1]}, "trainable_token_indices=.*: must be a list of different token ids, or a"),
+    ({"trainable_token_indices": {"lm_head": [-1]}}, "trainable_token_indices=.*: must be a list of different"),
+    ({"trainable_token_indices": {"norm": [1]}}, "'norm' is not an embedding or the head of this decoder"),
     ({"target_parameters": ["x"]}, "target_parameters="),
     ({"megatron_config": {"a": 1}}, "megatron_config="),
     ({"use_qalora": True}, "use_qalora=True"),

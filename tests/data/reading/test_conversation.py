@@ -160,9 +160,13 @@ def test_prompts_and_completions_may_mix_texts_and_lists(config: DataConfig, tmp
     ]
     expected = text(write(tmp_path / "expected.jsonl", [pair(CHATS[1])] * 2), config)
     assert text(write(tmp_path / "a.jsonl", rows), config) == expected
+    as_json = [
+        {name: each if isinstance(each, str) else json.dumps(each) for name, each in row.items()} for row in rows
+    ]
+    assert text(write(tmp_path / "a.csv", as_json), config) == expected
     for row, message in (
         ({"prompt": CHATS[1], "completion": []}, r"without an assistant message \(the completion has no message\)"),
-        ({"prompt": 1, "completion": "x"}, "with a prompt or completion that is neither text nor a list of messages"),
+        ({"prompt": 1, "completion": "x"}, "with a field prompt that is neither text nor a list of messages"),
         ({"prompt": ["x"], "completion": "x"}, "with a message without a role"),
     ):
         with pytest.raises(InputError, match=f"a.jsonl, line 1: {message}"):
@@ -235,7 +239,11 @@ BAD: dict[str, tuple[Any, str]] = {
         "with a part of a message that is not text",
     ),
     "no assistant": ({"messages": CHATS[1][:1]}, "without an assistant message"),
-    "a preference": ({**GOOD, "chosen": "a", "rejected": "b"}, "with a preference pair"),
+    "a preference": (
+        {**GOOD, "chosen": "a", "rejected": "b"},
+        "with a preference pair (chosen, rejected) instead of one conversation (--data.content preference and "
+        "--training.objective dpo train on it",
+    ),
     "tools": ({**GOOD, "tools": "{"}, "with tools other than a list or its JSON text"),
 }
 
@@ -270,10 +278,6 @@ def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> 
         (
             {"prompt": "a", "response": "b"},
             "match no form .*; name the columns of a form with --data.columns FIELD=COLUMN .*pairs: completion, p",
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "with a preference pair .*write the prompt and the chosen answer as prompt and completion",
         ),
         (
             {**GOOD, **pair(CHATS[1])},

@@ -117,15 +117,15 @@ def test_ids_are_those_of_transformers(
     counts = range(2, len(messages) + 1) if len(documents) > 1 else [len(messages)]
     expected = [encode(messages[:count]) for count in counts if messages[count - 1]["role"] == "assistant"]
     found = [ids.tolist() for ids in ours.encode([document.content for document in documents])]
-    if name == "GLM_4":  # the token that begins the user's turn ends the answer
-        expected = [[*ids, theirs.convert_tokens_to_ids("<|user|>")] for ids in expected]
+    if added := {"GLM_4": "<|user|>", "APERTUS": "<|end|>"}.get(name):  # what would follow ends the answer
+        expected = [[*ids, theirs.convert_tokens_to_ids(added)] for ids in expected]
     assert found == expected
     prompts = [
         encode(messages[:at], add_generation_prompt=True)
         for at in range(len(messages))
         if messages[at] in (TWO[1], TWO[3])
     ]
-    if name not in ("R1_DISTILL", "MINIMAX"):  # their prompts open reasoning that the answers do not have
+    if name not in ("R1_DISTILL", "MINIMAX", "COMMAND_R7B"):  # their prompts have reasoning that the answers do not
         starts = [begin for each in documents for begin, _ in each.spans or ()]
         texts = [each.content.decode() for each in documents for _ in each.spans or ()]
         ids = ours.encode([text[:begin].encode() for text, begin in zip(texts, starts, strict=True)])
@@ -140,6 +140,7 @@ def test_ids_are_those_of_transformers(
             [["<think>\nwhy1\n</think>\n\nein<|im_end|>"], ["<think>\nwhy2\n</think>\n\nzwei<|im_end|>"]],
         ),
         ("MINIMAX", [["why1\n</think>\n\nein[e["], ["why2\n</think>\n\nzwei[e["]]),
+        ("LFM_2", [["<think>why1</think>ein<|im_end|>"], ["<think>why2</think>zwei<|im_end|>"]]),
         ("GLM_4", [["\n<think>why1</think>\nein<|user|>"], ["\n<think>why2</think>\nzwei<|user|>"]]),
         (
             "GPT_OSS",
@@ -170,6 +171,60 @@ def test_reasoning_is_learned_where_the_template_writes_it(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("MINISTRAL_3", ["<think>why1</think>ein</s>", "zwei</s>"]),
+        ("APERTUS", ["<|middle|>why1<|message|>ein<|end|>", "zwei<|end|>"]),
+    ],
+)
+def test_reasoning_is_written_where_the_template_reads_it(
+    name: str, pieces: list[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A row has it as a field or as a part of the content, and a template reads it as a field, a part or a block."""
+    parts = [{"type": "thinking", "thinking": "why1"}, {"type": "text", "text": "ein"}]
+    nested = [{**parts[0], "thinking": [{"type": "text", "text": "why1"}]}, parts[1]]
+    for answer in (
+        assistant("ein", thinking="why1"),
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": nested},
+    ):
+        messages = [user("one"), answer, *TWO[2:]]
+        assert learned(read({"messages": messages}, config(folders[name]), tmp_path)) == [pieces]
+    assert learned(read({"messages": messages[:2]}, config(folders["QWEN_3"]), tmp_path)) == [
+        ["<think>\nwhy1\n</think>\n\nein<|im_end|>"]
+    ]
+
+
+def test_ids_of_reasoning_in_parts_are_those_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folders["MINISTRAL_3"]))
+    parts = [{"type": "thinking", "thinking": "why1"}, {"type": "text", "text": "ein"}]
+    messages = [user("one"), {"role": "assistant", "content": parts}]
+    (document,) = read({"messages": messages}, config(folders["MINISTRAL_3"]), tmp_path)
+    (ids,) = load_tokenizer(config(folders["MINISTRAL_3"])).encode([document.content])
+    assert ids.tolist() == list(theirs.apply_chat_template(messages)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "thinking", "thinking": 1}], "with a part of a message whose thinking is not text"),
+        (
+            [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}],
+            "that is not text .its type is thinking",
+        ),
+        ([{"type": "thinking", "thinking": "b"}], "with both a part of type thinking and the field reasoning"),
+    ],
+)
+def test_parts_of_reasoning_that_are_refused(
+    content: list[Row], message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    answer = dict(role="assistant", content=content, **{"reasoning": "c"} if "both" in message else {})
+    with pytest.raises(InputError, match=message):
+        read({"messages": [user("one"), answer]}, config(folders["MINISTRAL_3"]), tmp_path)
+
+
 def test_reasoning_within_the_content(folders: dict[str, Path], tmp_path: Path) -> None:
     messages = [user("one"), assistant("<think>\nwhy1\n</think>\n\nein")]
     documents = read({"messages": messages}, config(folders["QWEN_3"]), tmp_path)
@@ -190,6 +245,8 @@ def test_reasoning_within_the_content(folders: dict[str, Path], tmp_path: Path) 
         ("MISTRAL_3", [['[CALLS][{"name": "add", "arguments": {"x": 1}}]</s>', " It is seven.</s>"]]),
         ("KIMI_K2", [['[CALLS]add{"x": 1}<|im_end|>', "It is seven.<|im_end|>"]]),
         ("MINIMAX", [["<invoke add><x>1[e[", "It is seven.[e["]]),
+        ("GEMMA_4", [["[CALLS]add{x:1}[RESULTS]", "It is seven.</turn>"]]),
+        ("COMMAND_R7B", [['[CALLS]add{"x": 1}<|/TURN|>', "<|message|>It is seven.<|/TURN|>"]]),
         (
             "GLM_4",
             [
@@ -222,6 +279,27 @@ def test_calls_are_learned_with_their_arguments_as_json(
         pieces = [[piece.removeprefix("\n") for piece in each] for each in pieces]
     documents = read({"messages": messages, "tools": [ADD]}, config(folders[name]), tmp_path)
     assert learned(documents) == pieces
+
+
+def test_a_call_without_a_result_has_its_end(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The token that would begin the result ends the call."""
+    documents = read({"messages": ASKED[:2], "tools": [ADD]}, config(folders["GLM_4"]), tmp_path)
+    assert learned(documents) == [["\n<think></think>\n<call>add<key>x</key>1</call><|observation|>"]]
+
+
+@pytest.mark.parametrize("weight", [0, 1])
+def test_blocks_of_turns_that_are_rewritten(weight: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    """A turn with reasoning is learned where the template writes it, and the others in the text of all turns."""
+    messages = [
+        *REASONED[:3],
+        assistant("zwei", reasoning_content="why2", weight=weight),
+        user("three"),
+        assistant("drei"),
+    ]
+    documents = read({"messages": messages}, config(folders["LFM_2"]), tmp_path)
+    first, second = ["<think>why1</think>ein<|im_end|>"], ["<think>why2</think>zwei<|im_end|>"]
+    assert learned(documents) == [first, *[second] * weight, ["drei<|im_end|>"]]
+    assert documents[-1].content.decode().count("<|im_start|>") == 6
 
 
 @pytest.mark.parametrize("name", ["QWEN_3", "QWEN_2_5"])
@@ -373,8 +451,17 @@ def test_weight_zero_is_refused_where_its_blocks_are_not_known() -> None:
     around = "{% generation %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{% endgeneration %}"
     for source in (CLOSED, "{{ messages[0].content }}" + around):
         assert ends(source, [{"messages": beside, "unlearned": [1, 2]}]) == [[]]
-        with pytest.raises(sandbox.Refused, match="which generation blocks are those of a message with weight 0"):
+        with pytest.raises(sandbox.Refused, match="which generation blocks are those of a message that is not learned"):
             ends(source, [{"messages": beside, "unlearned": [1]}])
+
+
+def test_the_reason_is_what_the_template_says() -> None:
+    """The template fails on a call without a content, and says that it has no tools if it has one."""
+    source = (
+        "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' }}{{ m.content + '' }}{% endfor %}"
+    )
+    with pytest.raises(sandbox.Refused, match="^no tools$"):
+        ends(source, [{"messages": ASKED}])
 
 
 def test_contents_are_tried_once() -> None:
@@ -570,3 +657,30 @@ def test_a_conversation_in_the_terminal(name: str, folders: dict[str, Path]) -> 
     prompt = renderer.render_prompt(TWO[:3])
     assert end is not None and LEARNED[name][-1][-1].endswith(end)
     assert "ein" in prompt and "two" in prompt and "zwei" not in prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "content", "reasoning"),
+    [
+        (
+            "GPT_OSS",
+            "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>ein",
+            "ein",
+            "why",
+        ),
+        ("GPT_OSS", "<|channel|>final<|message|>ein", "ein", None),
+        ("APERTUS", "<|middle|>why<|message|>ein", "ein", "why"),
+        ("COMMAND_R7B", "<|message|>ein", "ein", None),
+        ("QWEN_3", "<think>\nwhy\n</think>\n\nein", "<think>\nwhy\n</think>\n\nein", None),
+        ("PHI_4", "ein<|im_sep|>s", "eins", None),
+    ],
+)
+def test_an_answer_of_the_model_is_read(
+    name: str, answer: str, content: str, reasoning: str | None, folders: dict[str, Path]
+) -> None:
+    """The words of the special tokens, such as `final`, are not part of it."""
+    tokenizer = load_tokenizer(config(folders[name]))
+    renderer = Renderer(find_template(config(folders[name]), tokenizer))
+    text = tokenizer.decode(tokenizer.encode([answer.encode()])[0].tolist())
+    expected = assistant(content, **({"reasoning_content": reasoning} if reasoning else {}))
+    assert renderer.read_answer(text, answer) == expected

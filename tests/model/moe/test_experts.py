@@ -66,7 +66,42 @@ CONFIGS = {
             "moe.router_bias": True,
         },
     ),
+    "ernie": replace_fields(CONFIG, {"moe.router_bias": True, "moe.shared_expert_width": 6}),
+    "llama4": replace_fields(
+        CONFIG,
+        {
+            "moe.experts_per_token": 1,
+            "moe.router": "sigmoid",
+            "moe.router_renormalises": False,
+            "moe.router_weighs": "inputs",
+            "moe.shared_expert_width": 12,
+        },
+    ),
+    "two inputs": replace_fields(CONFIG, {"moe.router_weighs": "inputs", "mlp": "gelu"}),
+    "qwen2": replace_fields(
+        CONFIG,
+        {
+            "moe.router_renormalises": False,
+            "moe.shared_expert_width": 6,
+            "moe.shared_expert_gate": True,
+            "biases": "qkv",
+        },
+    ),
+    "gemma4": replace_fields(
+        CONFIG,
+        {
+            "norm_placement": "both",
+            "moe.shared_expert_width": 8,
+            "moe.own_norms": True,
+            "moe.expert_scales": True,
+            "moe.router_scale": 1.3,
+        },
+    ),
     "capacity": replace_fields(CONFIG, {"moe.capacity_factor": 1.0}),
+    "gpt_oss": replace_fields(CONFIG, {"biases": "all", "mlp": "clamped_swiglu", "moe.router_z_loss": 1e-3}),
+    "biases": replace_fields(
+        CONFIG, {"biases": "mlp", "mlp": "gelu", "moe.shared_expert_width": 8, "moe.capacity_factor": 1.0}
+    ),
 }
 ROWS, LENGTH = 4, 24
 

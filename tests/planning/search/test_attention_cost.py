@@ -90,3 +90,13 @@ def test_kernels_pad_values_to_the_size_of_keys() -> None:
     lite = cli.load_recipe("deepseek_v2_lite.py")
     flash = dataclasses.replace(lite, training=dataclasses.replace(lite.training, attention="pallas"))
     assert [AttentionCost.from_config(each).head_sizes for each in (lite, flash)] == [(192, 128), (256, 256)]
+
+
+def test_layers_with_heads_of_another_size_have_no_kernel() -> None:
+    """As in Gemma 4: the kernel is chosen for the size of most layers."""
+    model = dataclasses.replace(RECIPE.model, pattern=("sliding", "sliding", "global"), global_head_dim=512)
+    config = dataclasses.replace(recipe(), model=dataclasses.replace(model, global_kv_heads=2))
+    sliding, of_global = (AttentionCost.from_config(config, kind) for kind in ("sliding", "global"))
+    assert (sliding.implementation, sliding.head_sizes, sliding.kv_size) == ("pallas", (128, 128), 8 * 128)
+    assert (of_global.implementation, of_global.head_sizes, of_global.kv_size) == ("xla", (512, 512), 2 * 512)
+    assert attention_cost.describe_attention(config).head_dim == 128

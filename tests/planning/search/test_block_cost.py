@@ -109,6 +109,10 @@ LATENT = {"kv_heads": 4, "head_dim": 10, "mla.kv_rank": 8, "mla.rotary_head_dim"
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no gate": {"mlp": "gelu"},
+    "gated attention": {"attention_gate": "element"},
+    "learned activation": {"mlp": "xielu"},
+    "parallel": {"parallel_block": True},
+    "layer inputs": {"layer_input_size": 6},
     "latent": LATENT,
     "latent queries": LATENT | {"mla.query_rank": 6},
 }
@@ -128,6 +132,11 @@ def test_adapters_are_counted_and_only_they_are_trained() -> None:
     heads = model.heads * model.head_dim
     assert trained == 2 * (model.width + heads) + 2 * (model.mlp_width + model.width)
     assert cost.count_multiplied() - trained == block().count_multiplied()
+
+
+def test_adapters_of_tables_change_no_block() -> None:
+    tables = replace_fields(config_of(), {"lora.rank": 2, "lora.targets": ("non_layer/*/table",)})
+    assert BlockCost.from_config(tables).count_multiplied() == block().count_multiplied()
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

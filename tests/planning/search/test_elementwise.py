@@ -38,6 +38,9 @@ def test_switches_change_what_they_should() -> None:
     assert biases[0] == plain[0], "a product adds its bias"
     assert count(positions="learned")[0] == plain[0] - 2 * (QUERIES + KEYS), "nothing rotates"
     assert count(mlp="gelu")[0] == plain[0] - MLP, "no gate is read"
+    assert count(attention_gate="element")[0] == plain[0] + 3 * QUERIES, "made of two arrays"
+    # One sum of three in place of two. The norm counts twice, but XLA computes it once.
+    assert count(parallel_block=True)[0] == plain[0] - 2 * WIDTH
     normed = count(norm_placement="both")[0], count(qk_norm="head")[0]
     assert normed == (plain[0] + 2 * WIDTH, plain[0] + QUERIES + KEYS), "what a product makes is summed first"
 

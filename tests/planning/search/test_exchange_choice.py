@@ -42,6 +42,14 @@ def test_a_slow_link_decides_for_fewer_bytes() -> None:
 
 
 @pytest.mark.core
+def test_kinds_of_attention_change_nothing() -> None:
+    """As in gpt-oss and Llama 4, whose layers with experts differ in attention."""
+    mixtral = cli.load_recipe("mixtral_8x7b.py")
+    mixed = replace_fields(mixtral, {"model.pattern": ("chunked", "global_nope")})
+    assert choose(mixed, HOST) == choose(mixtral, HOST) == "all_to_all"
+
+
+@pytest.mark.core
 def test_bytes_and_rows_add_up() -> None:
     """For a token: four crossings of each vector at the link's rate, and what 11 and 9 arrays of rows take."""
     mixtral = replace_fields(cli.load_recipe("mixtral_8x7b.py"), {"remat.policy": "full"})

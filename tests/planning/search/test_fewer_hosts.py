@@ -7,7 +7,7 @@ import pytest
 from commands import command
 
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
-from jaxopt_llm.planning.search.fewer_hosts import choose_setting, list_flags, scale_mesh
+from jaxopt_llm.planning.search.fewer_hosts import choose_setting, list_flags, scale_mesh, scale_open_mesh
 from jaxopt_llm.planning.search.roofline import Cluster
 
 TOY = ModelConfig(width=64, layers=4, heads=4, kv_heads=4, head_dim=16, mlp_width=128, pattern=("global",))
@@ -68,6 +68,26 @@ def test_an_own_model_splits_the_batch_less(
     mesh: MeshConfig, hosts: int, count: int, expected: MeshConfig | None
 ) -> None:
     assert scale_mesh(mesh, hosts, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "local_steps", "counts", "expected"),
+    [
+        (1, 1, (4, 3, 2), (1, 1, 1)),
+        (4, 1, (3, 2), (3, 2)),
+        (4, 5, (3, 2), (3, 2)),
+        (2, 1, (3, 2), (2, 1)),
+        (2, 5, (3, 2), (None, 1)),  # three hosts make no two groups of two
+    ],
+)
+def test_an_open_mesh_keeps_the_devices_of_a_group(
+    data: int, local_steps: int, counts: tuple[int, ...], expected: tuple[int | None, ...]
+) -> None:
+    config = replace(recipe(TOY, 24), mesh=MeshConfig(data=data, fsdp="auto"))
+    config = replace(config, training=replace(config.training, local_steps=local_steps))
+    scaled = [scale_open_mesh(config, 4, count) for count in counts]
+    assert tuple(each and each.mesh.data for each in scaled) == expected
+    assert all(each is None or each.mesh.fsdp == "auto" for each in scaled)
 
 
 @pytest.mark.slow

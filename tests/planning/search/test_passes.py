@@ -22,8 +22,8 @@ def on_stages(pipeline: PipelineConfig, stages: int = 4, microbatches: int = 8) 
     ("pipeline", "layers", "ticks", "waiting", "idle"),
     [
         (PipelineConfig(), 9, 8 + 3, 2 * 4 - 1, 3 / 11),
-        (PipelineConfig("gpipe"), 9, 8 + 3, 8, 3 / 11),
-        (PipelineConfig("interleaved", 3), 3, 3 * 8 + 3, (3 + 1) * 4 - 1, 3 / 27),
+        (PipelineConfig("gpipe"), 9, 8 + 3, 8 + 1, 3 / 11),  # one in which idle stages write
+        (PipelineConfig("interleaved", 3, residuals="store"), 3, 3 * 8 + 3, (3 + 1) * 4 - 1, 3 / 27),
         (PipelineConfig(split=(12, 8, 8, 8)), 12, 8 + 3, 2 * 4 - 1, 1 - 36 / (4 * 12) * 8 / 11),
     ],
     ids=["1f1b", "gpipe", "interleaved", "split"],
@@ -32,20 +32,24 @@ def test_passes_of_a_stage_match_its_schedule_table(
     pipeline: PipelineConfig, layers: int, ticks: int, waiting: int, idle: float
 ) -> None:
     found = Passes.from_config(on_stages(pipeline))
-    assert (found.layers, found.chunks, found.waiting_inputs) == (layers, pipeline.virtual_stages, waiting)
-    assert (found.first_forwards, found.repeated_forwards, found.backwards, found.microbatches) == (
-        ticks,
-        ticks,
-        ticks,
-        8,
-    )
+    stores = pipeline.residuals == "store"
+    assert (found.layers, found.chunks) == (layers, pipeline.virtual_stages)
+    assert (found.waiting_chunks, found.waiting_streams) == ((waiting, 0) if stores else (0, waiting))
+    assert found.paired == (pipeline.schedule != "gpipe")
+    assert found.repeated_forwards == (0 if stores else ticks)
+    assert (found.first_forwards, found.backwards, found.microbatches) == (ticks, ticks, 8)
     assert found.idle == pytest.approx(idle)
+
+
+def test_outputs_of_stored_chunks_wait_where_the_loss_comes_later() -> None:
+    found = Passes.from_config(on_stages(PipelineConfig("gpipe", residuals="store")))
+    assert found.waiting_chunks == found.waiting_streams == 8 + 1
 
 
 def test_a_schedule_has_no_effect_on_one_stage() -> None:
     alone = replace(RECIPE, training=replace(RECIPE.training, accumulation=4))
     found = Passes.from_config(replace(alone, pipeline=PipelineConfig("interleaved", 5, (1, 2))))
-    assert found == Passes.from_config(alone) == Passes((("global", 36),), 1, 4, 0, 4, 4, 0, False, 0.0)
+    assert found == Passes.from_config(alone) == Passes((("global", 36),), 1, 4, 0, 4, 4, 0, 0, False, False, True, 0.0)
 
 
 def test_state_and_work_follow_the_largest_chunk() -> None:

@@ -174,10 +174,9 @@ def test_the_error_of_a_pipeline_says_nothing_about_other_settings() -> None:
     def stages_are_faster(config: Config) -> Plan:
         return slow_down(as_estimated(config), 0.8 if config.mesh.pipeline > 1 else 1)
 
-    in_stages = (
-        each for each in cached_estimates(RECIPE, CLUSTER, ()) if each.config.mesh == MeshConfig(pipeline=4, fsdp=1)
-    )
-    slow = next(each.config for each in in_stages if each.footprint.peak < LIMIT / 2)
+    estimates = (each for each in cached_estimates(RECIPE, CLUSTER, ()) if each.footprint.peak < LIMIT / 2)
+    in_stages = (each.config for each in estimates if each.config.mesh == MeshConfig(pipeline=4, fsdp=1))
+    slow = next(config for config in in_stages if config.pipeline.residuals == "recompute")
     _, few = run(recipe=slow)
     found, compiled = run(stages_are_faster, recipe=slow)
     assert found.winner is not None and found.winner.config.mesh.pipeline == 1
@@ -277,6 +276,18 @@ def test_kernels_that_the_gpus_do_not_support_are_left_out() -> None:
     narrow = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, head_dim=100))
     found = estimate_all(narrow, CLUSTER, ("training.attention",), lean=True)
     assert {each.config.training.attention for each in found} == {RECIPE.training.attention}
+
+
+def test_an_optimizer_on_the_host_frees_memory() -> None:
+    """It is tried where its state is a sixteenth of a GPU's memory; 10B on four GPUs have 30 GB each at most."""
+    many = dataclasses.replace(RECIPE, training=dataclasses.replace(RECIPE.training, batch_size=256))
+    found = {
+        cluster: {each.config.mesh.data for each in estimate_all(many, cluster, ()) if each.config.offload.optimizer}
+        for cluster in (CLUSTER, Cluster("h200", 4, 8))
+    }
+    assert 1 in found[CLUSTER]
+    assert found[Cluster("h200", 4, 8)]
+    assert 1 not in found[Cluster("h200", 4, 8)]
 
 
 def test_a_row_longer_than_a_gpu_holds_is_divided() -> None:

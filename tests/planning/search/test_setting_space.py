@@ -98,9 +98,18 @@ def test_every_number_of_stages_has_legal_schedules() -> None:
     """Check the schedules for several schedules of the recipe."""
 
     def walked(own: PipelineConfig, **axes: int) -> set[PipelineConfig]:
-        return {
+        """Return the schedules that come with both forms of residuals, if there are stages."""
+        found = {
             each.pipeline for each in enumerate_settings(dataclasses.replace(RECIPE, pipeline=own), MeshConfig(**axes))
         }
+        if "pipeline" not in axes:
+            return found
+        stored, again = (
+            {dataclasses.replace(each, residuals="auto") for each in found if each.residuals == form}
+            for form in ("store", "recompute")
+        )
+        assert stored == again
+        return stored
 
     one, two, nine = PipelineConfig(), PipelineConfig("interleaved", 2), PipelineConfig("interleaved", 9)
     assert walked(one, pipeline=4, tensor=2) == {one, PipelineConfig("interleaved", 3), nine}  # 9 layers a stage

@@ -91,6 +91,7 @@ SMALL = replace_fields(
         "remat.policy": "none",
     },
 )
+STAGES = {"mesh.pipeline": 4, "mesh.fsdp": 2, "training.batch_size": 128, "training.accumulation": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": {"mesh.fsdp": 8},
     "experts": {
@@ -107,8 +108,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model.mla.rotary_head_dim": 64,
         "model.mla.value_head_dim": 128,
     },
-    "pipeline": {"mesh.pipeline": 4, "mesh.fsdp": 2, "training.batch_size": 128, "training.accumulation": 8},
+    "pipeline": STAGES | {"pipeline.residuals": "recompute"},
+    "pipeline that stores": STAGES | {"pipeline.residuals": "store"},
     "adapters": {"mesh.fsdp": 8, "lora.rank": 16},
+    "preferences": {"mesh.fsdp": 8, "lora.rank": 16, "training.objective": "dpo"},
 }
 
 

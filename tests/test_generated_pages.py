@@ -1,17 +1,18 @@
-"""docs/configuration.md, which is generated from the descriptions of the settings."""
+"""Pages that are generated: of the settings from their descriptions, of the families from their table."""
 
 import subprocess
 import sys
 
+import pytest
 from commands import ROOT
 
 from jaxopt_llm.config import fields
 
-SCRIPT = ROOT / "scripts" / "settings_page.py"
 
-
-def test_the_page_is_up_to_date() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", ["settings_page.py", "families_page.py"])
+def test_the_page_is_up_to_date(name: str) -> None:
+    script = ROOT / "scripts" / name
+    done = subprocess.run([sys.executable, script, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,0 +1,248 @@
+"""Names of tensors in Hugging Face folders: tables of `Family.names` and `Family.in_memory_names`.
+
+A name maps to the path of our parameter; `{}` is the number of a layer, and a second `{}` that of an expert.
+"""
+
+from typing import TypeVar
+
+from jaxopt_llm.checkpoint.huggingface.family import ALL_EXPERTS, BY_HEAD, BY_OUTPUT, EITHER
+
+T = TypeVar("T")
+
+OUTSIDE = {
+    "model.embed_tokens.weight": "non_layer/embedding/table",
+    "model.norm.weight": "non_layer/final_norm/scale",
+    "lm_head.weight": "non_layer/head/table",
+}
+
+
+def layer_names(names: dict[str, T]) -> dict[str, T]:
+    """Return the names with the prefix of a layer."""
+    return {f"model.layers.{{}}.{name}": ours for name, ours in names.items()}
+
+
+def mlp_names(module: str, prefix: str = "mlp/") -> dict[str, str]:
+    """Return the names of the three projections of a gated MLP. prefix: start of our leaves' paths."""
+    return layer_names({f"{module}.{name}_proj.weight": f"{prefix}{name}" for name in ("gate", "up", "down")})
+
+
+ATTENTION = layer_names(
+    {f"self_attn.{name[0]}_proj.weight": f"attention/{name}" for name in ("query", "key", "value", "output")}
+)
+FUSED = layer_names(
+    {
+        "self_attn.qkv_proj.weight": "attention/query attention/key attention/value",
+        "self_attn.o_proj.weight": "attention/output",
+        "mlp.gate_up_proj.weight": "mlp/gate mlp/up",
+        "mlp.down_proj.weight": "mlp/down",
+    }
+)
+QKV_BIASES = layer_names(
+    {f"self_attn.{name[0]}_proj.bias": f"attention/{name}_bias" for name in ("query", "key", "value")}
+)
+ATTENTION_BIASES = QKV_BIASES | layer_names({"self_attn.o_proj.bias": "attention/output_bias"})
+BIASES = ATTENTION_BIASES | layer_names(
+    {f"mlp.{name}_proj.bias": f"mlp/{name}_bias" for name in ("gate", "up", "down")}
+)
+SINKS = layer_names({"self_attn.sinks": "attention/sinks"})
+QK_NORMS = layer_names({"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"})
+HUNYUAN_QK_NORMS = layer_names(
+    {"self_attn.query_layernorm.weight": "query_norm/scale", "self_attn.key_layernorm.weight": "key_norm/scale"}
+)
+MLP = mlp_names("mlp")
+XIELU = layer_names({f"mlp.act_fn.{name}": f"mlp/{name}" for name in ("alpha_p", "alpha_n")})
+NORMS = layer_names(
+    {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
+)
+APERTUS_NORMS = layer_names(
+    {"attention_layernorm.weight": "attention_norm/scale", "feedforward_layernorm.weight": "mlp_norm/scale"}
+)
+POST_NORMS = layer_names(
+    {
+        "post_attention_layernorm.weight": "attention_post_norm/scale",
+        "post_feedforward_layernorm.weight": "mlp_post_norm/scale",
+    }
+)
+GEMMA_NORMS = NORMS | POST_NORMS | layer_names({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
+# Of Gemma 4. With experts, its MLP is the shared expert.
+GEMMA4_MLP = layer_names(
+    {f"mlp.{name}_proj.weight": f"mlp/shared_{name}{EITHER}mlp/{name}" for name in ("gate", "up", "down")}
+    | {
+        "router.proj.weight": "mlp/router",
+        "router.scale": "router_norm/scale",
+        "router.per_expert_scale": "mlp/expert_scale",
+        "experts.gate_up_proj": f"{ALL_EXPERTS}mlp/gate mlp/up",
+        "experts.down_proj": f"{ALL_EXPERTS}mlp/down",
+        "pre_feedforward_layernorm_2.weight": "experts_norm/scale",
+        "post_feedforward_layernorm_2.weight": "experts_post_norm/scale",
+        "post_feedforward_layernorm_1.weight": "shared_post_norm/scale",
+    }
+)
+GEMMA4_LAYER = layer_names(
+    {
+        "layer_scalar": "layer/scale",
+        "per_layer_input_gate.weight": "input_mlp/gate",
+        "per_layer_projection.weight": "input_mlp/down",
+        "post_per_layer_input_norm.weight": "input_mlp_post_norm/scale",
+    }
+) | {
+    "model.embed_tokens_per_layer.weight": "non_layer/layer_inputs/table",
+    "model.per_layer_model_projection.weight": "non_layer/layer_inputs/projection",
+    "model.per_layer_projection_norm.weight": "non_layer/layer_inputs_norm/scale",
+}
+GLM_NORMS = NORMS | layer_names(
+    {
+        "post_self_attn_layernorm.weight": "attention_post_norm/scale",
+        "post_mlp_layernorm.weight": "mlp_post_norm/scale",
+    }
+)
+AFMOE_NORMS = NORMS | layer_names(
+    {
+        "post_attention_layernorm.weight": "attention_post_norm/scale",
+        "pre_mlp_layernorm.weight": "mlp_norm/scale",
+        "post_mlp_layernorm.weight": "mlp_post_norm/scale",
+    }
+)
+ATTENTION_GATE = layer_names({"self_attn.gate_proj.weight": "attention/gate"})
+# Modules of multi-token prediction are layers after the last one. Their first norm is that of the embedding, which is
+# also the first half of the inputs of eh_proj.
+MTP = layer_names(
+    {
+        "enorm.weight": "mtp_embedding_norm/scale",
+        "hnorm.weight": "mtp_hidden_norm/scale",
+        "eh_proj.weight": "mtp/projection",
+        "shared_head.norm.weight": "mtp_output_norm/scale",
+    }
+)
+# Copies of the tables, in each module.
+MTP_COPIES = layer_names(
+    {"embed_tokens.weight": "non_layer/embedding/table", "shared_head.head.weight": "non_layer/head/table"}
+)
+LLAMA = OUTSIDE | ATTENTION | MLP | NORMS
+LATENT_ATTENTION = layer_names(
+    {
+        "self_attn.q_proj.weight": "attention/query",
+        "self_attn.q_a_proj.weight": "attention/query_down",
+        "self_attn.q_a_layernorm.weight": "query_latent_norm/scale",
+        "self_attn.q_b_proj.weight": "attention/query_up",
+        "self_attn.kv_a_proj_with_mqa.weight": "attention/latent attention/rotary_key",
+        "self_attn.kv_a_layernorm.weight": "latent_norm/scale",
+        "self_attn.kv_b_proj.weight": f"attention/key{BY_HEAD}attention/value",
+        "self_attn.o_proj.weight": "attention/output",
+    }
+)
+MIXTRAL_EXPERTS = layer_names(
+    {
+        "block_sparse_moe.gate.weight": "mlp/router",
+        "block_sparse_moe.experts.{}.w1.weight": "mlp/gate",
+        "block_sparse_moe.experts.{}.w3.weight": "mlp/up",
+        "block_sparse_moe.experts.{}.w2.weight": "mlp/down",
+    }
+)
+EXPERTS = layer_names({"mlp.gate.weight": "mlp/router"}) | mlp_names("mlp.experts.{}")
+WHOLE_EXPERTS = layer_names(
+    {
+        "mlp.gate.weight": "mlp/router",
+        "mlp.experts.gate_up_proj": f"{ALL_EXPERTS}mlp/gate mlp/up",
+        "mlp.experts.down_proj": f"{ALL_EXPERTS}mlp/down",
+    }
+)
+SHARED_EXPERTS = mlp_names("mlp.shared_experts", "mlp/shared_")
+AFMOE_ROUTER = layer_names({"mlp.router.gate.weight": "mlp/router", "mlp.expert_bias": "mlp/router_bias"})
+ROUTER_BIAS = layer_names({"mlp.gate.e_score_correction_bias": "mlp/router_bias"})
+ERNIE_ROUTER_BIAS = layer_names({"mlp.moe_statics.e_score_correction_bias": "mlp/router_bias"})
+GRANITE_EXPERTS = layer_names(
+    {
+        "block_sparse_moe.router.layer.weight": "mlp/router",
+        "block_sparse_moe.input_linear.weight": f"{ALL_EXPERTS}mlp/gate mlp/up",
+        "block_sparse_moe.output_linear.weight": f"{ALL_EXPERTS}mlp/down",
+    }
+)
+GRANITE_SHARED = layer_names(
+    {
+        "shared_mlp.input_linear.weight": "mlp/shared_gate mlp/shared_up",
+        "shared_mlp.output_linear.weight": "mlp/shared_down",
+    }
+)
+
+HUNYUAN_EXPERTS = (
+    layer_names({"mlp.gate.wg.weight": "mlp/router"})
+    | mlp_names("mlp.experts.{}")
+    | mlp_names("mlp.shared_mlp", "mlp/shared_")
+)
+QWEN2_SHARED = mlp_names("mlp.shared_expert", "mlp/shared_") | layer_names(
+    {"mlp.shared_expert_gate.weight": "mlp/router_of_shared"}
+)
+LLAMA4_MLPS = (
+    mlp_names("feed_forward")
+    | mlp_names("feed_forward.shared_expert", "mlp/shared_")
+    | layer_names(
+        {
+            "feed_forward.router.weight": "mlp/router",
+            "feed_forward.experts.gate_up_proj": f"{ALL_EXPERTS}mlp/gate mlp/up",
+            "feed_forward.experts.down_proj": f"{ALL_EXPERTS}mlp/down",
+        }
+    )
+)
+
+
+def stacked_expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return `Family.in_memory_names` of the experts.
+
+    Args:
+        module: name of the module that holds the experts in the folder's tensor names.
+        gate: name of the gate projection there.
+        up: name of the up projection there.
+        down: name of the down projection there.
+    """
+    gate, up, down = (f"model.layers.{{}}.{module}.experts.{{}}.{name}.weight" for name in (gate, up, down))
+    return {"model.layers.{}.mlp.experts.gate_up_proj": f"{gate} {up}", "model.layers.{}.mlp.experts.down_proj": down}
+
+
+STACKED_EXPERTS = stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+STACKED_MIXTRAL_EXPERTS = {
+    **stacked_expert_names("block_sparse_moe", "w1", "w3", "w2"),
+    "model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight",
+}
+IN_MEMORY_ERNIE = layer_names(
+    {"mlp.gate.moe_statics.e_score_correction_bias": ("model.layers.{}.mlp.moe_statics.e_score_correction_bias")}
+)
+IN_MEMORY_GRANITE = layer_names(
+    {
+        f"block_sparse_moe.{name}": f"model.layers.{{}}.block_sparse_moe.{published}.weight"
+        for name, published in (
+            ("router.weight", "router.layer"),
+            ("experts.gate_up_proj", "input_linear"),
+            ("experts.down_proj", "output_linear"),
+        )
+    }
+)
+GPT_OSS_EXPERTS = layer_names(
+    {
+        "mlp.router.weight": "mlp/router",
+        "mlp.router.bias": "mlp/logit_bias",
+        "mlp.experts.gate_up_proj": f"{ALL_EXPERTS}mlp/gate{BY_OUTPUT}mlp/up",
+        "mlp.experts.gate_up_proj_bias": f"{ALL_EXPERTS}mlp/gate_bias{BY_OUTPUT}mlp/up_bias",
+        "mlp.experts.down_proj": f"{ALL_EXPERTS}mlp/down",
+        "mlp.experts.down_proj_bias": f"{ALL_EXPERTS}mlp/down_bias",
+    }
+)
+GPT = {
+    "transformer.wte.weight": "non_layer/embedding/table",
+    "transformer.wpe.weight": "non_layer/positions/table",
+    "transformer.ln_f.weight": "non_layer/final_norm/scale",
+    "transformer.ln_f.bias": "non_layer/final_norm/bias",
+    "lm_head.weight": "non_layer/head/table",
+    "transformer.h.{}.ln_1.weight": "attention_norm/scale",
+    "transformer.h.{}.ln_1.bias": "attention_norm/bias",
+    "transformer.h.{}.ln_2.weight": "mlp_norm/scale",
+    "transformer.h.{}.ln_2.bias": "mlp_norm/bias",
+    "transformer.h.{}.attn.c_attn.weight": "attention/query attention/key attention/value",
+    "transformer.h.{}.attn.c_attn.bias": "attention/query_bias attention/key_bias attention/value_bias",
+    "transformer.h.{}.attn.c_proj.weight": "attention/output",
+    "transformer.h.{}.attn.c_proj.bias": "attention/output_bias",
+    "transformer.h.{}.mlp.c_fc.weight": "mlp/up",
+    "transformer.h.{}.mlp.c_fc.bias": "mlp/up_bias",
+    "transformer.h.{}.mlp.c_proj.weight": "mlp/down",
+    "transformer.h.{}.mlp.c_proj.bias": "mlp/down_bias",
+}

@@ -1,0 +1,105 @@
+"""Objectives over pairs on every mesh: losses, gradients and log-probabilities are those of one device."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from test_matrix import assert_equal
+
+from jaxopt_llm.compiler.xla_options import compiler_options
+from jaxopt_llm.config import PipelineConfig, PreferenceConfig, RematConfig
+from jaxopt_llm.execution import pipeline, scan
+from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.objectives import Preference
+from jaxopt_llm.parallel.zero import parameter_sharding
+
+ROWS, LENGTH = 8, 48
+MODEL = replace(toy.UNIFORM, layers=4)
+SETTINGS = PreferenceConfig(beta=0.3, label_smoothing=0.1, nll_weight=0.5)
+STORED = PipelineConfig("interleaved", 2, residuals="store")
+MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int], PipelineConfig]] = {
+    "fsdp, tensor": (3, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 2}, EVEN),
+    "data, context": (3, {"context_exchange": "ring"}, {"data": 2, "context": 2}, EVEN),
+    "stages": (1, {}, {"pipeline": 2, "fsdp": 2, "tensor": 2}, STORED),
+}
+
+
+def place(
+    zero: int = 0,
+    sharding: dict[str, Any] | None = None,
+    axes: dict[str, int] | None = None,
+    pipelined: PipelineConfig = EVEN,
+) -> tuple[Any, Any, Any, Params, Any]:
+    """Return the model, its executor, the placement, the parameters and two microbatches."""
+    axes = axes or {}
+    placement = toy.placement(zero, **axes)
+    placement = replace(placement, sharding=replace(placement.sharding, **(sharding or {})))
+    model = Decoder(MODEL, loss_chunk=7, preference=Preference("dpo", SETTINGS))
+    stages, remat = axes.get("pipeline", 1), RematConfig("full")
+    if stages > 1:
+        model = stack_by_stage(model, stages, pipelined)
+    executor = pipeline.make_executor(remat, pipelined) if stages > 1 else scan.make_executor(remat)
+    params = toy.on_stages(model.specs, toy.params(Decoder(MODEL).specs))
+    params = jax.device_put(params, parameter_sharding(model.specs, placement))
+    batch = toy.microbatches(toy.pairs(ROWS, LENGTH), 2)
+    return (
+        model,
+        executor,
+        placement,
+        params,
+        jax.device_put(batch, placement.activation(None, "batch", "sequence")),
+    )
+
+
+def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
+    model, executor, placement, params, batch = place(*arguments)
+    frozen = jax.tree.map(lambda spec: None, model.specs)
+
+    def run(params: Params, batch: Any) -> Any:
+        weight = 1 / model.count(batch).astype(jnp.float32)
+        loss, count, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
+        evaluated, _ = executor.loss(model, params, batch, placement)
+        return loss, evaluated, count, executor.log_probabilities(model, params, batch, placement), gradients
+
+    jitted = jax.jit(run, compiler_options=compiler_options(placement.mesh, 2))
+    loss, evaluated, count, found, gradients = jax.tree.map(np.asarray, jitted(params, batch))
+    np.testing.assert_allclose(loss, evaluated, rtol=1e-5)
+    by_layer = jax.tree.map(
+        lambda spec, x: x.reshape(-1, *x.shape[3:])[np.argsort(np.ravel(spec.layers))] if spec.leading == 3 else x,
+        model.specs,
+        gradients,
+    )
+    return loss, found, int(count), by_layer
+
+
+one_device = functools.cache(compute)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_changes_nothing(mesh: str) -> None:
+    loss, found, count, gradients = compute(*MESHES[mesh])
+    expected_loss, expected, pairs, expected_gradients = one_device()
+    assert count == pairs
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    counts = np.asarray(toy.microbatches(toy.pairs(ROWS, LENGTH), 2).loss_mask)
+    np.testing.assert_allclose(found[counts], expected[counts], rtol=2e-5)
+    assert_equal(gradients, expected_gradients)
+
+
+def test_gradients_are_differences_of_the_loss() -> None:
+    model, executor, placement, params, batch = place()
+    _, _, pairs, gradients = one_device()
+    direction = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32), gradients)
+    expected = sum(float(np.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (gradients, direction)), strict=True))
+    step, losses = 1e-4, []
+    for sign in (1, -1):
+        moved = jax.tree.map(lambda x, d, sign=sign: x + sign * step * d, params, direction)
+        losses.append(float(executor.loss(model, moved, batch, placement)[0][0]) / pairs)
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=5e-3)

@@ -1,0 +1,92 @@
+"""Objectives over pairs against their papers' formulas, document by document in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm.config import PreferenceConfig
+from jaxopt_llm.model.objectives import REPORTED, Preference, count_pairs, split_loss
+
+SETTINGS = PreferenceConfig(beta=0.3, label_smoothing=0.1, margin=0.4, nll_weight=0.7)
+NAMES = ("dpo", "ipo", "hinge", "cpo", "simpo", "orpo")
+
+
+def log_sigmoid(x: float) -> float:
+    return float(-np.logaddexp(0, -x))
+
+
+def formula(name: str, chosen: np.ndarray, rejected: np.ndarray, reference: tuple[float, float]) -> float:
+    """The loss of a pair, given the log-probabilities of its answers' tokens and the reference's sums."""
+    beta, smoothing, margin, nll = SETTINGS.beta, SETTINGS.label_smoothing, SETTINGS.margin, SETTINGS.nll_weight
+    gain, means = chosen.sum() - reference[0], (chosen.mean(), rejected.mean())
+    gains = gain, rejected.sum() - reference[1]
+
+    def smoothed(h: float) -> float:
+        return -(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h)
+
+    def log_odds(mean: float) -> float:
+        return float(np.log(np.exp(mean) / (1 - np.exp(mean))))
+
+    losses = {
+        "dpo": lambda: smoothed(beta * (gains[0] - gains[1])),
+        "ipo": lambda: (gains[0] / chosen.size - gains[1] / rejected.size - 1 / (2 * beta)) ** 2,
+        "hinge": lambda: max(0.0, 1 - beta * (gains[0] - gains[1])),
+        "cpo": lambda: smoothed(beta * (chosen.sum() - rejected.sum())),
+        "simpo": lambda: smoothed(beta * (means[0] - means[1]) - margin),
+        "orpo": lambda: beta * smoothed(log_odds(means[0]) - log_odds(means[1])) - means[0],
+    }
+    return float(losses[name]() - nll * means[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_objective_is_its_formula(name: str) -> None:
+    batch, values = toy.pairs(4, 40), np.random.default_rng(1)
+    found = -values.exponential(1.0, batch.tokens.shape)
+    objective, losses, rewards = Preference(name, SETTINGS), [], []
+    for row in range(4):
+        for pair in range(int(batch.segment_ids[row].max()) // 2):
+            answers = [(batch.segment_ids[row] == 2 * pair + 1 + side) & batch.loss_mask[row] for side in (0, 1)]
+            reference = [float(batch.reference[row][answer].sum()) for answer in answers]
+            reference = reference if objective.needs_reference else [0.0, 0.0]
+            losses.append(formula(name, *(found[row][answer] for answer in answers), reference))
+            gains = [found[row][answer].sum() - of for answer, of in zip(answers, reference, strict=True)]
+            means = [found[row][answer].mean() for answer in answers]
+            rewards.append([SETTINGS.beta * each for each in (means if name in ("simpo", "orpo") else gains)])
+    assert int(count_pairs(batch)) == len(losses) > 4
+    _, reported = objective.weigh_tokens(jnp.asarray(found, jnp.float32), batch)
+    assert len(reported) == len(REPORTED)
+    assert float(reported[0]) == pytest.approx(sum(losses), rel=1e-5)
+    _, metrics = split_loss(reported / len(losses))
+    sides = np.asarray(rewards)
+    assert float(metrics["rewards/margin"]) == pytest.approx(float(np.mean(sides[:, 0] - sides[:, 1])), rel=1e-4)
+    assert float(metrics["rewards/accuracy"]) == pytest.approx(float(np.mean(sides[:, 0] > sides[:, 1])))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_the_derivative(name: str) -> None:
+    """The sum of the weighted cross-entropy has the objective's gradient."""
+    batch, values = toy.pairs(2, 40), np.random.default_rng(1)
+    found = jnp.asarray(-values.exponential(1.0, batch.tokens.shape), jnp.float32)
+    objective, direction = Preference(name, SETTINGS), jnp.asarray(values.normal(size=found.shape), jnp.float32)
+    weights, _ = objective.weigh_tokens(found, batch)
+    assert not np.any(np.asarray(weights)[~np.asarray(batch.loss_mask)])
+    step = 1e-2
+    after, before = (objective.weigh_tokens(found + sign * step * direction, batch)[1][0] for sign in (1, -1))
+    assert float(-jnp.sum(weights * direction)) == pytest.approx(float(after - before) / (2 * step), rel=2e-3)
+
+
+def test_padding_and_other_documents_change_nothing() -> None:
+    batch = toy.pairs(1, 60)
+    found = jnp.asarray(-np.random.default_rng(1).exponential(1.0, batch.tokens.shape), jnp.float32)
+    pairs = int(count_pairs(batch))
+    assert pairs > 1
+    whole = Preference("dpo", SETTINGS).weigh_tokens(found, batch)[1][0]
+    alone = 0.0
+    for pair in range(pairs):
+        inside = (batch.segment_ids + 1) // 2 == pair + 1
+        only = jax.tree.map(lambda field, inside=inside: jnp.where(inside, field, 0), batch)
+        renumbered = jnp.where(inside, batch.segment_ids - 2 * pair, 0)
+        alone += float(Preference("dpo", SETTINGS).weigh_tokens(found, only.replace(segment_ids=renumbered))[1][0])
+    assert float(whole) == pytest.approx(alone, rel=1e-5)

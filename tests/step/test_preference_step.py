@@ -1,0 +1,133 @@
+"""The step of an objective over pairs, with adapters: the reference is the model without them."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RematConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.step.program import Program, make_program
+from jaxopt_llm.step.state import initialize_state
+from jaxopt_llm.step.validation import validate
+
+ROWS, LENGTH = 8, 48
+BASE = Config(
+    model=replace(toy.UNIFORM, layers=4),
+    training=TrainingConfig(
+        steps=9, batch_size=ROWS, sequence_length=LENGTH, accumulation=2, objective="dpo", loss_chunk=16
+    ),
+    lora=LoraConfig(rank=2),
+    optimizer=OptimizerConfig(learning_rate=2e-2, weight_decay=0.0),
+    schedule=ScheduleConfig(warmup_steps=0, kind="constant"),
+    precision=PrecisionConfig(compute_dtype="float32"),
+    remat=RematConfig("full"),
+    mesh=MeshConfig(fsdp=1),
+)
+ON_MESHES = {
+    "fsdp, tensor": {"mesh.fsdp": 2, "mesh.tensor": 2},
+    "stages": {
+        "mesh.pipeline": 2,
+        "mesh.fsdp": 2,
+        "sharding.zero_stage": 1,
+        "pipeline": PipelineConfig(residuals="store"),
+    },
+    "in bfloat16 and nf4": {"mesh.fsdp": 2, "precision.compute_dtype": "bfloat16", "lora.base": "nf4"},
+}
+
+
+def make(settings: dict[str, Any]) -> tuple[Program, Placement]:
+    config = replace_fields(BASE, settings)
+    validate(config)
+    mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
+    placement = Placement(mesh, config.sharding, config.precision)
+    return make_program(config, placement), placement
+
+
+def train(steps: int, **settings: Any) -> list[dict[str, float]]:
+    program, placement = make(settings)
+    state = initialize_state(program.specs, program.optimizers, 0, placement)
+    frozen = jax.tree.map(np.asarray, state.frozen)
+    batch = replace(toy.microbatches(toy.pairs(ROWS, LENGTH), 2), reference=None)
+    batch = jax.device_put(batch, program.batch_sharding)
+    records = []
+    for _ in range(steps):
+        state, metrics = program.step(state, batch)
+        records.append({name: float(np.asarray(value)) for name, value in metrics.items()})
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.frozen), frozen)
+    return records
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> list[dict[str, float]]:
+    return train(6)
+
+
+def test_the_margin_grows_from_zero(on_one_device: list[dict[str, float]]) -> None:
+    """At first the adapters add nothing, so the model is its reference."""
+    first, last = on_one_device[0], on_one_device[-1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/margin"] == pytest.approx(0, abs=1e-6)
+    assert first["grad_norm"] > 0
+    assert last["loss"] < 0.5 and last["rewards/margin"] > 0.3 and last["rewards/accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("mesh", ON_MESHES)
+def test_a_mesh_trains_alike(mesh: str, on_one_device: list[dict[str, float]]) -> None:
+    settings = ON_MESHES[mesh]
+    found = train(6, **settings)
+    if "lora.base" in settings:  # other weights, but the same arithmetic in both forwards
+        assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert found[-1]["rewards/margin"] > 0.3
+        return
+    for name in ("loss", "grad_norm", "log_probabilities/chosen"):
+        assert [each[name] for each in found] == pytest.approx([each[name] for each in on_one_device], rel=2e-4)
+
+
+def test_the_reference_costs_a_forward_and_no_memory() -> None:
+    def compile_step(objective: str) -> tuple[float, int]:
+        program, _ = make({"training.objective": objective, "lora.targets": ("*/attention/*",)})
+        step = program.step.lower(program.state, program.batch).compile()
+        return hlo.count_dot_flops(str(step.as_text())), hlo.read_memory(step).peak
+
+    (next_token, memory), (dpo, dpo_memory), (cpo, _) = map(compile_step, ("next_token", "dpo", "cpo"))
+    model, tokens = BASE.model, ROWS * LENGTH
+    head = 2 * tokens * pad_vocabulary_size(model.vocabulary_size) * model.width
+    assert cpo - next_token == pytest.approx(head, rel=0.01)  # the log-probabilities
+    per_layer = 2 * model.width * model.head_dim * (model.heads + model.kv_heads) + 3 * model.width * model.mlp_width
+    products = 2 * tokens * model.layers * per_layer
+    scores = 4 * tokens * model.layers * LENGTH * model.heads * model.head_dim
+    assert head + products < dpo - cpo <= head + products + scores
+    assert dpo_memory <= 1.15 * memory
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora.rank": 0}, r"dpo compares with the model without its adapters, .* set --lora.rank, or .* cpo or"),
+        ({"training.trainable": ("*norm*",)}, "also trains whole weights: set --training.trainable"),
+        ({"training.z_loss": 0.1}, "dpo does not support training.z_loss=0.1: set --training.z-loss 0"),
+        ({"lora.pretrained": "runs/sft"}, "dpo does not support lora.pretrained=runs/sft: set --model.pretrained"),
+    ],
+)
+def test_what_an_objective_does_not_support_is_refused(settings: dict[str, Any], message: str) -> None:
+    assert any(re.search(message, each) for each in replace_fields(BASE, settings).problems())
