@@ -102,7 +102,7 @@ def loss_and_gradients(
         return jax.lax.with_sharding_constraint(gradient, master_sharding(spec, placement))
 
     gradients = jax.tree.map(join_stages, tree.restrict(model.specs, trainable), by_stage[2])
-    return loss, model.count(batch), auxiliary, gradients
+    return loss, model.objective.count(batch), auxiliary, gradients
 
 
 def loss(
@@ -115,7 +115,7 @@ def loss(
 
 def _evaluate_stage(stage: PipelineStage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
     """Run a stage only forward. Return its loss and auxiliary sums."""
-    perturbations, zero = no_perturbations(stage.specs), stage.model.zero_loss()
+    perturbations, zero = no_perturbations(stage.specs), stage.model.objective.zero()
 
     def add_loss(loss: jax.Array, y: jax.Array, index: jax.Array) -> jax.Array:
         return loss + stage.loss(perturbations, y, select_microbatch(batch, index), jnp.float32(1))[1]
@@ -200,7 +200,7 @@ class _Training:
         stage, placement = self.stage, self.stage.placement
         zeros = stage.zero_activation(self.batch)
         shapes = jax.eval_shape(
-            lambda: (stage.model.zero_loss(), self._zero_auxiliary(), make_perturbations(self.trained, placement))
+            lambda: (stage.model.objective.zero(), self._zero_auxiliary(), make_perturbations(self.trained, placement))
         )
         carry = (zeros, zeros, zeros, self.chunks.make_buffers(), zero_sums(shapes, self.trained, placement))
         for phase in stage.table.phases:

@@ -88,7 +88,7 @@ def loss_and_gradients(
         return _sum_microbatches(one_microbatch, batch, specs, inside, by_period=unrolled)
 
     loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
-    return loss, model.count(batch), auxiliary, gradients
+    return loss, model.objective.count(batch), auxiliary, gradients
 
 
 def _sum_microbatches(

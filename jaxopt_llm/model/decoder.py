@@ -17,16 +17,17 @@ from jaxopt_llm.config.model import WINDOWED
 from jaxopt_llm.kernels.attention_types import attention_scope, make_document_ranges
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
-from jaxopt_llm.model import decoder_specs, latent_attention, layers, objectives, rotary
+from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.head import Head
 from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import Auxiliary, Params, Segment
 from jaxopt_llm.model.moe import experts
-from jaxopt_llm.model.objectives import Preference
+from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.rotary import Rotary
 from jaxopt_llm.model.self_attention import AttentionOptions, Cache, find_implementation, self_attention
 from jaxopt_llm.parallel.activations import (
@@ -36,7 +37,6 @@ from jaxopt_llm.parallel.activations import (
     reduce_scatter_sequence,
     to_device_order,
     to_residual_order,
-    to_sequence_order,
 )
 from jaxopt_llm.parallel.placement import Placement
 
@@ -48,7 +48,7 @@ class Decoder:
     loss_chunk, z_loss, mtp_weight: see TrainingConfig. attention, grouped_matmul: names of implementations
         (self_attention.py, kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding
         included; None if any number is possible.
-    preference: the objective over pairs of answers; None: predict the next token.
+    objective: what is learned.
     counts_outliers: whether blocks count the outlier columns that int8 products leave among the integers.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
@@ -60,7 +60,7 @@ class Decoder:
     attention: str = "xla"
     grouped_matmul: str = "xla"
     max_segments: int | None = None
-    preference: Preference | None = None
+    objective: Objective = field(default_factory=NextToken)
     counts_outliers: bool = False
     specs: Params = field(default_factory=dict)
 
@@ -167,7 +167,8 @@ class Decoder:
         return self.loss(shared, x, batch, context, loss_weight)
 
     def logits(self, non_layer: Params, x: jax.Array, context: Context) -> jax.Array:
-        return self.classify(*self._head(non_layer, x, context), context.placement)
+        x = all_gather_sequence(self.final_norm(non_layer, x), context.placement)
+        return self.classify(x, self.head_table(non_layer), context.placement)
 
     def classify(self, x: jax.Array, table: Weight, placement: Placement) -> jax.Array:
         """Return the logits, float32 [B, S, V], of the head's input x [B, S, D]; table: the head's, [V, D]."""
@@ -179,38 +180,10 @@ class Decoder:
     def loss(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        placement, head, counts = context.placement, self._head(non_layer, x, context), batch.loss_mask
-        targets, classifier = to_device_order(batch.targets, placement), self._classifier(placement)
-        if self.preference is not None:
-            found = vocabulary.log_probabilities(*head, targets, classifier, placement)
-            counts, reported = self.preference.weigh_tokens(to_sequence_order(found, placement), batch)
-        tokens = targets, to_device_order(counts, placement)
-        objective, loss = vocabulary.cross_entropy(*head, tokens, loss_weight, classifier, placement)
-        return objective, loss if self.preference is None else reported
+        return self.objective.compute(self._head(non_layer, x, batch, context), batch, loss_weight)
 
     def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
-        placement, targets = context.placement, to_device_order(batch.targets, context.placement)
-        head, classifier = self._head(non_layer, x, context), self._classifier(placement)
-        return to_sequence_order(vocabulary.log_probabilities(*head, targets, classifier, placement), placement)
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.preference is not None and self.preference.needs_reference
-
-    def zero_loss(self) -> jax.Array:
-        return jnp.zeros(() if self.preference is None else len(objectives.REPORTED), jnp.float32)
-
-    def count(self, batch: Batch) -> jax.Array:
-        return jnp.sum(batch.loss_mask) if self.preference is None else objectives.count_pairs(batch)
-
-    def _classifier(self, placement: Placement) -> Classifier:
-        return Classifier(
-            self.config.vocabulary_size,
-            self.config.logit_softcap,
-            self.z_loss,
-            self.loss_chunk,
-            on_one_cpu=runs_on_one_cpu(placement.mesh),
-        )
+        return self._head(non_layer, x, batch, context).log_probabilities()
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         config = self.config.of_layers(kind)
@@ -334,9 +307,18 @@ class Decoder:
             epsilon=epsilon or config.norm_epsilon,
         )
 
-    def _head(self, non_layer: Params, x: jax.Array, context: Context) -> tuple[jax.Array, Weight]:
-        """Return the head's input [B, S, D], with all its positions, and the head's table [V, D]."""
-        return all_gather_sequence(self.final_norm(non_layer, x), context.placement), self.head_table(non_layer)
+    def _head(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> Head:
+        """Return the head over the last block's output x [B, S, D]."""
+        placement = context.placement
+        classifier = Classifier(
+            self.config.vocabulary_size,
+            self.config.logit_softcap,
+            self.z_loss,
+            self.loss_chunk,
+            on_one_cpu=runs_on_one_cpu(placement.mesh),
+        )
+        x = all_gather_sequence(self.final_norm(non_layer, x), placement)
+        return Head(x, self.head_table(non_layer), batch, classifier, placement)
 
     def final_norm(self, non_layer: Params, x: jax.Array) -> jax.Array:
         """Return the head's input, multiplied with `logit_scale` in place of the logits."""

@@ -17,6 +17,7 @@ from flax import struct
 from jaxopt_llm.config import Kind, RopeConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.objectives import Objective
 from jaxopt_llm.parallel.placement import Placement
 
 
@@ -74,6 +75,7 @@ class Model(Protocol):
     layout: the segments, in order.
     mtp_layout: the modules of multi-token prediction, each a segment of one block; see execution/mtp.py.
     mtp_weight: weight of the mean loss of these modules.
+    objective: what the model learns.
     rope: settings of the rotary positions of the keys in a cache.
     """
 
@@ -91,6 +93,9 @@ class Model(Protocol):
 
     @property
     def mtp_weight(self) -> float: ...
+
+    @property
+    def objective(self) -> Objective: ...
 
     def with_specs(self, specs: Params) -> "Model":
         """Return the same model over other parameters: adapted, quantised or stacked by pipeline stage."""
@@ -128,22 +133,7 @@ class Model(Protocol):
     def loss(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (objective, loss), float32 sums over the tokens that count.
-
-        The loss is the cross-entropy, which is only reported. The objective is differentiated: it includes the z-loss
-        and is multiplied by loss_weight, float32 scalar. With an objective over pairs, the loss is what objectives.py
-        reports, float32 [len(REPORTED)], summed over pairs.
-        """
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the loss reads `Batch.reference`."""
-
-    def zero_loss(self) -> jax.Array:
-        """Return zeros in the shape of the loss."""
-
-    def count(self, batch: Batch) -> jax.Array:
-        """Return the number of tokens, or pairs, over which the loss of a batch is summed. batch: fields [..., S]."""
+        """Return what `objective.compute` does: what is differentiated, and sums to report, float32."""
 
     def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], of the last block's output x [B, S, D]."""

@@ -24,9 +24,9 @@ from jaxopt_llm.step.state import TrainState
 
 
 def make_held_out_loss(model: Model, executor: Executor, placement: Placement, xla: XlaConfig = NO_USER_OPTIONS) -> Any:
-    """Return a jitted (state, batch) -> (sum of the loss, number of tokens, or pairs, that it is summed over).
+    """Return a jitted (state, batch) -> (sum of the loss, number of tokens or other units in it).
 
-    The loss is in nats; with an objective over pairs it is what `Model.loss` reports.
+    The sum is what `Objective.compute` reports: of the next token in nats.
 
     Batch fields: [M, B, S].
     """
@@ -35,7 +35,7 @@ def make_held_out_loss(model: Model, executor: Executor, placement: Placement, x
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
         batch = add_reference(model, executor, params, batch, placement)
-        return executor.loss(model, params, batch, placement)[0], model.count(batch)
+        return executor.loss(model, params, batch, placement)[0], model.objective.count(batch)
 
     options = compiler_options(placement.mesh, user=xla)
     return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)

@@ -14,8 +14,8 @@ from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.data.rows.loader import read_ahead
 from jaxopt_llm.data.tokens.prepared import Verification
 from jaxopt_llm.distributed.process_group import Processes
-from jaxopt_llm.model import objectives
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.objectives import split_loss
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint
 from jaxopt_llm.run import initial_weights
@@ -188,15 +188,15 @@ class DecoderWorkload:
 
         With `training.ema_decay`, the average is measured in place of the parameters.
         """
-        total, losses = LossSum(), {}
+        total, losses, objective = LossSum(), {}, self._setup.program.model.objective
         state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
         for name, batches in self._setup.validation.items():
             placed = map(self._setup.local_rows.make_global, batches)
             loss = measure_loss(self._programs.held_out, state, placed, self.processes.main.wait)
             total += loss
             if self.config.evaluation.paths:
-                losses[f"eval_loss/{name}"] = float(objectives.split_loss(loss.mean)[0])
-        whole, metrics = objectives.split_loss(total.mean)
+                losses[f"eval_loss/{name}"] = float(split_loss(objective, loss.mean)[0])
+        whole, metrics = split_loss(objective, total.mean)
         return {"eval_loss": float(whole)} | losses | {f"eval_{name}": float(value) for name, value in metrics.items()}
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:

@@ -34,7 +34,8 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.model.objectives import Preference
+from jaxopt_llm.model.objectives import NextToken
+from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.activations import count_key_parts
@@ -377,7 +378,7 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         attention=attention.name,
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
-        preference=Preference(training.objective, config.preference) if training.compares else None,
+        objective=Preference(training.objective, config.preference) if training.compares else NextToken(),
         counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
 

@@ -18,7 +18,7 @@ def add_reference(model: Model, executor: Executor, params: Params, batch: Batch
 
     They cost a second forward, but no memory for other weights.
     """
-    if not model.needs_reference or batch.reference is not None:
+    if not model.objective.needs_reference or batch.reference is not None:
         return batch
     without = model.with_specs(leaves.remove_adapters(model.specs))
     with jax.named_scope(SCOPE):

@@ -24,12 +24,13 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import Executor, sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
-from jaxopt_llm.model import objectives, param
+from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import leaves, outliers
 from jaxopt_llm.model.linear.leaves import ScaledWeight, is_wrapped
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.moe import experts
+from jaxopt_llm.model.objectives import split_loss
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import LOCAL_GROUPS
@@ -305,7 +306,7 @@ def make_decoder_advance(
     else:
         differentiate = differentiate_decoder(model, executor, placement, specs.largest)
         advance = update_after_backward(differentiate, bind, specs, placement, settings)
-    if model.needs_reference:
+    if model.objective.needs_reference:
         advance = _with_reference(advance, model, executor, placement)
     if settings.dropout_seed is None:
         return advance
@@ -339,7 +340,7 @@ def _with_noise(advance: Advance, seed: int, placement: Placement) -> Advance:
 
 def _invert_count(model: Model, batch: Batch) -> jax.Array:
     """Return 1 / tokens or pairs that count, float32. A batch without any has loss 0 and gradient 0, not NaN."""
-    return 1.0 / jnp.maximum(model.count(batch), 1).astype(jnp.float32)
+    return 1.0 / jnp.maximum(model.objective.count(batch), 1).astype(jnp.float32)
 
 
 def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
@@ -370,7 +371,7 @@ def differentiate_decoder(
         )
         if largest is not None:
             gradients = leaves.map_scaled(lambda gradient, _: gradient.array, largest, gradients)
-        loss, metrics = objectives.split_loss(loss * weight)
+        loss, metrics = split_loss(model.objective, loss * weight)
         metrics |= _make_metrics(auxiliary.statistics)
         return Differentiated(loss, gradients, scale, metrics, state.variables)
 
@@ -398,7 +399,7 @@ def update_in_backward(
         loss, squares, auxiliary, sections = loss_and_update(
             model, sections, state.frozen, batch, weight, placement, read_params, update_period
         )
-        (loss, metrics), norm, overflow = objectives.split_loss(loss * weight), jnp.sqrt(squares), jnp.bool(False)
+        (loss, metrics), norm, overflow = split_loss(model.objective, loss * weight), jnp.sqrt(squares), jnp.bool(False)
         _, guard = judge_step(state.guard, loss, norm, overflow)
         metrics |= _make_metrics(auxiliary.statistics)
         return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)

@@ -17,7 +17,7 @@ from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.model.objectives import Preference
+from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.parallel.zero import parameter_sharding
 
 ROWS, LENGTH = 8, 48
@@ -41,7 +41,7 @@ def place(
     axes = axes or {}
     placement = toy.placement(zero, **axes)
     placement = replace(placement, sharding=replace(placement.sharding, **(sharding or {})))
-    model = Decoder(MODEL, loss_chunk=7, preference=Preference("dpo", SETTINGS))
+    model = Decoder(MODEL, loss_chunk=7, objective=Preference("dpo", SETTINGS))
     stages, remat = axes.get("pipeline", 1), RematConfig("full")
     if stages > 1:
         model = stack_by_stage(model, stages, pipelined)
@@ -63,7 +63,7 @@ def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
     frozen = jax.tree.map(lambda spec: None, model.specs)
 
     def run(params: Params, batch: Any) -> Any:
-        weight = 1 / model.count(batch).astype(jnp.float32)
+        weight = 1 / model.objective.count(batch).astype(jnp.float32)
         loss, count, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
         evaluated, _ = executor.loss(model, params, batch, placement)
         return loss, evaluated, count, executor.log_probabilities(model, params, batch, placement), gradients
@@ -96,10 +96,11 @@ def test_a_mesh_changes_nothing(mesh: str) -> None:
 def test_gradients_are_differences_of_the_loss() -> None:
     model, executor, placement, params, batch = place()
     _, _, pairs, gradients = one_device()
-    direction = jax.tree.map(lambda x: np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32), gradients)
+    # Along the gradient of each leaf the loss changes much more than its rounding.
+    direction = jax.tree.map(lambda x: x / max(np.linalg.norm(x), 1e-30), gradients)
     expected = sum(float(np.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (gradients, direction)), strict=True))
-    step, losses = 1e-4, []
+    step, losses = 1e-3, []
     for sign in (1, -1):
         moved = jax.tree.map(lambda x, d, sign=sign: x + sign * step * d, params, direction)
         losses.append(float(executor.loss(model, moved, batch, placement)[0][0]) / pairs)
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=5e-3)
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=1e-3)

@@ -7,7 +7,8 @@ import pytest
 import toy
 
 from jaxopt_llm.config import PreferenceConfig
-from jaxopt_llm.model.objectives import REPORTED, Preference, count_pairs, split_loss
+from jaxopt_llm.model.objectives import split_loss
+from jaxopt_llm.model.objectives.preference import REPORTED, Preference
 
 SETTINGS = PreferenceConfig(beta=0.3, label_smoothing=0.1, margin=0.4, nll_weight=0.7)
 NAMES = ("dpo", "ipo", "hinge", "cpo", "simpo", "orpo")
@@ -54,11 +55,11 @@ def test_an_objective_is_its_formula(name: str) -> None:
             gains = [found[row][answer].sum() - of for answer, of in zip(answers, reference, strict=True)]
             means = [found[row][answer].mean() for answer in answers]
             rewards.append([SETTINGS.beta * each for each in (means if name in ("simpo", "orpo") else gains)])
-    assert int(count_pairs(batch)) == len(losses) > 4
+    assert int(objective.count(batch)) == len(losses) > 4
     _, reported = objective.weigh_tokens(jnp.asarray(found, jnp.float32), batch)
     assert len(reported) == len(REPORTED)
     assert float(reported[0]) == pytest.approx(sum(losses), rel=1e-5)
-    _, metrics = split_loss(reported / len(losses))
+    _, metrics = split_loss(objective, reported / len(losses))
     sides = np.asarray(rewards)
     assert float(metrics["rewards/margin"]) == pytest.approx(float(np.mean(sides[:, 0] - sides[:, 1])), rel=1e-4)
     assert float(metrics["rewards/accuracy"]) == pytest.approx(float(np.mean(sides[:, 0] > sides[:, 1])))
@@ -80,7 +81,7 @@ def test_weights_are_the_derivative(name: str) -> None:
 def test_padding_and_other_documents_change_nothing() -> None:
     batch = toy.pairs(1, 60)
     found = jnp.asarray(-np.random.default_rng(1).exponential(1.0, batch.tokens.shape), jnp.float32)
-    pairs = int(count_pairs(batch))
+    pairs = int(Preference("dpo", SETTINGS).count(batch))
     assert pairs > 1
     whole = Preference("dpo", SETTINGS).weigh_tokens(found, batch)[1][0]
     alone = 0.0

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxopt_llm.config.training import WITH_REFERENCE, PreferenceConfig
 from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.head import Head
 
 BY_MEANS = ("simpo", "orpo")  # they compare log-probabilities per token
 # What an objective reports, as sums over pairs.
@@ -43,14 +44,9 @@ REPORTED = (
 )
 
 
-def count_pairs(batch: Batch) -> jax.Array:
-    """Return the number of pairs, int32. batch: fields [..., S]."""
-    return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
-
-
 @dataclass(frozen=True)
 class Preference:
-    """An objective. name: one of the formulas above. settings: their numbers."""
+    """An objective over pairs. name: one of the formulas above. settings: their numbers."""
 
     name: str
     settings: PreferenceConfig
@@ -58,6 +54,20 @@ class Preference:
     @property
     def needs_reference(self) -> bool:
         return self.name in WITH_REFERENCE
+
+    def count(self, batch: Batch) -> jax.Array:
+        return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
+
+    def zero(self) -> jax.Array:
+        return jnp.zeros(len(REPORTED), jnp.float32)
+
+    def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights, reported = self.weigh_tokens(head.log_probabilities(), batch)
+        return head.cross_entropy(weights, loss_weight)[0], reported
+
+    def name_metrics(self, means: Any) -> dict[str, Any]:
+        named = dict(zip(REPORTED[1:], means[1:], strict=True))
+        return named | {"rewards/margin": named["rewards/chosen"] - named["rewards/rejected"]}
 
     def weigh_tokens(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return weights of the tokens' cross-entropy whose gradient is the objective's, and REPORTED, float32.
@@ -126,11 +136,3 @@ def _sum_up_to(values: jax.Array, pair: jax.Array) -> jax.Array:
         return jnp.where(after[1], after[0], before[0] + after[0]), before[1] | after[1]
 
     return jax.lax.associative_scan(join, (values, begins), axis=1)[0]
-
-
-def split_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the loss, and the metrics of an objective over pairs. loss: a mean of what `Model.loss` reports."""
-    if loss.ndim == 0:
-        return loss, {}
-    means = dict(zip(REPORTED[1:], loss[1:], strict=True))
-    return loss[0], means | {"rewards/margin": means["rewards/chosen"] - means["rewards/rejected"]}
