@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from cases import run_cases
 
 from jaxopt_llm.compiler import hlo, topology
@@ -28,7 +29,7 @@ from jaxopt_llm.config import MeshConfig, ModelConfig, PrecisionConfig, Sharding
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import Sampling, make_step
+from jaxopt_llm.execution.decode import empty_rows, make_programs
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
@@ -72,8 +73,8 @@ class Compiled:
     cache: int
 
 
-def compile_step(config: ModelConfig, gpu: str, mesh: MeshConfig, rows: int, slots: int, tokens: int = 1) -> Compiled:
-    """Compile the step that reads `tokens` tokens of each row and writes one, with weights in bfloat16."""
+def compile_step(config: ModelConfig, gpu: str, mesh: MeshConfig, rows: int, slots: int) -> Compiled:
+    """Compile the step that draws a token in each row, with weights in bfloat16."""
     model, devices = Decoder(config), topology.gpu_topology(gpu, 1, mesh.devices)
     placement = Placement(make_mesh(mesh, devices), ShardingConfig(3), PrecisionConfig(compute_dtype="bfloat16"))
     params = {name: _abstract(name, specs, placement) for name, specs in model.specs.items()}
@@ -84,15 +85,13 @@ def compile_step(config: ModelConfig, gpu: str, mesh: MeshConfig, rows: int, slo
         ),
         jax.eval_shape(lambda: scan.make_caches(model, rows, slots, jnp.bfloat16, placement)),
     )
-    step = make_step(model, placement, config.vocabulary_size, Sampling(), caches)
-
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.replicated)
-
-    began = time.perf_counter()
-    lowered = topology.lower_without_gpu(
-        *(step, params, caches, integers(rows, tokens), integers(rows)), *(integers() for _ in range(4))
+    programs, state = make_programs(model, placement, config.vocabulary_size, caches), empty_rows(rows)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.replicated),
+        (state, np.ones(rows, np.bool_)),
     )
+    began = time.perf_counter()
+    lowered = topology.lower_without_gpu(programs.step, params, caches, *arguments)
     program = topology.compile_without_gpu(lowered)
     seconds = time.perf_counter() - began
     read = {**params, "non_layer": {**params["non_layer"]}}

@@ -55,22 +55,24 @@ def write_model(path: Path, model: str) -> int:
 
 
 def make_ours(folder: Path, rows: int, length: int) -> tuple[Callable[[Any, int], list[Any]], str]:
-    """Return a function (prompts, count) -> tokens [count, rows], and versions."""
+    """Return a function (prompts, count) -> tokens [rows, count], and versions."""
     import jax
 
     from jaxopt_llm.checkpoint.huggingface.model_folder import open_model_folder
     from jaxopt_llm.execution.by_layer import split_layers
-    from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+    from jaxopt_llm.execution.decode import Request, TokenGenerator
     from jaxopt_llm.inference.models import read_folder
 
     opened = open_model_folder(folder)
     model, params, placement = read_folder(opened, PrecisionConfig(compute_dtype="float32"), tensor=1)
     params, size = split_layers(params), opened.config.vocabulary_size
-    generator = TokenGenerator(model, params, placement, size, Sampling(), rows, length)
+    generator = TokenGenerator(model, params, placement, size, rows, length)
 
     def generate(prompts: Any, count: int) -> list[Any]:
         generator.load(params)  # an empty cache
-        return [each.tolist() for each in generator([*prompts], count)]
+        requests = [Request(prompt, count, number=number) for number, prompt in enumerate(prompts)]
+        drawn = [(each.request.number, each.token) for each in generator.run(requests, lambda request: False)]
+        return [[token for number, token in drawn if number == row] for row in range(len(requests))]
 
     return generate, f"jax {jax.__version__}"
 
@@ -88,7 +90,7 @@ def make_peer(folder: Path, rows: int, length: int) -> tuple[Callable[[Any, int]
         settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         with torch.inference_mode():
             found = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **settings)
-        return found[:, ids.shape[1] :].T.tolist()
+            return found[:, ids.shape[1] :].tolist()
 
     return generate, f"torch {torch.__version__}, transformers {transformers.__version__}"
 

@@ -55,6 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
     top_p = "sample from the most likely tokens with total probability P (default: 1)"
     add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    min_p = "sample from tokens with at least P times the probability of the most likely one (default: 0)"
+    add("--min-p", type=float, default=0.0, metavar="P", help=min_p)
+    penalty = "divisor of the positive logits of tokens that were there before, factor of negative ones (default: 1)"
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty)
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; can be given several times")
     return parser
@@ -69,7 +73,8 @@ from jaxopt_llm.config import DataConfig, ModelConfig
 from jaxopt_llm.config.data import find_argument_problems
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.inference import chat, models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.planning import oom
@@ -106,8 +111,10 @@ def generate(
     ends = find_eos_ids(source.config.data, tokenizer)
     continuations = [Continuation(tokenizer, prompt_ids.tolist(), ends, stops) for prompt_ids in ids]
     loaded = source.model, source.params, source.placement, model.vocabulary_size
-    generator = TokenGenerator(*loaded, sampling, rows=len(ids), length=longest + count)
-    extend_continuations(generator(ids, count), continuations, show)
+    generator = TokenGenerator(*loaded, rows=min(len(ids), MAX_ROWS), length=longest + count)
+    requests = [Request(prompt_ids, count, sampling, number) for number, prompt_ids in enumerate(ids)]
+    drawn = generator.run(requests, lambda request: continuations[request.number].done)
+    extend_continuations(((each.request.number, each.token) for each in drawn), continuations, show)
     return [continuation.text for continuation in continuations]
 
 
@@ -121,7 +128,10 @@ def generate(
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    sampling = Sampling(
+        *(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty),
+        seed=arguments.seed,
+    )
     _check_mode(arguments, prompts)
     default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
@@ -211,8 +221,12 @@ def _check_sampling(tokens: int, sampling: Sampling, stops: list[str]) -> None:
         raise InputError(f"--top-k {sampling.top_k}: must be at least 0")
     if not 0 < sampling.top_p <= 1:
         raise InputError(f"--top-p {sampling.top_p}: must be above 0 and at most 1")
-    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
-        raise InputError("--top-k and --top-p need sampling: set --temperature above 0")
+    if not 0 <= sampling.min_p < 1:
+        raise InputError(f"--min-p {sampling.min_p}: must be at least 0 and below 1")
+    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        raise InputError("--top-k, --top-p and --min-p need sampling: set --temperature above 0")
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        raise InputError(f"--repetition-penalty {sampling.repetition_penalty}: must be above 0")
     if not 0 <= sampling.seed < 2**32:
         raise InputError(f"--seed {sampling.seed}: must lie between 0 and 2**32 - 1")
     if "" in stops:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 import toy
 from commands import command, train
@@ -17,7 +16,8 @@ from jaxopt_llm.config import Config, ModelConfig
 from jaxopt_llm.core.errors import InputError, OutOfMemory
 from jaxopt_llm.data.tokens.continuation import Continuation
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
-from jaxopt_llm.execution.decode import Sampling
+from jaxopt_llm.execution.decode import Drawn, Request
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.generate import generate, main
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.decoder import Decoder
@@ -165,9 +165,9 @@ def test_a_prompt_begins_with_what_the_tokenizer_adds(monkeypatch: pytest.Monkey
     class Generator:
         def __init__(self, *_: object, **__: object) -> None: ...
 
-        def __call__(self, ids: list[np.ndarray], count: int) -> Iterator[np.ndarray]:
-            seen.extend(each.tolist() for each in ids)
-            yield np.full(len(ids), ByteTokenizer.eos)
+        def run(self, requests: list[Request], has_ended: object) -> Iterator[Drawn]:
+            seen.extend(request.prompt.tolist() for request in requests)
+            yield from (Drawn(request, ByteTokenizer.eos, 0.0) for request in requests)
 
     monkeypatch.setattr("jaxopt_llm.generate.TokenGenerator", Generator)
     config, tokenizer = Config(), ByteTokenizer()

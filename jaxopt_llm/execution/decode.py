@@ -1,82 +1,120 @@
-"""Token-by-token generation with a key/value cache, with the same blocks as training.
+"""Generation with a key/value cache, with the same blocks as training.
 
-Letters: B prompts, S tokens per call, V vocabulary.
+A generator has a number of rows. Each row holds the cache of one request: its prompt and the tokens drawn after it.
+When a request ends, the next one takes its row, while the other rows go on (continuous batching, Yu et al. 2022, Orca).
+Two programs do the work: one draws a token in every row, the other fills rows with prompts. Keys that some row holds
+already are copied, so that a prompt, or a beginning that several prompts share, is computed once.
+
+Letters: B rows, S tokens per call, V vocabulary, N rows that are filled, G groups of devices that divide the rows.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from numpy.typing import NDArray
 
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.sampling import Draws, Sampling, draw_tokens, make_draws
 from jaxopt_llm.kernels.attention_types import KeyRanges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
 
-PADDING_ID = -1  # marks padded slots
-MIN_PREFILL = 16  # minimum length of a prompt's computation; fewer tokens would not be cheaper
+MIN_FILL = 16  # minimum tokens of a row that are filled at once; fewer would not be cheaper
+MAX_FILL_TOKENS = 8192  # of all rows that are filled at once; more need memory, and are not faster
 # A step reads all slots of the cache, so the cache grows with the text. Each of its sizes needs a program of its own:
 # the sizes are SMALLEST_CACHE times 1, 1.5, 2, 3, 4, 6 and so on, and begin where the cache has this share of the
 # weights' bytes. Below it there is little to save.
 SMALLEST_CACHE = 256
 SMALL_SHARE = 1 / 8
+MAX_ROWS = 256  # of a generator for many prompts
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt to continue.
+
+    Attributes:
+        prompt: its ids, int32 [P], at least one.
+        count: maximum number of tokens to draw.
+        sampling: how they are drawn.
+        number: number of the request. The random numbers are a function of the seed, this number, and the number of
+            tokens drawn before: neither other requests nor the rows change them.
+    """
+
+    prompt: NDArray[np.int32]
+    count: int
+    sampling: Sampling = field(default_factory=Sampling)
+    number: int = 0
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Settings of sampling.
+class Drawn:
+    """A token drawn for a request.
 
     Attributes:
-        temperature: divides the logits; 0 selects the most likely token.
-        top_k: sample only from the k most likely tokens; 0 means all.
-        top_p: sample only from the most likely tokens whose probabilities sum to at least this value (nucleus sampling,
-            Holtzman et al. 2020, arXiv:1904.09751).
-        seed: seed of the random numbers.
+        request: the request.
+        token: its id.
+        log_probability: that of the token in the model's distribution, which no setting of sampling changes.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    request: Request
+    token: int
+    log_probability: float
 
 
-def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Return logits float32 [B, V], divided by the temperature; -inf for tokens outside top-k or top-p.
+@struct.dataclass
+class Rows:
+    """The rows on the devices, each field [B].
 
-    Tokens with the same logit as the least likely remaining token remain too.
+    Attributes:
+        tokens: int32, the last token of each row, whose keys are not in the cache.
+        slots: int32, filled slots of the cache, which is the slot of that token.
+        draws: settings and random numbers of each row.
     """
-    scaled = logits / sampling.temperature
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        least = jax.lax.top_k(scaled, sampling.top_k)[0][:, -1:]
-        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
-    if sampling.top_p < 1:
-        ordered = jnp.sort(scaled, axis=-1, descending=True)
-        probability = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
-    return scaled
+
+    tokens: Leaf
+    slots: Leaf
+    draws: Draws
 
 
-def sample_tokens(logits: jax.Array, sampling: Sampling, seed: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the next token of each row, int32 [B].
+@struct.dataclass
+class Filling:
+    """The content of N rows to fill. They are divided over the devices as the rows of the cache are.
 
-    The random numbers depend only on (seed, row, index), not on the other rows of the batch.
+    Attributes:
+        row, source: int32 [N], the row to fill and the row whose cache it begins with, counted in their group of
+            devices. None if all rows are filled, each from its own cache.
+        is_new: bool [N], False for places that only complete a group: their rows stay as they are.
+        tokens: int32 [N, S].
+        first: int32 [N], slot of the first of these tokens. last: int32 [N], index in them of the last token.
+        draws: of the new rows.
     """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    key = jax.random.fold_in(jax.random.key(seed), index)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, filter_logits(logits, sampling)).astype(jnp.int32)
+
+    row: Leaf
+    source: Leaf
+    is_new: Leaf
+    tokens: Leaf
+    first: Leaf
+    last: Leaf
+    draws: Draws
+
+
+def empty_rows(rows: int) -> Rows:
+    """Return rows that hold nothing."""
+    none = np.zeros(rows, np.int32)
+    return Rows(none, none, make_draws([Sampling()] * rows, none.tolist(), none.tolist()))
 
 
 def choose_slots(needed: int, most: int) -> int:
@@ -88,158 +126,431 @@ def choose_slots(needed: int, most: int) -> int:
     return min(size, most)
 
 
-def make_step(
-    model: Model, placement: Placement, vocabulary_size: int, sampling: Sampling, caches: tree.Tree
-) -> Callable[..., tuple[jax.Array, tree.Tree]]:
-    """Return the compiled function of one generation step.
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The compiled functions of generation. Both donate the caches, whose shardings stay as they are.
 
-    step(params, caches, tokens [B, S], padding [B], first, last, seed, index) -> (tokens [B], caches)
-
-    It writes the keys and values of tokens to the cache slots from `first`, and returns the token after position `last`
-    of `tokens`. `padding` is the number of unused slots at the start of each row. The input caches are donated; the
-    output caches have the same shardings as `caches`.
+    Attributes:
+        step: (params, caches, rows, is_active [B]) -> (caches, rows, tokens [B], their log-probabilities [B]). It draws
+            a token in each row. Rows that are not active stay where they are, and their tokens have no meaning.
+        fill: (params, caches, rows, filling) -> (caches, rows, tokens [N], their log-probabilities [N]). It writes the
+            keys of the tokens, and draws the token after them.
     """
 
-    def step(
-        params: Params, caches: Any, tokens: jax.Array, padding: Any, first: Any, last: Any, seed: Any, index: Any
-    ) -> tuple[jax.Array, Any]:
-        slots = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = slots - padding[:, None]
-        key_ranges = KeyRanges(*jnp.broadcast_arrays(padding[:, None], slots))
-        lengths = (first + last + 1 - padding)[:, None]
+    step: Any
+    fill: Any
+
+
+def make_programs(model: Model, placement: Placement, vocabulary_size: int, caches: tree.Tree) -> Programs:
+    """Return the programs of a model.
+
+    vocabulary_size: V, without padding. caches: those of the calls, or abstract ones, with their shardings.
+    """
+    groups = placement.size(*BATCH_AXES)
+
+    def run(
+        params: Params, caches: Any, tokens: jax.Array, first: jax.Array, last: jax.Array, draws: Draws
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        key_ranges, lengths = KeyRanges(jnp.zeros_like(positions), positions), (first + last + 1)[:, None]
         context = Context(positions, key_ranges, placement, cache_index=first, lengths=lengths)
         logits, caches = scan.forward(model, params, tokens, context, caches, only=last)
-        return sample_tokens(logits[:, 0, :vocabulary_size], sampling, seed, index), caches
+        return *draw_tokens(logits[:, 0, :vocabulary_size], draws), caches
+
+    def step(params: Params, caches: Any, rows: Rows, is_active: jax.Array) -> tuple[Any, Rows, jax.Array, jax.Array]:
+        last = jnp.zeros_like(rows.slots)
+        tokens, found, caches = run(params, caches, rows.tokens[:, None], rows.slots, last, rows.draws)
+        after = Rows(tokens, rows.slots + 1, rows.draws.add(tokens))
+        after = jax.tree.map(lambda new, old: _select(is_active, new, old), after, rows)
+        return caches, after, tokens, found
+
+    def fill(params: Params, caches: Any, rows: Rows, new: Filling) -> tuple[Any, Rows, jax.Array, jax.Array]:
+        begun = caches if new.row is None else jax.tree.map(lambda x: _take(x, new.source, groups), caches)
+        tokens, found, written = run(params, begun, new.tokens, new.first, new.last, new.draws)
+        after = Rows(tokens, new.first + new.last + 1, new.draws.add(tokens))
+        if new.row is None:
+            return written, jax.tree.map(lambda x, old: _select(new.is_new, x, old), after, rows), tokens, found
+
+        def put(old: jax.Array, new_rows: jax.Array) -> jax.Array:
+            kept = _take(old, new.row, groups)
+            return _put(old, new.row, _select(new.is_new, new_rows, kept), groups)
+
+        return jax.tree.map(put, caches, written), jax.tree.map(put, rows, after), tokens, found
 
     # Fixed output shardings: an output whose sharding differs from the input's would cause a recompilation. Every
     # process of a job reads all tokens.
-    results = placement.replicated, jax.tree.map(lambda x: x.sharding, caches)
+    replicated = placement.replicated
+    results = jax.tree.map(lambda x: x.sharding, caches), replicated, replicated, replicated
     options = compiler_options(placement.mesh)
-    return jax.jit(step, donate_argnums=1, out_shardings=results, compiler_options=options)
+    return Programs(
+        *(jax.jit(f, donate_argnums=1, out_shardings=results, compiler_options=options) for f in (step, fill))
+    )
+
+
+def _select(is_new: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Select rows of two arrays [N, ...]."""
+    return jnp.where(is_new.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
+    """Return rows of x [B, ...], int32 [N], counted in each of the groups of devices that divide them."""
+    taken = jax.vmap(lambda x, rows: x[rows])(*(each.reshape(groups, -1, *each.shape[1:]) for each in (x, rows)))
+    return taken.reshape(-1, *x.shape[1:])
+
+
+def _put(x: jax.Array, rows: jax.Array, new: jax.Array, groups: int) -> jax.Array:
+    """Write rows of x [B, ...]; see `_take`. Rows that are named several times get equal values."""
+    divided = (each.reshape(groups, -1, *each.shape[1:]) for each in (x, rows, new))
+    return jax.vmap(lambda x, rows, new: x.at[rows].set(new))(*divided).reshape(x.shape)
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row as the host knows it.
+
+    Attributes:
+        ids: ids whose keys are in its cache, and after them, if it has a request, the ids that follow.
+        request: the request that it holds; None if it is free.
+        launched: number of tokens of the request whose computation has begun.
+        read: number of those that were read.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    request: Request | None = None
+    launched: int = 0
+    read: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of slots that are filled when all computations that have begun are done; of a row with a request."""
+        return len(self.ids) - 1 + self.launched - self.read
+
+    @property
+    def is_active(self) -> bool:
+        """True if more tokens of the request are to be computed."""
+        return self.request is not None and self.launched < self.request.count
+
+    def hold(self, request: Request, prompt: list[int]) -> None:
+        """Take a request."""
+        self.request, self.ids, self.launched, self.read = request, prompt, 0, 0
+
+    def release(self) -> None:
+        """Give up the request; the ids whose keys are in the cache stay."""
+        if self.request is not None:
+            self.ids = self.ids[: self.length]
+        self.request = None
 
 
 class TokenGenerator:
     """Generator of tokens after prompts.
 
-    The keys and values of prompts and generated tokens stay in the cache between calls. If the next prompts start with
-    the same tokens, only the rest is computed. The cache grows with the text, up to `length` slots.
+    Keys and values of prompts and of tokens stay in the cache after a request, until its row is needed. A prompt that
+    begins as some row does begins with a copy of its cache. The cache grows with the text, up to `length` slots.
 
     Args:
         model: the model.
         params: its parameters by layer.
         placement: shardings of parameters and cache.
         vocabulary_size: V, without padding.
-        sampling: settings of sampling.
-        rows: prompts per call.
-        length: maximum slots of the cache, enough for the longest prompt and the tokens generated after it.
+        rows: requests at a time.
+        length: maximum slots of the cache, enough for the longest prompt and the tokens drawn after it.
     """
 
     def __init__(
-        self,
-        model: Model,
-        params: Params,
-        placement: Placement,
-        vocabulary_size: int,
-        sampling: Sampling,
-        rows: int,
-        length: int,
+        self, model: Model, params: Params, placement: Placement, vocabulary_size: int, rows: int, length: int
     ) -> None:
-        self._rows, self._length = rows + -rows % placement.size(*BATCH_AXES), length  # the batch is split over devices
-        self._rope = model.rope
-        self._seed, dtype = jnp.uint32(sampling.seed), placement.precision.compute_dtype
+        self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
+        self._rope, self._vocabulary_size, self._length = model.rope, vocabulary_size, length
+        self._row_count, dtype = rows + -rows % self._groups, placement.precision.compute_dtype
         self._make_caches = jax.jit(
-            lambda slots: scan.make_caches(model, self._rows, slots, dtype, placement), static_argnums=0
+            lambda slots: scan.make_caches(model, self._row_count, slots, dtype, placement), static_argnums=0
         )
         one_slot = jax.eval_shape(functools.partial(self._make_caches, 1))
         slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_slot))
         # Devices divide the rows of the cache. The weights are gathered.
-        share = (
-            SMALL_SHARE
-            * sum(x.nbytes for x in {id(x): x for x in jax.tree.leaves(params)}.values())
-            * placement.size(*BATCH_AXES)
-        )
-        self._small = int(share // slot)
+        weights = sum(x.nbytes for x in {id(x): x for x in jax.tree.leaves(params)}.values())
+        self._small = int(SMALL_SHARE * weights * self._groups // slot)
+        self._samples = self._filters = self._penalises = False  # whether any request did so far
         self.load(params)
-        self._step = make_step(model, placement, vocabulary_size, sampling, self._caches)
+        self._programs = make_programs(model, placement, vocabulary_size, self._caches)
 
     def load(self, params: Params) -> None:
-        """Use these parameters from now on, with an empty cache."""
-        self._params, self._sampled = params, 0
-        # Ids in the slots of the cache, [B, slots]. Rows are padded on the left. Two rows with different padding differ
-        # at the slot where the first of them starts, because padded slots hold PADDING_ID.
-        self._cached_ids = np.empty((self._rows, 0), np.int32)
+        """Use these parameters from now on, with an empty cache. Requests that have not ended are dropped."""
+        self._params = params
+        self._waiting: deque[Request] = deque()
+        # Of the computations that have begun, oldest first: row and request of each token, tokens, log-probabilities.
+        self._begun: deque[tuple[list[tuple[_Row, Request] | None], jax.Array, jax.Array]] = deque()
+        self._rows = [_Row() for _ in range(self._row_count)]
         self._slots = choose_slots(self._small, self._length)
         self._caches: tree.Tree = self._make_caches(self._slots)
+        self._state = empty_rows(self._row_count)
 
     def unload(self) -> None:
         """Free the cache and the parameters, until `load` is called. The compiled programs stay."""
         self._params, self._caches = {}, None
 
-    def __call__(self, prompts: Sequence[NDArray[np.int32]], count: int) -> Iterator[NDArray[np.int32]]:
-        """Yield the next token of every prompt, int32 [B], `count` times. The step after it runs asynchronously.
+    def run(self, requests: Iterable[Request], has_ended: Callable[[Request], bool]) -> Iterator[Drawn]:
+        """Yield the tokens of requests, each in order. A request ends with its count, or when `has_ended` says so.
 
-        prompts: ids of each prompt, at least one. Shorter prompts are padded on the left, and padding is masked.
+        `has_ended` is called after each token of a request. The computation of the next tokens has begun by then.
         """
-        given, longest = len(prompts), max(prompt.size for prompt in prompts)
-        assert given <= self._rows and longest + count <= self._length
-        prompts = [*prompts, *[prompts[-1]] * (self._rows - given)]
-        padding = np.array([longest - prompt.size for prompt in prompts], np.int32)
-        ids = np.stack([np.pad(prompt, (longest - prompt.size, 0), constant_values=PADDING_ID) for prompt in prompts])
-        begin = min(_common_prefix(self._cached_ids, ids), longest - 1)
-        if self._frequencies_differ(self._cached_ids.shape[1] - padding, longest - padding):
-            begin = 0
-        tokens = self._fill(ids, padding, begin)
-        for slot in range(longest, longest + count - 1):
-            previous = tokens
-            # As in transformers: when a document outgrows its short factors, its keys are rotated again. With dynamic
-            # scaling, the frequencies change with every token, and keys stay as they were rotated.
-            if self._rope.scaling == "longrope" and self._frequencies_differ(slot - padding, slot + 1 - padding):
-                tokens = self._fill(self._append(previous), padding, 0)
+        for request in requests:
+            self.add(request)
+        try:
+            while self.is_busy:
+                for drawn in self.advance():
+                    yield drawn
+                    if has_ended(drawn.request):
+                        self.end(drawn.request)
+        finally:
+            self.clear()
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for a row."""
+        assert request.prompt.size and request.count > 0
+        assert request.prompt.size + request.count <= self._length
+        sampling = request.sampling
+        self._samples |= sampling.temperature > 0
+        self._filters |= sampling.filters
+        self._penalises |= sampling.repetition_penalty != 1
+        self._waiting.append(request)
+
+    def end(self, request: Request) -> None:
+        """End a request before its count. Tokens of it whose computation has begun are dropped."""
+        for row in self._rows:
+            if row.request is request:
+                row.release()
+        self._waiting = deque(each for each in self._waiting if each is not request)
+
+    def clear(self) -> None:
+        """End all requests."""
+        self._waiting.clear()
+        for row in self._rows:
+            row.release()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if some request has not ended."""
+        return bool(self._waiting) or any(row.request is not None for row in self._rows)
+
+    def advance(self) -> list[Drawn]:
+        """Return the next tokens: of the computation that began first, after another one has begun."""
+        while len(self._begun) < 2 and self._begin():
+            pass
+        return self._read() if self._begun else []
+
+    def _begin(self) -> bool:
+        """Begin a computation. Return False if there is none to begin now."""
+        if outgrown := [row for row in self._rows if self._outgrows(row)]:
+            if self._begun:  # their ids are not known yet
+                return False
+            self._fill([_Place(row, row, 0) for row in outgrown])
+        elif self._waiting and any(row.request is None for row in self._rows):
+            self._fill(self._choose_places())
+        elif any(row.is_active for row in self._rows):
+            self._step()
+        else:
+            return False
+        return True
+
+    def _outgrows(self, row: _Row) -> bool:
+        """Return whether the next token changes the frequencies of a row's keys, so that they are rotated again.
+
+        As in transformers, this is so when a document outgrows its short factors. With dynamic scaling, the frequencies
+        change with every token, and keys stay as they were rotated.
+        """
+        grows = self._rope.scaling == "longrope" and row.is_active and row.launched > 0
+        return grows and not self._rope.same_frequencies(row.length, row.length + 1)
+
+    def _step(self) -> None:
+        """Draw a token in each active row."""
+        self._reserve(1 + max(row.length for row in self._rows if row.is_active))
+        is_active = np.array([row.is_active for row in self._rows])
+        self._state = self._fit_state()
+        self._caches, self._state, *drawn = self._programs.step(self._params, self._caches, self._state, is_active)
+        self._record([row if row.is_active else None for row in self._rows], drawn)
+
+    def _fit_state(self) -> Rows:
+        return replace(self._state, draws=self._fit(self._state.draws))
+
+    def _fit(self, draws: Draws, rows: Iterable[_Row | None] = ()) -> Draws:
+        """Return draws for programs with the features that requests need. rows: those that the draws are of."""
+        if self._penalises and draws.seen is None:
+            seen = np.zeros((draws.index.shape[0], self._vocabulary_size), np.bool_)
+            for place, row in enumerate(rows):
+                if row is not None:
+                    seen[place, row.ids] = True
+            draws = replace(draws, seen=seen)
+        return replace(draws, samples=self._samples, filters=self._filters)
+
+    def _record(self, rows: list[_Row | None], drawn: list[jax.Array]) -> None:
+        """Record that a token of each of these rows is on its way. drawn: tokens and log-probabilities.
+
+        A row that comes again only completes a group.
+        """
+        begun: list[tuple[_Row, Request] | None] = []
+        for place, row in enumerate(rows):
+            if row is None or row.request is None or row in rows[:place]:
+                begun.append(None)
             else:
-                self._reserve(slot + 1)
-                tokens = self._advance(previous[:, None], padding, slot, 0)
-                self._cached_ids = self._append(previous)
-            yield self._cached_ids[:given, -1]
-        yield np.asarray(tokens)[:given]
+                row.launched += 1
+                begun.append((row, row.request))
+        tokens, log_probabilities = drawn
+        self._begun.append((begun, tokens, log_probabilities))
 
-    def _append(self, tokens: jax.Array) -> NDArray[np.int32]:
-        return np.concatenate([self._cached_ids, np.asarray(tokens)[:, None]], axis=1)
+    def _read(self) -> list[Drawn]:
+        """Return the tokens of the computation that began first."""
+        rows, tokens, log_probabilities = self._begun.popleft()
+        found = []
+        for place, token, log_probability in zip(rows, *map(np.asarray, (tokens, log_probabilities)), strict=True):
+            if place is None or place[0].request is not place[1]:  # has ended
+                continue
+            row, request = place
+            row.ids.append(int(token))
+            row.read += 1
+            if row.read == request.count:
+                row.release()
+            found.append(Drawn(request, int(token), float(log_probability)))
+        return found
 
-    def _frequencies_differ(self, lengths: NDArray[np.int32], others: NDArray[np.int32]) -> bool:
-        """Return whether RoPE has other frequencies in some row if the row has another length."""
-        return any(not self._rope.same_frequencies(*pair) for pair in zip(lengths, others, strict=True))
+    def _choose_places(self) -> list["_Place"]:
+        """Give waiting requests rows, and choose whose caches they begin with.
 
-    def _fill(self, ids: NDArray[np.int32], padding: NDArray[np.int32], begin: int) -> jax.Array:
-        """Write ids [B, slots] to the cache, of which it has the first `begin`, and return the token after them, [B].
-
-        Each length needs its own compiled program, so lengths are powers of two. The slots after the last id are
-        overwritten before a query attends to them. If the computation would extend beyond the cache, it starts earlier.
+        A request waits on if it shares a beginning with one that is given a row now: it will be copied from there.
         """
-        slots = ids.shape[1]
-        self._reserve(slots)
-        size = min(max(MIN_PREFILL, 1 << (slots - begin - 1).bit_length()), self._slots)
-        begin = min(begin, self._slots - size)
-        rest = np.pad(np.maximum(ids[:, begin:], 0), ((0, 0), (0, size - (slots - begin))))
-        self._cached_ids = ids
-        return self._advance(rest, padding, begin, slots - 1 - begin)
+        places: list[_Place] = []
+        postponed: deque[Request] = deque()
+        longest = 0
+        while self._waiting:
+            request = self._waiting[0]
+            prompt = request.prompt.tolist()
+            place = self._find_place(prompt)
+            if place is None:
+                break
+            shared = max((_common_prefix(each.row.ids, prompt) for each in places), default=0)
+            if shared >= place.begin + MIN_FILL:
+                postponed.append(self._waiting.popleft())
+                continue
+            size = _fill_size(max(longest, len(prompt) - place.begin))
+            if places and size * (len(places) + 1) > MAX_FILL_TOKENS:
+                break
+            longest = max(longest, len(prompt) - place.begin)
+            places.append(place)
+            place.row.hold(self._waiting.popleft(), prompt)
+        self._waiting.extendleft(reversed(postponed))
+        return places
+
+    def _find_place(self, prompt: list[int]) -> "_Place | None":
+        """Return the free row whose group of devices holds the longest beginning of a prompt; None: no row is free."""
+        size, best, best_key = self._row_count // self._groups, None, None
+        for group in range(self._groups):
+            rows = self._rows[group * size : (group + 1) * size]
+            free = [row for row in rows if row.request is None]
+            if not free:
+                continue
+            begins = {id(row): self._count_cached(row, prompt) for row in rows}
+            source = max(rows, key=lambda row: (begins[id(row)], row.request is None))
+            row = source if source.request is None else min(free, key=lambda row: len(row.ids))
+            key = begins[id(source)], len(free)
+            if best_key is None or key > best_key:
+                best, best_key = _Place(row, source, begins[id(source)]), key
+        return best
+
+    def _count_cached(self, row: _Row, prompt: list[int]) -> int:
+        """Return the number of first tokens of a prompt whose keys a row holds; at least one token is left out."""
+        if row.request is not None and not row.launched:  # it is filled together with this prompt
+            return 0
+        cached = row.ids if row.request is None else row.ids[: row.length]
+        same = min(_common_prefix(cached, prompt), len(prompt) - 1)
+        return same if self._rope.same_frequencies(len(row.ids), len(prompt)) else 0
+
+    def _fill(self, places: list["_Place"]) -> None:
+        """Fill rows with the ids that the host knows of them, and draw the token after them."""
+        self._reserve(max(len(place.row.ids) for place in places))
+        size = min(_fill_size(max(len(place.row.ids) - place.begin for place in places)), self._slots)
+        filled = [place.row for place in places]
+        is_whole = (
+            2 * len(places) > len(self._rows)
+            and all(place.source is place.row for place in places)
+            and all(row in filled or row.request is None for row in self._rows)
+        )
+        if is_whole:
+            table = [next((place for place in places if place.row is row), None) for row in self._rows]
+            for row in self._rows:  # the other rows are overwritten
+                row.ids = row.ids if row in filled else []
+        else:
+            table = self._divide(places)
+        filling, self._state = self._make_filling(table, size, is_whole), self._fit_state()
+        self._caches, self._state, *drawn = self._programs.fill(self._params, self._caches, self._state, filling)
+        self._record([None if place is None else place.row for place in table], drawn)
+
+    def _divide(self, places: list["_Place"]) -> list["_Place | None"]:
+        """Return places by group of devices. Each group has the same number of them, and repeats its first if need be.
+
+        The number is a power of 2, because each needs a program of its own.
+        """
+        size = len(self._rows) // self._groups
+        by_group: list[list[_Place | None]] = [[] for _ in range(self._groups)]
+        for place in places:
+            by_group[self._rows.index(place.row) // size].append(place)
+        count = 1 << (max(map(len, by_group)) - 1).bit_length()
+        return [
+            place for group in by_group for place in (*group, *(group[:1] or [None]) * (min(count, size) - len(group)))
+        ]
+
+    def _make_filling(self, table: list["_Place | None"], size: int, is_whole: bool) -> Filling:
+        """Return what rows are filled with. size: S."""
+        empty = _Place(_Row(), _Row(), 0)
+        places = [empty if place is None else place for place in table]
+        per_group = len(self._rows) // self._groups
+        numbers = {id(row): number % per_group for number, row in enumerate(self._rows)}
+        tokens, first, last = np.zeros((len(places), size), np.int32), [], []
+        for ids, place in zip(tokens, places, strict=True):
+            # If the computation would extend beyond the cache, it starts earlier.
+            begin = min(place.begin, self._slots - size)
+            rest = place.row.ids[begin:]
+            ids[: len(rest)] = rest
+            first.append(begin)
+            last.append(max(len(rest) - 1, 0))
+        requests = [Request(ids, 1) if place.row.request is None else place.row.request for place in places]
+        draws = make_draws(
+            [request.sampling for request in requests],
+            [request.number for request in requests],
+            [place.row.launched for place in places],
+        )
+        row, source = (
+            np.array([numbers.get(id(getattr(place, name)), 0) for place in places], np.int32)
+            for name in ("row", "source")
+        )
+        return Filling(
+            row=None if is_whole else row,
+            source=None if is_whole else source,
+            is_new=np.array([place is not None for place in table]),
+            tokens=tokens,
+            first=np.array(first, np.int32),
+            last=np.array(last, np.int32),
+            draws=self._fit(draws, [place.row for place in places]),
+        )
 
     def _reserve(self, slots: int) -> None:
         """Let the cache grow until it has this number of slots."""
         if slots > self._slots:
             self._slots = choose_slots(slots, self._length)
             # Array by array, so that only one is there twice.
-            leaves, structure = jax.tree.flatten(self._caches)
+            arrays, structure = jax.tree.flatten(self._caches)
             self._caches = None
-            for i, x in enumerate(leaves):
-                leaves[i] = _grow(x.sharding)(x, self._slots)
-            self._caches = jax.tree.unflatten(structure, leaves)
+            for i, x in enumerate(arrays):
+                arrays[i] = _grow(x.sharding)(x, self._slots)
+            self._caches = jax.tree.unflatten(structure, arrays)
 
-    def _advance(self, tokens: Any, padding: NDArray[np.int32], first: int, last: int) -> jax.Array:
-        """Write tokens [B, S] to the slots from `first`, and return the token after position `last` of them, [B]."""
-        bounds, index = map(jnp.int32, (first, last)), jnp.int32(self._sampled)
-        self._sampled += 1
-        sampled, self._caches = self._step(self._params, self._caches, tokens, padding, *bounds, self._seed, index)
-        return sampled
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A row that is filled, the row whose cache it begins with, and the number of slots that are taken from there."""
+
+    row: _Row
+    source: _Row
+    begin: int
 
 
 @functools.cache
@@ -252,8 +563,19 @@ def _grow(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, int], jax.Arr
     return jax.jit(grow, static_argnums=1, out_shardings=sharding)
 
 
-def _common_prefix(cached: NDArray[np.int32], ids: NDArray[np.int32]) -> int:
-    """Return the number of first slots that are equal in all rows of two arrays [B, slots]."""
-    shorter = min(cached.shape[1], ids.shape[1])
-    same = (cached[:, :shorter] == ids[:, :shorter]).all(axis=0)
-    return shorter if same.all() else int(same.argmin())
+def _fill_size(tokens: int) -> int:
+    """Return the number of tokens that are computed for a row with this number of new ones.
+
+    Each needs a program of its own, so they are powers of two. The slots after the last token are overwritten before a
+    query attends to them.
+    """
+    return max(MIN_FILL, 1 << (tokens - 1).bit_length())
+
+
+def _common_prefix(ids: list[int], others: list[int]) -> int:
+    """Return the number of first ids that are equal."""
+    low, high = 0, min(len(ids), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if ids[low:middle] == others[low:middle] else (low, middle - 1)
+    return low

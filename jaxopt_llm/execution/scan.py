@@ -215,7 +215,7 @@ def forward(
     """Return the logits of tokens [B, S], float32 [B, S, V], and the caches with these tokens written.
 
     params: stacked, or by layer. caches: see `make_caches`; they need parameters by layer.
-    only: index of a position; the logits are then those of this position, [B, 1, V].
+    only: int32 [B], a position of each row; the logits are then those of these positions, [B, 1, V].
     """
     assert not uses_zigzag(context.placement), "logits would be in zigzag order"
     perturbations = no_perturbations(model.specs)
@@ -226,7 +226,7 @@ def forward(
         model, model_segments(model), params, perturbations, x, context, RematConfig("none"), caches
     )
     if only is not None:
-        x = jax.lax.dynamic_slice_in_dim(x, only, 1, axis=1)
+        x = jnp.take_along_axis(x, only[:, None, None], axis=1)
     return model.logits(non_layer, x, context), caches
 
 

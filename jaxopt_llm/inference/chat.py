@@ -1,6 +1,6 @@
 """Conversation in the terminal with the chat template of the tokenizer."""
 
-import itertools
+import functools
 import signal
 import sys
 import threading
@@ -16,7 +16,8 @@ import numpy as np
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.data.tokens.template import Renderer, find_template
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import Request, TokenGenerator
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.inference.models import LoadedModel
 
 
@@ -50,7 +51,7 @@ def converse(
         )
     template = find_template(data, tokenizer)
     loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
-    generator = TokenGenerator(*loaded, sampling, rows=1, length=context)
+    generator = TokenGenerator(*loaded, rows=1, length=context)
     remedy = "start a new one, or increase --context"
     messages = [] if system is None else [{"role": "system", "content": system}]
     renderer = Renderer(template)
@@ -66,14 +67,19 @@ def converse(
             raise InputError(f"--context {context}: the conversation now has {ids.size:,} tokens; {remedy}")
         answer = Continuation(tokenizer, ids.tolist(), eos_ids, stop_strings)
         with _catch_interrupt() as interrupted:
-            tokens = generator([ids], min(max_answer_tokens, room))
-            steps = itertools.takewhile(lambda _: not interrupted.is_set(), tokens)
-            ended = extend_continuations(steps, [answer], print_text)
+            request = Request(ids, min(max_answer_tokens, room), sampling, number=len(messages))
+            has_ended = functools.partial(_has_ended, answer, interrupted)
+            drawn = generator.run([request], has_ended)
+            ended = extend_continuations(((0, each.token) for each in drawn), [answer], print_text)
         print(flush=True)
         if not ended and room <= max_answer_tokens and not interrupted.is_set():
             problem = "the answer is cut off because the conversation is full"
             raise InputError(f"--context {context}: {problem}; {remedy}")
         messages.append(renderer.read_answer(answer.text, answer.whole))
+
+
+def _has_ended(answer: Continuation, interrupted: threading.Event, request: Request) -> bool:
+    return answer.done or interrupted.is_set()
 
 
 def _read_lines() -> Iterator[str]:

@@ -18,7 +18,7 @@ class Context:
 
     positions: int32 [B, S].
     key_ranges: the rows, or slots of the cache, that each token sees without a window.
-    cache_index: int32 scalar, the slot of the first token; None without a cache.
+    cache_index: int32 [B], the slot of the first token of each row; None without a cache.
     noise: uint32 [B, S], see Batch; None without dropout.
     loss_mask: bool [B, S], the tokens that the loss counts; None with a cache.
     token_mask: bool [B, S], False for padding; None with a cache and in a model without experts.

@@ -304,4 +304,8 @@ def _select_implementation(name: str, placement: Placement, head_dim: int, value
 def write_cache(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
     """Write [B, S, G, K] into the slots of [B, G, T, K] from `context.cache_index` on."""
     by_head = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-    return jax.lax.dynamic_update_slice(cache, by_head, (0, 0, context.cache_index, 0))
+
+    def write(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(cache, new, (0, index, 0))
+
+    return jax.vmap(write)(cache, by_head, context.cache_index)

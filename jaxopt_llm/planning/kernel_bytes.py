@@ -16,7 +16,8 @@ _NO_WORK = (
     *("opt-barrier", "domain", "async-update", "add-dependency"),
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
-_IN_PLACE = "dynamic-update-slice"
+# Updates in place, and the operand that holds the new values: a scatter too, if it assigns them.
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = ("bitcast", "reshape")
 _BY_VALUE = ("abs", "convert")  # of each value on its own: a slice of the result needs only that slice of the operand
 
@@ -60,13 +61,13 @@ def count_kernel_bytes(module: Module, computation: Computation, kernel: Instruc
     if kernel.opcode.startswith("fusion"):
         body = module[list_callees(kernel)[0]]
         parameters = [instruction for instruction in body.values() if instruction.opcode == "parameter"]
-        return sum(_count_read(module, body, each.name) for each in parameters) + _count_written(body)
+        return sum(_count_read(module, body, each.name) for each in parameters) + _count_written(module, body)
     operands = [array.bytes for name in kernel.operands if name in computation for array in computation[name].results]
     results = [array.bytes for array in kernel.results]
     if kernel.opcode in _SLICES:
         return 2 * sum(results)
-    if kernel.opcode == _IN_PLACE:
-        return 2 * operands[1]
+    if _updates_in_place(module, kernel):
+        return 2 * operands[_IN_PLACE[kernel.opcode]]
     if kernel.opcode == "copy-start":  # its results include the operand
         return 2 * sum(operands)
     if grouped := hlo.grouped_matmul(computation, kernel):  # of the rows, it reads those that are filled
@@ -102,9 +103,23 @@ def _count_read(module: Module, body: Computation, name: str, is_original: bool 
             read += sum(
                 _count_read(module, inner, each.name) for each in inputs if user.operands[int(each.operands[0])] == name
             )
-        elif user.opcode != _IN_PLACE or not is_original or name in user.operands[1:] or _is_read_inside(body, user):
+        elif (
+            not _updates_in_place(module, user)
+            or not is_original
+            or name in user.operands[1:]
+            or _is_read_inside(body, user)
+        ):
             return whole
     return min(read, whole)
+
+
+def _updates_in_place(module: Module, instruction: Instruction) -> bool:
+    """Return whether an instruction assigns values to a part of its first operand."""
+    if instruction.opcode == "scatter":
+        combine = module[list_callees(instruction)[0]]
+        root = next(each for each in combine.values() if each.is_root)
+        return root.opcode == "parameter"
+    return instruction.opcode in _IN_PLACE
 
 
 def _is_read_inside(body: Computation, update: Instruction) -> bool:
@@ -113,17 +128,18 @@ def _is_read_inside(body: Computation, update: Instruction) -> bool:
     return any(user.opcode != "tuple" and user.opcode not in _VIEWS for user in users)
 
 
-def _count_written(body: Computation) -> int:
+def _count_written(module: Module, body: Computation) -> int:
     root = next(instruction for instruction in body.values() if instruction.is_root)
     outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return sum(_count_output(body, output) for output in outputs)
+    return sum(_count_output(module, body, output) for output in outputs)
 
 
-def _count_output(body: Computation, output: Instruction) -> int:
+def _count_output(module: Module, body: Computation, output: Instruction) -> int:
     """Return the bytes that a fusion writes for one of its outputs."""
     source = _look_through_views(body, output)
-    if source.opcode == _IN_PLACE and _look_through_views(body, body[source.operands[0]]).opcode == "parameter":
-        return body[source.operands[1]].results[0].bytes
+    is_update = _updates_in_place(module, source)
+    if is_update and _look_through_views(body, body[source.operands[0]]).opcode == "parameter":
+        return body[source.operands[_IN_PLACE[source.opcode]]].results[0].bytes
     return sum(array.bytes for array in output.results)
 
 

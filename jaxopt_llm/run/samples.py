@@ -14,7 +14,7 @@ from jaxopt_llm.compiler import kernel_choice
 from jaxopt_llm.config import MeshConfig, OffloadConfig, ShardingConfig
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.data.tokens.pieces import TokenStream
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
@@ -71,7 +71,9 @@ class Sampler:
         else:
             self._generator.load(self._read_weights(state))
         answers = [Continuation(tokenizer, prompt.ids.tolist(), self._find_ends(prompt), ()) for prompt in self.prompts]
-        extend_continuations(self._generator([prompt.ids for prompt in self.prompts], self._count), answers)
+        requests = [Request(prompt.ids, self._count, number=number) for number, prompt in enumerate(self.prompts)]
+        drawn = self._generator.run(requests, lambda request: answers[request.number].done)
+        extend_continuations(((each.request.number, each.token) for each in drawn), answers)
         self._generator.unload()
         return [
             {
@@ -95,8 +97,7 @@ class Sampler:
             self._read_weights(state),
             placement,
             config.model.vocabulary_size,
-            Sampling(),
-            rows=len(self.prompts),
+            rows=min(len(self.prompts), MAX_ROWS),
             length=max(prompt.ids.size for prompt in self.prompts) + self._count,
         )
 

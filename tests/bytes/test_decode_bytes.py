@@ -6,12 +6,13 @@ import re
 import decode_bytes
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 
 from jaxopt_llm.config import MeshConfig, ModelConfig
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator, make_step
+from jaxopt_llm.execution.decode import TokenGenerator, empty_rows
 from jaxopt_llm.model.decoder import Decoder
 
 ROWS, LENGTH, LAYERS = 4, 2048, 16
@@ -102,10 +103,8 @@ def test_all_layers_of_a_kind_are_traced_and_lowered_once() -> None:
     config = replace_fields(toy.CONFIG, {"layers": 17})  # 8 periods of two kinds, and a segment of one
     model, placement = Decoder(config), toy.placement()
     params = toy.by_layer(jax.tree.map(lambda spec: jnp.zeros(spec.shape), model.specs))
-    generator = TokenGenerator(model, params, placement, config.vocabulary_size, Sampling(), 1, 16)
-    step = make_step(model, placement, config.vocabulary_size, Sampling(), generator._caches)
-    numbers = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), *(jnp.int32(0) for _ in range(4))
-    text = step.lower(params, generator._caches, *numbers).as_text()
+    generator = TokenGenerator(model, params, placement, config.vocabulary_size, 1, 16)
+    text = generator._programs.step.lower(params, generator._caches, empty_rows(1), np.ones(1, np.bool_)).as_text()
     assert len(re.findall(r"func\.func private @run_period", text)) == 2
     assert len(re.findall(r"call @run_period", text)) == 9
 

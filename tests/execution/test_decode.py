@@ -14,7 +14,8 @@ import toy
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import decode, scan
 from jaxopt_llm.execution.by_layer import split_layers
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator, choose_slots, filter_logits, sample_tokens
+from jaxopt_llm.execution.decode import Drawn, Request, TokenGenerator, choose_slots
+from jaxopt_llm.execution.sampling import Draws, Sampling, draw_tokens, make_draws
 from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
@@ -28,7 +29,7 @@ PARAMS = toy.params(PARTS.specs)
 BY_LAYER = toy.by_layer(PARAMS)
 PLACEMENT = toy.placement()
 SIZE = toy.CONFIG.vocabulary_size
-GREEDY = Sampling()
+GREEDY, generate = Sampling(), toy.continue_prompts
 PROMPTS = [np.array(ids, np.int32) for ids in ([256, 7, 9, 30, 2, 11], [256, 5], [256, 40, 41, 42])]
 
 
@@ -40,8 +41,7 @@ def written(
 ) -> np.ndarray:
     """[B, count]"""
     length = max(prompt.size for prompt in prompts) + count
-    generator = TokenGenerator(PARTS, BY_LAYER, placement, SIZE, sampling, len(prompts), length)
-    return np.stack([*generator(prompts, count)], axis=1)
+    return generate(TokenGenerator(PARTS, BY_LAYER, placement, SIZE, len(prompts), length), prompts, count, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,7 @@ def test_learned_positions_begin_at_a_prompts_first_token() -> None:
     params = toy.by_layer(toy.params(parts.specs))
 
     def continued(prompts: list[np.ndarray]) -> np.ndarray:
-        generator = TokenGenerator(parts, params, PLACEMENT, SIZE, GREEDY, len(prompts), 12)
-        return np.stack([*generator(prompts, 6)], axis=1)
+        return generate(TokenGenerator(parts, params, PLACEMENT, SIZE, len(prompts), 12), prompts, 6)
 
     for prompt, expected in zip(PROMPTS, continued(PROMPTS), strict=True):
         np.testing.assert_array_equal(continued([prompt])[0], expected)
@@ -88,8 +87,8 @@ def by_length(scaling: str) -> Decoder:
     return Decoder(replace_fields(toy.CONFIG, {"rope.scaling": scaling, "rope.original_length": 8} | own))
 
 
-def generate_with(parts: Decoder, prompts: Sequence[np.ndarray], count: int) -> TokenGenerator:
-    return TokenGenerator(parts, BY_LAYER, PLACEMENT, SIZE, GREEDY, len(prompts), 24)
+def make_generator(parts: Decoder, rows: int) -> TokenGenerator:
+    return TokenGenerator(parts, BY_LAYER, PLACEMENT, SIZE, rows, 24)
 
 
 def test_keys_are_rotated_again_when_a_row_outgrows_its_short_factors() -> None:
@@ -111,9 +110,10 @@ def test_keys_are_rotated_again_when_a_row_outgrows_its_short_factors() -> None:
         for _ in range(count):
             ids.append(choose(ids))
         expected.append(ids[prompt.size :])
-    found = np.stack([*generate_with(parts, PROMPTS, count)(PROMPTS, count)], axis=1)
-    np.testing.assert_array_equal(found, expected)
-    plain = np.stack([*generate_with(PARTS, PROMPTS, count)(PROMPTS, count)], axis=1)
+    for rows in (3, 2):  # with two, a prompt waits for a row
+        found = generate(make_generator(parts, rows), PROMPTS, count)
+        np.testing.assert_array_equal(found, expected)
+    plain = generate(make_generator(PARTS, 3), PROMPTS, count)
     assert (found != plain).any(axis=1).tolist() == [True, False, True]
 
 
@@ -121,10 +121,10 @@ def test_keys_are_rotated_again_when_a_row_outgrows_its_short_factors() -> None:
 def test_a_longer_prompt_does_not_reuse_keys_of_other_frequencies(scaling: str) -> None:
     parts = by_length(scaling)
     first, longer = PROMPTS[0], np.concatenate([PROMPTS[0], np.array([17, 4, 99, 23, 56, 78], np.int32)])
-    generator = generate_with(parts, [first], 2)
-    [*generator([first], 2)]
-    again = np.stack([*generator([longer], 6)], axis=1)
-    np.testing.assert_array_equal(again, np.stack([*generate_with(parts, [longer], 6)([longer], 6)], axis=1))
+    generator = make_generator(parts, 1)
+    generate(generator, [first], 2)
+    again = generate(generator, [longer], 6)
+    np.testing.assert_array_equal(again, generate(make_generator(parts, 1), [longer], 6))
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}], ids=str)
@@ -135,8 +135,8 @@ def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int],
     )
     tables = params["non_layer"]["embedding"]["table"], params["segment_0"]["block_0"]["mlp"]["up"]
     assert all(part.data.size * placement.mesh.size == leaf.size for leaf in tables for part in leaf.addressable_shards)
-    generator = TokenGenerator(PARTS, split_layers(params), placement, SIZE, GREEDY, len(PROMPTS), 12)
-    np.testing.assert_array_equal(np.stack([*generator(PROMPTS, 6)], axis=1), greedy)
+    generator = TokenGenerator(PARTS, split_layers(params), placement, SIZE, len(PROMPTS), 12)
+    np.testing.assert_array_equal(generate(generator, PROMPTS, 6), greedy)
     split, rows = axes.get("tensor", 1), axes.get("fsdp", 1)
     heads = toy.CONFIG.kv_heads // split or toy.CONFIG.kv_heads  # fewer heads than devices: each device has all of them
     for cache in jax.tree.leaves(generator._caches):
@@ -171,8 +171,8 @@ def test_sharded_experts_give_the_same_tokens(axes: dict[str, int]) -> None:
         )
         ups = placed["segment_0"]["block_0"]["mlp"]["up"]
         assert ups.addressable_shards[0].data.size * placement.mesh.size == ups.size
-        generator = TokenGenerator(parts, split_layers(placed), placement, SIZE, GREEDY, len(PROMPTS), 12)
-        return np.stack([*generator(PROMPTS, 6)], axis=1)
+        generator = TokenGenerator(parts, split_layers(placed), placement, SIZE, len(PROMPTS), 12)
+        return generate(generator, PROMPTS, 6)
 
     alone = answered(toy.placement())
     np.testing.assert_array_equal(answered(placement), alone)
@@ -183,23 +183,20 @@ def test_sharded_experts_give_the_same_tokens(axes: dict[str, int]) -> None:
 
 
 class Watched(TokenGenerator):
-    """Generator that records the slots computed in each call of the program."""
+    """Generator that records the first slot and the number of tokens of each row that is filled."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.computed: list[tuple[int, int]] = []
+        self.filled: list[tuple[int, int]] = []
 
-    def _advance(self, tokens: Any, padding: Any, first: int, last: int) -> Any:
-        self.computed.append((first, tokens.shape[1]))
-        return super()._advance(tokens, padding, first, last)
-
-
-def watched(rows: int = 1, length: int = 80, sampling: Sampling = GREEDY) -> Watched:
-    return Watched(PARTS, BY_LAYER, PLACEMENT, SIZE, sampling, rows, length)
+    def _make_filling(self, *given: Any) -> Any:
+        filling = super()._make_filling(*given)
+        self.filled += [(int(first), filling.tokens.shape[1]) for first in filling.first[filling.is_new]]
+        return filling
 
 
-def generate(generator: TokenGenerator, prompts: Sequence[np.ndarray], count: int) -> np.ndarray:
-    return np.stack([*generator(prompts, count)], axis=1)
+def watched(rows: int = 1, length: int = 80) -> Watched:
+    return Watched(PARTS, BY_LAYER, PLACEMENT, SIZE, rows, length)
 
 
 @functools.cache
@@ -210,7 +207,7 @@ def unwatched(rows: int) -> TokenGenerator:
 def afresh(prompts: Sequence[np.ndarray]) -> np.ndarray:
     """Return four tokens, computed with an empty cache."""
     generator = unwatched(len(prompts))
-    generator._cached_ids = generator._cached_ids[:, :0]
+    generator.load(BY_LAYER)
     return generate(generator, prompts, 4)
 
 
@@ -220,7 +217,7 @@ LONG = np.random.default_rng(0).integers(0, 256, 70).astype(np.int32)
 def test_only_new_tokens_of_a_prompt_are_computed() -> None:
     generator = watched()
     first = generate(generator, [LONG[:20]], 4)[0]
-    assert generator.computed == [(0, 32), (20, 1), (21, 1), (22, 1)]
+    assert generator.filled == [(0, 32)]
     # The cache holds the generated tokens except the last one. New tokens follow; prompts can also be shorter again.
     for prompt, begin, size in (
         (np.concatenate([LONG[:20], first, LONG[30:35]]), 23, 16),
@@ -229,34 +226,77 @@ def test_only_new_tokens_of_a_prompt_are_computed() -> None:
         (LONG[:70], 18, 64),  # would extend beyond the 80 slots, so it begins at 16
         (LONG[1:6], 0, 16),
     ):
-        generator.computed.clear()
+        generator.filled.clear()
         found = generate(generator, [prompt], 4)
-        assert generator.computed[0] == (min(begin, 80 - size), size)
+        assert generator.filled == [(min(begin, 80 - size), size)]
         np.testing.assert_array_equal(found, afresh([prompt]))
-    assert generator._step._cache_size() == 4  # programs: of 1, 16, 32 and 64 tokens
+    assert generator._programs.fill._cache_size() == 3  # programs: of 16, 32 and 64 tokens
+    assert generator._programs.step._cache_size() == 1
 
 
 def test_an_interrupted_answer_is_continued() -> None:
-    generator = watched()
-    steps = generator([LONG[:20]], 30)
-    begun = [int(next(steps)[0]) for _ in range(3)]
+    generator, begun = watched(), list[int]()
+    for drawn in generator.run([Request(LONG[:20], 30)], lambda request: len(begun) == 3):
+        begun.append(drawn.token)
     prompt = np.array([*LONG[:20], *begun, 7, 8], np.int32)
-    generator.computed.clear()
+    generator.filled.clear()
     found = generate(generator, [prompt], 4)
-    assert generator.computed[0] == (23, 16)
+    assert generator.filled == [(23, 16)]
     np.testing.assert_array_equal(found, afresh([prompt]))
 
 
-def test_rows_share_a_common_prefix() -> None:
-    generator = watched(rows=3)
-    generate(generator, PROMPTS, 2)
-    # The second time each row gets another number of tokens, so all rows shift, except for one common padding slot.
-    for added, begin in (([9, 8], [9, 8], [9, 8]), 6), (([], [3], [3]), 1):
-        prompts = [np.array([*p, *more], np.int32) for p, more in zip(PROMPTS, added, strict=True)]
-        generator.computed.clear()
-        found = generate(generator, prompts, 4)
-        assert generator.computed[0] == (begin, 16)
-        np.testing.assert_array_equal(found, afresh(prompts))
+def test_a_beginning_is_computed_once() -> None:
+    """Prompts that begin alike get copies of it, also from a row that another request uses."""
+    prompts = [np.concatenate([LONG[:30], LONG[40 + row : 44 + row]]) for row in range(3)] + [LONG[50:55]]
+    generator = watched(rows=4)
+    found = generate(generator, prompts, 4)
+    assert sorted(generator.filled) == [(0, 64), (0, 64), (30, 16), (30, 16)]
+    expected = np.concatenate([afresh([prompt]) for prompt in prompts])
+    np.testing.assert_array_equal(found, expected)
+    generator.filled.clear()
+    again = [np.concatenate([prompts[2], [5]]), prompts[3], prompts[0], prompts[1]]
+    found = generate(generator, [np.asarray(prompt, np.int32) for prompt in again], 4)
+    np.testing.assert_array_equal(found[1:], expected[[3, 0, 1]])
+    assert all(size == 16 for _, size in generator.filled)
+
+
+def alone(prompt: np.ndarray) -> np.ndarray:
+    """Return nine tokens, computed with an empty cache."""
+    unwatched(1).load(BY_LAYER)
+    return generate(unwatched(1), [prompt], 9)[0]
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_a_request_takes_the_row_of_one_that_ended(axes: dict[str, int]) -> None:
+    """Every request gets the tokens that it gets alone, whichever rows it shares the devices with."""
+    placement = toy.placement(3, **axes)
+    params = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), PARAMS, PARTS.specs
+    )
+    generator = TokenGenerator(PARTS, split_layers(params), placement, SIZE, 2, 80)
+    counts, ends = [9, 2, 5, 1, 7, 3, 4], {4: 2}
+    prompts = [LONG[begin : begin + 3 + 4 * begin] for begin in range(len(counts))]
+    requests = [
+        Request(prompt, count, number=row) for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+    ]
+    drawn: list[list[Drawn]] = [[] for _ in counts]
+    for each in generator.run(requests, lambda request: len(drawn[request.number]) == ends.get(request.number)):
+        drawn[each.request.number].append(each)
+    assert [len(each) for each in drawn] == [9, 2, 5, 1, 2, 3, 4]
+    for prompt, found in zip(prompts, drawn, strict=True):
+        np.testing.assert_array_equal([each.token for each in found], alone(prompt)[: len(found)])
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    prompt, sampling = PROMPTS[0], Sampling(temperature=2.0, top_k=5, repetition_penalty=1.5, seed=3)
+    generator = watched()
+    drawn = [*generator.run([Request(prompt, 6, sampling)], lambda request: False)]
+    row = np.concatenate([prompt, [each.token for each in drawn]]).astype(np.int32)
+    positions = np.arange(row.size, dtype=np.int32)[None]
+    context = Context(positions, make_document_ranges(jnp.ones_like(positions)), PLACEMENT)
+    logits = scan.forward(PARTS, PARAMS, row[None], context)[0][0, prompt.size - 1 : -1, :SIZE]
+    expected = jax.nn.log_softmax(logits)[np.arange(6), row[prompt.size :]]
+    np.testing.assert_allclose([each.log_probability for each in drawn], expected, rtol=1e-4)
 
 
 # ---- The cache grows with the text.
@@ -278,17 +318,19 @@ def test_a_growing_cache_gives_the_same_tokens(axes: dict[str, int], monkeypatch
     by_layer = split_layers(params)
 
     def make() -> TokenGenerator:
-        return TokenGenerator(PARTS, by_layer, placement, SIZE, GREEDY, len(prompts), 50)
+        return TokenGenerator(PARTS, by_layer, placement, SIZE, len(prompts), 50)
 
     expected = generate(make(), prompts, 30)
     monkeypatch.setattr(decode, "SMALLEST_CACHE", 8)
     monkeypatch.setattr(decode, "SMALL_SHARE", 0)
     generator = make()
-    tokens, slots = [], []
-    for token in generator(prompts, 30):
-        tokens.append(token)
-        slots.append(jax.tree.leaves(generator._caches)[0].shape[2])
-    np.testing.assert_array_equal(np.stack(tokens, axis=1), expected)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    slots = []
+    for each in generator.run([Request(prompt, 30, number=row) for row, prompt in enumerate(prompts)], lambda _: False):
+        tokens[each.request.number].append(each.token)
+        if each.request.number == 0:
+            slots.append(jax.tree.leaves(generator._caches)[0].shape[2])
+    np.testing.assert_array_equal(tokens, expected)
     # The first token and the next step are on their way when the first one is yielded; the last one needs no step.
     assert slots == [choose_slots(9 + written, 50) for written in [*range(1, 30), 29]]
     assert {*slots} == {12, 16, 24, 32, 48}
@@ -302,30 +344,65 @@ def test_weights_that_are_read_anyway_allow_for_a_larger_cache(monkeypatch: pyte
     """Below an eighth of their bytes, the slots of a cache take no time to speak of."""
     monkeypatch.setattr(decode, "SMALLEST_CACHE", 2)
     weights = sum(x.nbytes for x in jax.tree.leaves(BY_LAYER))
-    generator = TokenGenerator(PARTS, BY_LAYER, PLACEMENT, SIZE, GREEDY, 1, 100_000)
+    generator = TokenGenerator(PARTS, BY_LAYER, PLACEMENT, SIZE, 1, 100_000)
     caches = jax.tree.leaves(generator._caches)
     cache, slots = sum(x.nbytes for x in caches), caches[0].shape[2]
     assert weights / 8 * (1 - 1 / slots) < cache < 1.5 * weights / 8
 
 
-def test_sampling_continues_between_calls() -> None:
-    generator = watched(sampling=Sampling(temperature=2.0))
-    assert (generate(generator, [LONG[:5]], 6) != generate(generator, [LONG[:5]], 6)).any()
+def test_requests_with_other_numbers_draw_other_tokens() -> None:
+    generator, sampling = watched(), Sampling(temperature=2.0)
+
+    def draw(number: int) -> list[int]:
+        return [each.token for each in generator.run([Request(LONG[:5], 6, sampling, number)], lambda request: False)]
+
+    assert draw(0) == draw(0) != draw(1)
 
 
-def test_samples_are_a_function_of_seed_row_and_index() -> None:
+def test_samples_are_a_function_of_seed_number_and_index() -> None:
     drawn = written([PROMPTS[0]] * 3, 6, Sampling(temperature=1.0, seed=1))
     assert len({tuple(row) for row in drawn}) == 3
     np.testing.assert_array_equal(written([PROMPTS[0]], 6, Sampling(temperature=1.0, seed=1)), drawn[:1])
     assert (written([PROMPTS[0]], 6, Sampling(temperature=1.0, seed=2)) != drawn[:1]).any()
-    even = jnp.zeros((1, 1000))
-    at = [int(sample_tokens(even, Sampling(temperature=1.0), jnp.uint32(1), jnp.int32(index))[0]) for index in range(3)]
-    assert len(set(at)) == 3
+    even = jnp.zeros((3, 1000))
+    draws = make_draws([Sampling(temperature=1.0, seed=1)] * 3, [0] * 3, [0, 1, 2])
+    assert len({*draw_tokens(even, draws.replace(samples=True))[0].tolist()}) == 3
+
+
+def test_rows_keep_their_own_settings() -> None:
+    """A greedy request beside one that samples, filters and penalises draws what it draws alone, and so does that."""
+    settings = [GREEDY, Sampling(1.5, top_k=3, seed=4), Sampling(repetition_penalty=2.0), Sampling(0.7, min_p=0.1)]
+
+    def draw(rows: int) -> list[list[int]]:
+        drawn: list[list[int]] = [[] for _ in settings]
+        requests = [Request(PROMPTS[0], 6, sampling, number) for number, sampling in enumerate(settings)]
+        for each in TokenGenerator(PARTS, BY_LAYER, PLACEMENT, SIZE, rows, 12).run(requests, lambda request: False):
+            drawn[each.request.number].append(each.token)
+        return drawn
+
+    together = draw(4)
+    assert together == draw(1)
+    np.testing.assert_array_equal(together[:1], written(PROMPTS[:1], 6))
+    assert len({*map(tuple, together)}) == 4
+
+
+def test_a_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
+    logits, seen = jnp.array([[2.0, 1.5, -1.0, -1.5]]), np.array([[True, False, True, False]])
+    draws = make_draws([Sampling(repetition_penalty=2.0)], [0], [0]).replace(seen=seen)
+    token, found = draw_tokens(logits, draws)
+    assert int(token[0]) == 1  # 1, 1.5, -2, -1.5
+    assert float(found[0]) == pytest.approx(float(jax.nn.log_softmax(logits)[0, 1]))
+    assert draws.add(token).seen.tolist() == [[True, True, True, False]]
+
+
+def sampled(logits: jax.Array, sampling: Sampling, rows: int) -> np.ndarray:
+    draws: Draws = make_draws([sampling] * rows, range(rows), [0] * rows)
+    draws = draws.replace(samples=True, filters=sampling.filters)
+    return np.asarray(draw_tokens(jnp.tile(logits, (rows, 1)), draws)[0])
 
 
 def test_samples_follow_the_softmax_at_the_temperature() -> None:
-    logits = jnp.log(jnp.array([0.1, 0.2, 0.7]))
-    draws = sample_tokens(jnp.tile(logits, (4096, 1)), Sampling(temperature=2.0), jnp.uint32(0), jnp.int32(0))
+    draws = sampled(jnp.log(jnp.array([0.1, 0.2, 0.7])), Sampling(temperature=2.0), 4096)
     expected = np.sqrt([0.1, 0.2, 0.7])
     np.testing.assert_allclose(np.bincount(draws) / 4096, expected / expected.sum(), atol=0.03)
 
@@ -341,11 +418,15 @@ def test_samples_follow_the_softmax_at_the_temperature() -> None:
         (Sampling(1.0, top_p=0.9), {0, 1, 3}),
         (Sampling(0.1, top_p=0.9), {1}),  # probabilities are those at this temperature
         (Sampling(1.0, top_k=2, top_p=0.5), {1}),  # relative to the tokens that top_k keeps: 4/7
+        (Sampling(1.0, min_p=0.4), {0, 1, 3}),
+        (Sampling(1.0, min_p=0.6), {1, 3}),
+        (Sampling(1.0, top_k=3, min_p=0.6), {1, 3}),
     ],
 )
-def test_filter_logits(sampling: Sampling, stay: set[int]) -> None:
-    logits = jnp.log(jnp.array([[0.2, 0.4, 0.04, 0.3, 0.06]]))
-    kept = filter_logits(logits, sampling)[0]
-    assert set(np.flatnonzero(np.isfinite(kept))) == stay
+def test_tokens_outside_the_filters_are_not_sampled(sampling: Sampling, stay: set[int]) -> None:
+    logits = jnp.log(jnp.array([0.2, 0.4, 0.04, 0.3, 0.06]))
+    draws = sampled(logits, sampling, 4096)
+    assert {*draws.tolist()} == stay
     chosen = np.array(sorted(stay))
-    np.testing.assert_allclose(kept[chosen], logits[0, chosen] / sampling.temperature, rtol=1e-6)
+    expected = np.asarray(jax.nn.softmax(logits[chosen] / sampling.temperature))
+    np.testing.assert_allclose(np.bincount(draws, minlength=5)[chosen] / 4096, expected, atol=0.03)

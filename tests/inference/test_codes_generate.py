@@ -19,7 +19,7 @@ from marks import slow
 from jaxopt_llm.checkpoint.huggingface.model_folder import Origin
 from jaxopt_llm.config import Config, LoraConfig, PrecisionConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import TokenGenerator
 from jaxopt_llm.inference import models
 from jaxopt_llm.inference.flags import Quantisation
 from jaxopt_llm.inference.load import Pretrained
@@ -36,11 +36,10 @@ COUNT = 24
 
 
 def generate_ids(model: Model, params: Params, placement: Placement) -> np.ndarray:
-    """Return the most likely tokens after each prompt, [COUNT, B]."""
+    """Return the most likely tokens after each prompt, [B, COUNT]."""
     length = max(each.size for each in PROMPTS) + COUNT
     size = CONFIG.vocabulary_size
-    generator = TokenGenerator(model, params, placement, size, Sampling(temperature=0), len(PROMPTS), length)
-    return np.stack([*generator(PROMPTS, COUNT)])
+    return toy.continue_prompts(TokenGenerator(model, params, placement, size, len(PROMPTS), length), PROMPTS, COUNT)
 
 
 def adapt(config: Config) -> Model:
@@ -149,6 +148,6 @@ def test_products_of_codes_are_those_of_numpy(tmp_path: Path, monkeypatch: pytes
     found = loaded.logits(PROMPTS[0][None])[0]
     assert toy.distance(found, expected) < 0.1 * toy.distance(exact, expected)  # a few values lie between two codes
     written = generate_ids(source.model, source.params, source.placement)
-    for prompt, tokens in zip(PROMPTS, written.T, strict=True):
+    for prompt, tokens in zip(PROMPTS, written, strict=True):
         ids = np.concatenate([prompt, tokens])
         np.testing.assert_array_equal(np.argmax(compute_logits(ids)[prompt.size - 1 : -1], axis=-1), tokens)

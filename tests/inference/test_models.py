@@ -20,7 +20,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
-from jaxopt_llm.execution.decode import Sampling
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import models
 from jaxopt_llm.inference.models import choose_devices, fits_in_memory

@@ -158,7 +158,10 @@ def test_cached_logits_match_uncached_logits() -> None:
     for first, end in [(0, 7), (7, 10), *((row, row + 1) for row in range(10, 16))]:
         positions = ROW_POSITIONS[:, first:end]
         context = Context(
-            positions, KeyRanges(jnp.zeros_like(positions), positions), PLACEMENT, cache_index=jnp.int32(first)
+            positions,
+            KeyRanges(jnp.zeros_like(positions), positions),
+            PLACEMENT,
+            cache_index=jnp.full(len(tokens), first),
         )
         piece, caches = forward(toy.by_layer(params(tied=False)), tokens[:, first:end], context, caches)
         pieces.append(piece)

@@ -15,7 +15,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.by_layer import split_layers
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import TokenGenerator
 from jaxopt_llm.kernels.attention_types import KeyRanges, make_document_ranges
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
@@ -70,7 +70,7 @@ def test_cached_logits_match_uncached_logits_with_other_leaf_classes(name: str) 
     for first in range(0, LENGTH, 4):
         part = slice(first, first + 4)
         key_ranges = KeyRanges(jnp.zeros((ROWS, 4), jnp.int32), positions[:, part])
-        context = Context(positions[:, part], key_ranges, placement, jnp.int32(first))
+        context = Context(positions[:, part], key_ranges, placement, jnp.full(ROWS, first, jnp.int32))
         piece, caches = forward(toy.by_layer(params), tokens[:, part], context, caches)
         pieces.append(piece)
     found = np.concatenate(pieces, axis=1)
@@ -88,8 +88,8 @@ def test_devices_that_split_heads_hold_the_whole_cache(axes: dict[str, int]) -> 
             lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), params, model.specs
         )
         by_layer = split_layers(placed)
-        generator = TokenGenerator(model, by_layer, placement, CONFIG.vocabulary_size, Sampling(), len(prompts), 12)
-        return np.stack([*generator(prompts, 6)], axis=1), generator._caches
+        generator = TokenGenerator(model, by_layer, placement, CONFIG.vocabulary_size, len(prompts), 12)
+        return toy.continue_prompts(generator, prompts, 6), generator._caches
 
     expected, _ = generate({})
     found, caches = generate(axes)

@@ -270,7 +270,7 @@ def test_cached_logits_match_uncached_logits(name: str) -> None:
             positions[:, part],
             KeyRanges(jnp.zeros((len(tokens), 4), jnp.int32), positions[:, part]),
             PLACEMENT,
-            jnp.int32(first),
+            jnp.full(len(tokens), first),
             lengths=jnp.full((len(tokens), 1), 8),
         )
         piece, caches = forward(toy.by_layer(params(name)), tokens[:, part], context, caches)

@@ -26,7 +26,8 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens import continuation
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import Request, TokenGenerator
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.inference import chat, models
 from jaxopt_llm.model.decoder_specs import param_specs
 
@@ -106,14 +107,10 @@ class Watched(TokenGenerator):
 
     computed: list[tuple[list[int], int, int]] = []  # noqa: RUF012
 
-    def __call__(self, prompts: Any, count: int) -> Any:
-        self._asked = prompts[0].tolist()
-        return super().__call__(prompts, count)
-
-    def _advance(self, tokens: Any, padding: Any, first: int, last: int) -> Any:
-        if tokens.shape[1] > 1:
-            self.computed.append((self._asked, first, tokens.shape[1]))
-        return super()._advance(tokens, padding, first, last)
+    def _make_filling(self, places: Any, *given: Any) -> Any:
+        filling = super()._make_filling(places, *given)
+        self.computed.append(([*places[0].row.ids], int(filling.first[0]), filling.tokens.shape[1]))
+        return filling
 
 
 def test_the_cache_is_reused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -171,9 +168,10 @@ def test_answers_depend_on_the_whole_conversation(
         renderer = chat.Renderer(chat.find_template(data, source.tokenizer))
         prompt = renderer.render_prompt(messages)
         ids = source.tokenizer.encode([prompt.encode()])[0].astype(np.int32)
-        decoder = TokenGenerator(source.model, source.params, source.placement, 512, Sampling(), 1, 256)
+        decoder = TokenGenerator(source.model, source.params, source.placement, 512, 1, 256)
         answer = continuation.Continuation(source.tokenizer, ids.tolist(), {source.tokenizer.eos}, ())
-        continuation.extend_continuations(decoder([ids], 5), [answer])
+        drawn = decoder.run([Request(ids, 5)], lambda _, answer=answer: answer.done)
+        continuation.extend_continuations(((0, each.token) for each in drawn), [answer])
         messages.append({"role": "assistant", "content": answer.text})
         expected += answer.text + "\n"
     assert out == expected and len(expected) > 2

@@ -11,7 +11,7 @@ import toy
 from test_families_hf_torch import CASES, CONFIGS, WINDOW
 
 import jaxopt_llm
-from jaxopt_llm.execution.decode import Sampling, TokenGenerator
+from jaxopt_llm.execution.decode import TokenGenerator
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -146,8 +146,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, lengths: Sequence[in
         toy.by_layer(here.params),
         here.placement,
         here.config.vocabulary_size,
-        Sampling(),
         rows=len(lengths),
         length=LONGEST + COUNT,
     )
-    np.testing.assert_array_equal(np.stack([*decoder(prompts(lengths), COUNT)], axis=1), expected)
+    np.testing.assert_array_equal(toy.continue_prompts(decoder, prompts(lengths), COUNT), expected)

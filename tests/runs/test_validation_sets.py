@@ -19,7 +19,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.data.tokens.pieces import IndexedPiece, join_all
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
-from jaxopt_llm.execution.decode import Sampling
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import models
 from jaxopt_llm.observe.preemption import Preemption

@@ -1,6 +1,7 @@
 """Small decoder with two segments and two kinds of block, packed rows for it, and simulated devices."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,9 @@ from jaxopt_llm.config.fields import get_field, walk_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
+from jaxopt_llm.execution.decode import Request, TokenGenerator
 from jaxopt_llm.execution.executor import Executor
+from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder_specs import list_mtp_modules, list_segments
 from jaxopt_llm.model.model import Model, Params
@@ -104,6 +107,15 @@ def make_step(
     function = step.ModelStep(advance, lambda _: schedule, placement).step
     jitted = step.jit_step(function, specs, placement, placement.activation(None, "batch", "sequence"))
     return step.BoundStep(jitted, None, placement)
+
+
+def continue_prompts(
+    generator: TokenGenerator, prompts: Sequence[np.ndarray], count: int, sampling: Sampling | None = None
+) -> np.ndarray:
+    """Return `count` tokens after each prompt, [B, count]."""
+    requests = [Request(prompt, count, sampling or Sampling(), number) for number, prompt in enumerate(prompts)]
+    drawn = [(each.request.number, each.token) for each in generator.run(requests, lambda request: False)]
+    return np.array([[token for number, token in drawn if number == row] for row in range(len(prompts))])
 
 
 def by_layer(params: Params) -> Params:

@@ -2,9 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, find_tokenizer_folder, read_eos_ids
 
@@ -116,26 +113,25 @@ class Continuation:
 
 
 def extend_continuations(
-    steps: Iterable[NDArray[np.integer]],
+    tokens: Iterable[tuple[int, int]],
     continuations: Sequence[Continuation],
     show: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Add tokens to continuations until all of them are done. The remaining steps are not consumed.
+    """Add tokens to continuations, and finish these.
 
     Args:
-        steps: yields the next token of each continuation, [B].
-        continuations: B continuations.
+        tokens: yields the index of a continuation and its next token.
+        continuations: the continuations.
         show: called with new text of the first continuation.
 
-    Returns True if all continuations ended before the steps did.
+    Returns True if all continuations ended by themselves.
     """
-    for tokens in steps:
-        for continuation, token in zip(continuations, tokens, strict=True):
-            continuation.add(int(token))
-        show(continuations[0].take_new_text())
-        if all(continuation.done for continuation in continuations):
-            return True
+    for index, token in tokens:
+        continuations[index].add(token)
+        if index == 0:
+            show(continuations[0].take_new_text())
+    ended = all(continuation.done for continuation in continuations)
     for continuation in continuations:
         continuation.finish()
     show(continuations[0].take_new_text())
-    return False
+    return ended
