@@ -320,9 +320,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"
     add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
-    reference = (
-        "run, or folder or hub id of a Hugging Face model, with which training.objective dpo, ipo or hinge compares"
-    )
+    reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo and hinge compare"
     add("--reference", default="", metavar="MODEL", help=reference)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
     return parser

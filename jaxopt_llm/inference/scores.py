@@ -97,7 +97,7 @@ def score_corpus(
 
     Args:
         data: settings of the corpus.
-        advance: receives the number of tokens of each shard that has scores, first of those that had them before.
+        advance: receives numbers of tokens that have been scored, first of those that were before.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -119,9 +119,7 @@ def score_corpus(
     score = Scorer(source, length)
     with oom.explain_oom(f"scoring documents in rows of {length:,} tokens", "use GPUs with more memory"):
         while len(writer) < len(writer.tokens):
-            tokens = writer.tokens[len(writer)]
-            writer.append(score(writer.open_next()))
-            advance(tokens)
+            writer.append(score(writer.open_next(), advance))
     return writer.summarise(limit)
 
 
@@ -163,8 +161,11 @@ class Scorer:
             compiler_options=compiler_options(placement.mesh),
         )
 
-    def __call__(self, piece: IndexedPiece) -> NDArray[np.float32]:
-        """Return the sum of the log-probabilities of the tokens of each document that the loss counts, [documents]."""
+    def __call__(self, piece: IndexedPiece, advance: Callable[[int], None]) -> NDArray[np.float32]:
+        """Return the sum of the log-probabilities of the tokens of each document that the loss counts, [documents].
+
+        advance: receives numbers of tokens as they are read; together they are those of the piece.
+        """
         assert piece.mask is not None
         ends = piece.ends[:]
         starts = np.append(0, ends[:-1])
@@ -172,7 +173,9 @@ class Scorer:
         counts = before[ends] - before[starts + 1]  # nothing predicts the first token of a document
         is_long = ends - starts - 1 > self._length
         scores = np.where(is_long, np.nan, 0.0)
+        left = piece.size
         if not np.any(counts[~is_long]):
+            advance(left)
             return scores.astype(np.float32)
         size = self._source.config.model.vocabulary_size
         rows = PackedRows(join_all([piece]), self._length, size, piece.name, "drop")
@@ -184,6 +187,10 @@ class Scorer:
                 documents = batch.segment_ids[row][counted] - 1
                 sums = np.bincount(documents, found[row][counted].astype(np.float64), firsts.size)
                 scores[ends.searchsorted(firsts, side="right")] = sums
+            read = int(np.count_nonzero(batch.segment_ids))
+            advance(read)
+            left -= read
+        advance(left)
         return scores.astype(np.float32)
 
     def _compute(self, batch: Batch) -> NDArray[np.float32]:
