@@ -128,6 +128,23 @@ def test_a_mesh_trains_alike(mesh: str, on_one_device: list[dict[str, float]]) -
         assert [each[name] for each in found] == pytest.approx([each[name] for each in on_one_device], rel=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("settings", "scored", "reads"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"lora.rank": 0}, False, True),
+        ({"training.trainable": ("*norm*",)}, False, True),
+        ({"lora.pretrained": "runs/sft"}, False, True),
+        ({"training.objective": "cpo"}, True, False),
+        ({"training.objective": "cpo", "lora.rank": 0}, False, False),
+    ],
+)
+def test_only_a_model_with_adapters_runs_its_reference(settings: dict[str, Any], scored: bool, reads: bool) -> None:
+    """In all other cases a program with a reference reads it from the batch, also that of `plan`."""
+    assert (make(settings, scored)[0].batch.reference is not None) == reads
+
+
 @pytest.mark.parametrize("mesh", [None, "stages"])
 def test_scores_of_the_corpus_take_the_place_of_the_forward(
     mesh: str | None, on_one_device: list[dict[str, float]]
