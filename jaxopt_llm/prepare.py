@@ -232,10 +232,16 @@ def _write_scores(
 ) -> dict[str, Any]:
     """Write the scores of a reference model, or complete them. Return what the manifest says of them."""
     from jaxopt_llm.inference import scores
+    from jaxopt_llm.planning import oom
 
     writer = prepared.ScoreWriter(directory, dtype)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with _name_reference(), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    explain_oom = oom.explain_oom("scoring answers", "use GPUs with more memory, or more of them")
+    with (
+        _name_reference(),
+        explain_oom,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("tokens scored", total=sum(writer.tokens))
         written = scores.score_corpus(reference, config, writer, lambda tokens: progress.advance(task, tokens))
     if written["limit"]:

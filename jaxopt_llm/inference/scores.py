@@ -32,7 +32,6 @@ from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
-from jaxopt_llm.planning import oom
 from jaxopt_llm.run.directory import read_base_digest, read_tokenizer_digest
 
 FLAG = "--reference "  # before the name of a model in messages
@@ -100,8 +99,7 @@ def score_corpus(
         advance: receives numbers of tokens that have been scored, first of those that were before.
 
     Raises:
-        InputError: the model cannot be loaded.
-        OutOfMemory: the devices do not have enough memory.
+        InputError, CheckpointError: the model cannot be loaded.
     """
     path = Path(reference.name)
     config = models.open_config(path)
@@ -114,12 +112,10 @@ def score_corpus(
     attention = choose_attention(visible_devices()[0], "auto", call)
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
-    with oom.explain_oom("loading the reference", "use GPUs with more memory"):
-        source = use_all_devices(models.load_model(path, data, attention=attention.name, step=reference.step))
+    source = use_all_devices(models.load_model(path, data, attention=attention.name, step=reference.step))
     score = Scorer(source, length)
-    with oom.explain_oom(f"scoring documents in rows of {length:,} tokens", "use GPUs with more memory"):
-        while len(writer) < len(writer.tokens):
-            writer.append(score(writer.open_next(), advance))
+    while len(writer) < len(writer.tokens):
+        writer.append(score(writer.open_next(), advance))
     return writer.summarise(limit)
 
 

@@ -385,7 +385,11 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True)
 class _ScoresRecord:
-    """What a manifest says of scores. sha256: of SCORES. The others: see `Scores`."""
+    """Scores as a manifest describes them; see also `Scores`.
+
+    Attributes:
+        sha256: digest of SCORES.
+    """
 
     model: str
     model_sha256: str
