@@ -6,6 +6,7 @@ python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER
 
 import argparse
 import functools
+import itertools
 import math
 import sys
 
@@ -42,6 +43,7 @@ from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Skipped
+from jaxopt_llm.data.rows.loader import read_in_order
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import TokenStream
@@ -73,12 +75,8 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
     )
     batch_size += -batch_size % source.placement.size(*BATCH_AXES)
     total, tokens = 0.0, 0
-    for first in range(0, len(rows), batch_size)[:max_batches]:
-        batch_rows = [rows[row] for row in range(first, min(first + batch_size, len(rows)))]
-        # The last batch is padded with empty rows, so that one program serves all batches.
-        empty = jax.tree.map(np.zeros_like, batch_rows[0])
-        batch_rows += [empty] * (batch_size - len(batch_rows))
-        batch: Batch = jax.tree.map(lambda *fields: jnp.asarray(np.stack(fields)[None]), *batch_rows)
+    for each in itertools.islice(read_in_order(rows, batch_size), max_batches):
+        batch: Batch = jax.tree.map(lambda field: jnp.asarray(field[None]), each)
         total += float(loss(source.params, batch)[0])
         tokens += int(np.sum(batch.loss_mask))
     if not tokens:

@@ -2,12 +2,15 @@
 
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer FILE] [...]
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --content chat --tokenizer DIR --preview N
+python -m jaxopt_llm.prepare --input PATH [PATH ...] --content preference --tokenizer MODEL --output DIR \
+                             --reference MODEL
 python -m jaxopt_llm.prepare --verify DIR
 
 Tokenise a corpus once, on all cores, into files that training reads with --data.paths DIR. If the command is killed,
 run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus completely and
 prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
-it writes no files.
+it writes no files. --reference also computes the log-probability of each answer by a model, with which
+training.objective dpo, ipo and hinge compare.
 """
 
 import argparse
@@ -18,23 +21,25 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import Content
 from jaxopt_llm.core import errors, hub, json_files
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.reading import source
 from jaxopt_llm.data.reading.conversation import SIDES
@@ -47,15 +52,21 @@ from jaxopt_llm.data.tokens.pieces import in_spans
 from jaxopt_llm.data.tokens.template import make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from jaxopt_llm.inference.scores import Reference
 
-def prepare(config: DataConfig, directory: Path, workers: int) -> None:
+
+def prepare(config: DataConfig, directory: Path, workers: int, reference_name: str = "") -> None:
     """Write the corpus of `config.paths` into a directory, or complete one that was started there.
+
+    reference_name: the model that scores its documents, a path or hub id; "": none.
 
     Raises:
         InputError: a source cannot be read, or the directory holds another prepared corpus, a damaged one or other
-            files.
+            files. Or the reference model cannot be used.
     """
     tokenizer = load_tokenizer(config)
+    reference = _open_reference(reference_name, config, tokenizer) if reference_name else None
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
     for file in files:
         if file.format not in source.FORMATS:
@@ -65,7 +76,8 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
         task = progress.add_task("inspecting files", total=len(files))
         inspected = prepared.inspect_files(files, config, lambda: progress.advance(task))
     shards = prepared.group_into_shards(files, [parts for _, parts in inspected])
-    plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in inspected], config, tokenizer)
+    fingerprints = [fingerprint for fingerprint, _ in inspected]
+    plan = prepared.make_plan(files, fingerprints, config, tokenizer, reference.to_plan() if reference else None)
     _check_output(directory, plan)
     with lock_directory(directory, "--output"):
         if _check_output(directory, plan):  # again, because from here on no other process writes there
@@ -85,7 +97,8 @@ def prepare(config: DataConfig, directory: Path, workers: int) -> None:
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
-            merger.finish(plan)
+            scores = _write_scores(reference, config, directory, plan["dtype"], console) if reference else None
+            merger.finish(plan, scores)
     records = prepared.read_shard_records(directory)
     documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
     skipped = prepared.add_skipped(records, shards)
@@ -207,6 +220,46 @@ def _write_shards(
             pool.shutdown(cancel_futures=True)
 
 
+def _open_reference(name: str, config: DataConfig, tokenizer: Tokenizer) -> "Reference":
+    from jaxopt_llm.inference import scores  # imports JAX, which the workers do not need
+
+    with _name_reference():
+        return scores.open_reference(name, config, tokenizer)
+
+
+def _write_scores(
+    reference: "Reference", config: DataConfig, directory: Path, dtype: str, console: Console
+) -> dict[str, Any]:
+    """Write the scores of a reference model, or complete them. Return what the manifest says of them."""
+    from jaxopt_llm.inference import scores
+    from jaxopt_llm.planning import oom
+
+    writer = prepared.ScoreWriter(directory, dtype)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    explain_oom = oom.explain_oom("scoring answers", "use GPUs with more memory, or more of them")
+    with (
+        _name_reference(),
+        explain_oom,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("tokens scored", total=sum(writer.tokens))
+        written = scores.score_corpus(reference, config, writer, lambda tokens: progress.advance(task, tokens))
+    if written["limit"]:
+        note = f"have no score of {reference.name}: they exceed its context"
+        console.print(f"documents of more than {written['limit'] + 1:,} tokens {note}", markup=False)
+    return written
+
+
+@contextmanager
+def _name_reference() -> Iterator[None]:
+    """Name the flag of this command in errors about its model."""
+    try:
+        yield
+    except CommandError as error:
+        error.args = (str(error).replace("--checkpoint ", "--reference "), *error.args[1:])
+        raise
+
+
 def verify(directory: Path, workers: int) -> None:
     """Read a prepared corpus completely and print its size. Raise InputError if it is damaged."""
     clock = time.perf_counter()
@@ -273,6 +326,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"
     add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
+    reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo and hinge compare"
+    add("--reference", default="", metavar="MODEL", help=reference)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
     return parser
 
@@ -294,6 +349,7 @@ def main() -> int:
     arguments = vars(make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
     verified_directory, preview_count = arguments.pop("verify"), arguments.pop("preview")
+    reference = arguments.pop("reference")
     _check_local("--output", directory)
     _check_local("--verify", verified_directory)
     if workers < 1:
@@ -309,8 +365,10 @@ def main() -> int:
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
+    if reference and (config.content != "preference" or preview_count is not None):
+        raise InputError(f"--reference {reference}: it scores answers: add --content preference, and no --preview")
     if preview_count is None:
-        prepare(config, directory, workers)
+        prepare(config, directory, workers, reference)
     elif config.content == "text" or preview_count < 1:
         raise InputError(f"--preview {preview_count}: give at least 1 and a --content of conversations, such as chat")
     else:

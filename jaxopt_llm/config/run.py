@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
@@ -11,10 +11,8 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
-    WITH_REFERENCE,
     EvaluationConfig,
     LoraConfig,
-    Objective,
     OptimizerConfig,
     PreferenceConfig,
     ScheduleConfig,
@@ -292,34 +290,36 @@ class Config:
             if applies
         ]
 
+    @property
+    def keeps_reference(self) -> bool:
+        """True if the model without its adapters can be the reference: the run starts from it, and does not change it.
+
+        A run from adapters of `lora.pretrained` should be compared with these, which are not kept.
+        """
+        return self.lora.rank > 0 and not self.training.trainable and not self.lora.pretrained
+
+    @property
+    def runs_reference(self) -> bool:
+        """True if each step runs the reference forward, unless the data have its log-probabilities.
+
+        The start of the run finds out whether they have (run/setup.py). Without `keeps_reference` they must.
+        """
+        return self.training.has_reference and self.keeps_reference
+
     def _objective_problems(self) -> list[str]:
         """List the settings that `training.objective` does not support."""
-        training, found = self.training, list[str]()
+        training = self.training
         if not training.compares:
             return []
         name = f"training.objective={training.objective}"
-        if training.has_reference and (self.lora.rank == 0 or training.trainable):
-            changed = "trains no adapters" if self.lora.rank == 0 else "also trains whole weights"
-            remedy = "--lora.rank" if self.lora.rank == 0 else "--training.trainable ()"
-            others = " or ".join(each for each in get_args(Objective)[1:] if each not in WITH_REFERENCE)
-            found.append(
-                f"{name} compares with the model without its adapters, and this run {changed}: set {remedy}, or "
-                f"--training.objective {others}"
-            )
         refused = {
-            # A run from adapters should be compared with these adapters, which are not kept.
-            f"lora.pretrained={self.lora.pretrained}": (
-                bool(self.lora.pretrained) and training.has_reference,
-                "--model.pretrained to the model with these adapters (python -m jaxopt_llm.convert merge)",
-            ),
             f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
             f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
             f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
         }
-        found += [
+        return [
             f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
         ]
-        return found
 
     def _length_problems(self) -> list[str]:
         steps = self.training.local_steps

@@ -38,8 +38,8 @@ class TrainingConfig:
     objective: Objective = setting("next_token")
     """What is learned. next_token: the next token of each document. The others prefer the chosen answer of a pair to
     the rejected one, and read data.content=preference (docs/preferences.md). dpo (Rafailov et al. 2023), ipo (Azar et
-    al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with the model without its adapters; cpo (Xu et al. 2024),
-    simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need no reference."""
+    al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with a reference: the model of prepare --reference, or the
+    model without its adapters; cpo (Xu et al. 2024), simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need none."""
     batch_size: int = setting(32, bounds=AT_LEAST_ONE)
     """Sequences per step, over all devices and microbatches (global batch size)."""
     sequence_length: int = setting(256, bounds=AT_LEAST_ONE)
@@ -125,7 +125,7 @@ class TrainingConfig:
 
     @property
     def has_reference(self) -> bool:
-        """True if the objective compares with the model without its adapters, in a second forward."""
+        """True if the objective compares with a reference model."""
         return self.objective in WITH_REFERENCE
 
     @property

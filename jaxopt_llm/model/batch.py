@@ -17,7 +17,8 @@ class Batch:
     loss_mask:   bool, True where the target is a real token of the same document.
     segment_ids: int32, one id per document in its row, 0 for padding; tokens attend only within their own segment.
     positions:   int32, restart at 0 in every segment.
-    reference:   float32, log-probability of each target by a reference model; None if the objective needs none.
+    reference:   float32, log-probability of each target by a reference model, or anything with the same sum over the
+                 counted targets of each document; None if the objective needs none, or the data have none.
     noise:       uint32, random bits of the step for dropout; None without dropout.
     """
 

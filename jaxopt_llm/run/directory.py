@@ -13,6 +13,7 @@ from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.tokens.corpus import Corpus
+from jaxopt_llm.data.tokens.pieces import Scores
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
@@ -218,6 +219,7 @@ def write_run_files(
     device: str,
     base_sha256: str | None,
     rows: token_rows.Rows,
+    reference: Scores | None = None,
 ) -> None:
     """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
 
@@ -226,15 +228,18 @@ def write_run_files(
     Args:
         device: kind of the devices.
         base_sha256, rows: see `InitialWeights`.
+        reference: the reference model whose scores the corpus holds; None: it holds none, or they are not used.
     """
     directory = Path(config.run.directory)
-    description = {
+    description: dict[str, Any] = {
         "name": corpus.name,
         "summary": str(corpus),
         "sha256": corpus.sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "base_sha256": base_sha256,
     }
+    if reference:
+        description["reference"] = {"model": reference.model, "sha256": reference.sha256}
     keep_tokenizer(config.data, tokenizer, directory, find_prepared(corpus.files))
     if rows:
         description[ROWS_SHA256] = token_rows.digest(rows)

@@ -63,6 +63,10 @@ def describe_run(setup: Setup) -> Iterator[str]:
     for each in data.sets:
         yield "; ".join([f"validation set {each.name}: {each}", *each.skipped.describe_notes()])
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
+    if data.reference:
+        yield f"reference: scores of {data.reference.model} in the corpus"
+    elif config.runs_reference:
+        yield "reference: the model without its adapters, in a forward of each step"
     if 1 < config.mesh.pipeline <= config.training.accumulation:
         yield f"pipeline: {_describe_idle_share(setup)}"
     yield from _list_unused_settings(setup)

@@ -1,7 +1,7 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -18,7 +18,7 @@ from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
-from jaxopt_llm.data.tokens.pieces import TokenStream
+from jaxopt_llm.data.tokens.pieces import Scores, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.distributed.process_group import Processes
@@ -63,10 +63,12 @@ class Data(Documents):
     Attributes:
         training: rows of the training split, one entry for each source.
         validation: rows of each validation set by name, or of the held-out split.
+        reference: the model whose scores all rows hold; None: they hold none, or the objective needs none.
     """
 
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
+    reference: Scores | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Setup:
     def with_config(self, config: Config) -> "Setup":
         """Return the setup with another configuration of the same data, mesh and train state."""
         placement = replace(self.placement, sharding=config.sharding)
-        program = make_program(config, placement, stores_frozen_weights(config))
+        program = make_program(config, placement, stores_frozen_weights(config), self.data.reference is not None)
         program = replace(program, attention=self.program.attention)
         return replace(self, config=config, placement=placement, program=program)
 
@@ -141,7 +143,8 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     config: Config = resolve_length(resolved, sum(map(len, data.training)))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = replace(make_program(config, placement, stores_frozen_weights(config)), attention=attention)
+    program = make_program(config, placement, stores_frozen_weights(config), data.reference is not None)
+    program = replace(program, attention=attention)
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
     loader = Loader(data.training, weights, size, config.run.seed, local_rows.indices)
@@ -225,17 +228,65 @@ def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
         )
 
 
+def _find_reference(config: Config, streams: Iterable[TokenStream]) -> Scores | None:
+    """Return the reference model whose scores all documents have; None: none has scores.
+
+    Raises:
+        InputError: some documents have scores, and others have none or those of another model; or the objective needs
+            scores, and there are none; or the rows may hold documents that the model could not score.
+    """
+    pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
+    first, *others = {piece.scores.sha256 if piece.scores else "": piece for piece in pieces}.values()
+    if others:
+        scored, other = sorted([first, others[0]], key=lambda piece: piece.scores is None)
+        assert scored.scores is not None
+        held = f"those of {other.scores.model}" if other.scores else "none"
+        raise InputError(
+            f"{scored.name} holds log-probabilities of the reference {scored.scores.model}, and {other.name} holds "
+            f"{held}: prepare both with the same --reference"
+        )
+    if first.scores is None and config.training.has_reference and not config.keeps_reference:
+        raise InputError(_describe_missing_reference(config, first.name))
+    length, limits = config.training.sequence_length, [piece.scores.limit for piece in pieces if piece.scores]
+    if limit := min(filter(None, limits), default=0):
+        assert first.scores is not None
+        if length > limit:
+            raise InputError(
+                f"training.sequence_length={length}: the reference {first.scores.model} has no scores of longer "
+                f"documents than rows of {limit} tokens hold: set at most --training.sequence-length {limit}"
+            )
+    return first.scores
+
+
+def _describe_missing_reference(config: Config, name: str) -> str:
+    """Return an error about data without scores. name: name of the data."""
+    objective = f"training.objective={config.training.objective} compares with a reference model"
+    prepare = "prepare the data with --reference MODEL (python -m jaxopt_llm.prepare)"
+    if config.lora.rank == 0:
+        changed, remedy = "trains all of it", "train adapters with --lora.rank"
+    elif config.training.trainable:
+        changed, remedy = "also trains whole weights", "set --training.trainable ()"
+    else:
+        merged = "the model with these adapters (python -m jaxopt_llm.convert merge)"
+        changed, remedy = f"begins with lora.pretrained={config.lora.pretrained}", f"set --model.pretrained to {merged}"
+    return (
+        f"{objective}: {name} holds no log-probabilities of one, and the model cannot be its own, because this run "
+        f"{changed}: {prepare}, or {remedy}"
+    )
+
+
 def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHED) -> Data:
     """Pack the documents of a run into rows.
 
     pulse: notes the progress.
 
     Raises:
-        InputError: there is no token to predict.
+        InputError: there is no token to predict; or the data do not suit the objective.
     """
     corpus, sets = documents.corpus, documents.sets
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
+        stream = stream if config.training.has_reference else stream.without_scores()
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents
         rows = PackedRows(stream, length, size, name, long_documents, limit, pulse)
@@ -247,4 +298,5 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
         validation = {HELD_OUT: pack(corpus.held_out, "the held-out split")}
     else:
         validation = {each.name: pack(each.documents, f"the validation set {each.name}") for each in sets}
-    return Data(documents.tokenizer, corpus, sets, training, validation)
+    reference = _find_reference(config, [rows.stream for rows in (*training, *validation.values())])
+    return Data(documents.tokenizer, corpus, sets, training, validation, reference)

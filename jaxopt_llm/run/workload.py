@@ -213,8 +213,8 @@ class DecoderWorkload:
 
     def write_files(self) -> None:
         data, device = self._setup.data, self._setup.placement.mesh.devices.flat[0].device_kind
-        initial = self._initial
-        write_run_files(self.config, data.corpus, data.tokenizer, device, initial.base_sha256, initial.rows)
+        base, rows = self._initial.base_sha256, self._initial.rows
+        write_run_files(self.config, data.corpus, data.tokenizer, device, base, rows, data.reference)
 
 
 def load_state(

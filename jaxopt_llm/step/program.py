@@ -295,7 +295,7 @@ class Program(StepProgram):
     batch_sharding: NamedSharding
 
 
-def make_program(config: Config, placement: Placement, keep_frozen: bool = True) -> Program:
+def make_program(config: Config, placement: Placement, keep_frozen: bool = True, scored: bool = False) -> Program:
     """Make the program of a configuration on a placement.
 
     It allocates nothing. The placement's devices may be a topology without hardware, for compilation only, or an
@@ -303,6 +303,8 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
 
     Args:
         keep_frozen: see StateSpecs.
+        scored: whether the data have the log-probabilities of a reference. With `Config.runs_reference` the step
+            otherwise computes them.
 
     Raises:
         InputError: the devices do not support `precision.matmul`, `training.attention` or `sharding.expert_exchange`,
@@ -322,11 +324,13 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
+    reads_reference = training.has_reference and (scored or not config.runs_reference)
+    reference = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if reads_reference else None
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
-        batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
+        batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids, reference=reference),
         recomputed=name_recomputed(config.remat),
         keeps_largest=_keeps_largest(config, placement),
     )

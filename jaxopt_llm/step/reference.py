@@ -16,7 +16,8 @@ SCOPE = "reference"  # named scope of this forward in compiled programs and prof
 def add_reference(model: Model, executor: Executor, params: Params, batch: Batch, placement: Placement) -> Batch:
     """Return the batch, fields [M, B, S], with the reference's log-probabilities, if the model's objective needs them.
 
-    They cost a second forward, but no memory for other weights.
+    A batch whose data have them (`prepare --reference`) is returned as it is. Otherwise they cost a second forward, but
+    no memory for other weights.
     """
     if not model.objective.needs_reference or batch.reference is not None:
         return batch

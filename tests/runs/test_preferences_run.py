@@ -2,8 +2,10 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import folders
 import pytest
 from chats import write_tokenizer
 from commands import assert_one_line, command, metrics, tiny
@@ -59,3 +61,46 @@ def test_data_that_do_not_fit_the_objective_are_refused(tmp_path: Path, data: tu
     done = command(*run(tmp_path / "b", *data, *texts))
     assert done.returncode == 2 and not (tmp_path / "b").exists()
     assert_one_line(done.stderr, "training.objective=dpo compares", "set --data.content preference")
+
+
+@pytest.mark.slow
+def test_all_weights_are_compared_with_scores_of_the_corpus(tmp_path: Path, data: tuple[object, ...]) -> None:
+    """The reference is the model that the run starts from, so the first loss is exactly log 2."""
+    tokenizer, rows = data[3], data[1]
+    model = write_tokenizer(folders.folder(tmp_path / "model", replace(folders.CONFIG, vocabulary_size=512)))
+    prepared = tmp_path / "prepared"
+    given = ("--input", rows, "--content", "preference", "--output", prepared, "--workers", 1)
+    done = command("prepare", *given, "--tokenizer", model, "--reference", model)
+    assert (done.returncode, done.stderr) == (0, "")
+    again = command("prepare", *given, "--tokenizer", model, "--reference", model)
+    assert again.returncode == 0 and "already finished" in again.stdout
+    assert (
+        "another prepared corpus, which differs in reference" in command("prepare", *given, "--tokenizer", model).stderr
+    )
+    missing = command("prepare", *given, "--tokenizer", tokenizer, "--reference", tmp_path / "nothing")
+    assert missing.returncode == 2
+    assert_one_line(missing.stderr, f"--reference {tmp_path / 'nothing'}")
+
+    flags = ["train", "--config", "dpo.py", "--run.directory", tmp_path / "run", "--model.pretrained", model]
+    flags += ["--data.paths", prepared, "--lora.rank", 0, "--optimizer.learning-rate", 0.003]
+    flags += ["--precision.compute-dtype", "float32", "--training.sequence-length", 256, "--training.batch-size", 4]
+    flags += ["--training.accumulation", 1, "--schedule.warmup-steps", 0, "--evaluation.every", 3]
+    flags += ["--evaluation.samples", 0, "--logging.every", 1, "--checkpoint.every", 3]
+    done = command(*flags, "--training.steps", 3)
+    assert done.returncode == 0, done.stderr
+    assert f"reference: scores of {model} in the corpus" in done.stdout
+    records = metrics(tmp_path / "run")
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert records[0]["rewards/chosen"] == pytest.approx(0, abs=2e-5)
+    assert records[0]["rewards/rejected"] == pytest.approx(0, abs=2e-5)
+    assert records[2]["eval_rewards/margin"] > 0.05 and records[2]["eval_loss"] < 0.68
+    reference = json.loads((tmp_path / "run" / "corpus.json").read_text())["reference"]
+    assert reference["model"] == str(model)
+
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    assert manifest["plan"]["reference"]["model_sha256"] == reference["sha256"]
+    manifest["plan"]["reference"]["model_sha256"] = "0" * 64
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    refused = command(*flags, "--training.steps", 6)
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "was trained on another version of the corpus")

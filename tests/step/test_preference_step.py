@@ -1,5 +1,6 @@
 """The step of an objective over pairs, with adapters: the reference is the model without them."""
 
+import functools
 import math
 import re
 from dataclasses import replace
@@ -23,6 +24,7 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
@@ -55,19 +57,22 @@ ON_MESHES = {
 }
 
 
-def make(settings: dict[str, Any]) -> tuple[Program, Placement]:
+def make(settings: dict[str, Any], scored: bool = False) -> tuple[Program, Placement]:
     config = replace_fields(BASE, settings)
     validate(config)
     mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
     placement = Placement(mesh, config.sharding, config.precision)
-    return make_program(config, placement), placement
+    return make_program(config, placement, scored=scored), placement
 
 
-def train(steps: int, **settings: Any) -> list[dict[str, float]]:
-    program, placement = make(settings)
+def train(steps: int, scored: bool = False, **settings: Any) -> list[dict[str, float]]:
+    """Train on pairs. scored: whether the batch has the log-probabilities of the initial model, from the corpus."""
+    program, placement = make(settings, scored)
     state = initialize_state(program.specs, program.optimizers, 0, placement)
     frozen = jax.tree.map(np.asarray, state.frozen)
     batch = replace(toy.microbatches(toy.pairs(ROWS, LENGTH), 2), reference=None)
+    if scored:
+        batch = replace(batch, reference=score(batch))
     batch = jax.device_put(batch, program.batch_sharding)
     records = []
     for _ in range(steps):
@@ -75,6 +80,26 @@ def train(steps: int, **settings: Any) -> list[dict[str, float]]:
         records.append({name: float(np.asarray(value)) for name, value in metrics.items()})
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.frozen), frozen)
     return records
+
+
+@functools.cache
+def find_log_probabilities() -> np.ndarray:
+    """Return those of the initial model without adapters, on one device."""
+    program, placement = make({"lora.rank": 0})
+    state = initialize_state(program.specs, program.optimizers, 0, placement)
+    batch = toy.microbatches(toy.pairs(ROWS, LENGTH), 2)
+    found = jax.jit(functools.partial(program.executor.log_probabilities, program.model, placement=placement))
+    return np.asarray(found(state.masters, jax.device_put(batch, program.batch_sharding)))
+
+
+def score(batch: Batch) -> np.ndarray:
+    """Return the sum of the log-probabilities of each document at one of its counted tokens, as a corpus has it."""
+    placed = np.zeros(batch.tokens.shape, np.float32)
+    for row in np.ndindex(*batch.tokens.shape[:2]):
+        for segment in range(1, int(batch.segment_ids[row].max()) + 1):
+            (places,) = np.nonzero((batch.segment_ids[row] == segment) & batch.loss_mask[row])
+            placed[row][places[-1]] = find_log_probabilities()[row][places].sum()
+    return placed
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +128,59 @@ def test_a_mesh_trains_alike(mesh: str, on_one_device: list[dict[str, float]]) -
         assert [each[name] for each in found] == pytest.approx([each[name] for each in on_one_device], rel=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("settings", "scored", "reads"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"lora.rank": 0}, False, True),
+        ({"training.trainable": ("*norm*",)}, False, True),
+        ({"lora.pretrained": "runs/sft"}, False, True),
+        ({"training.objective": "cpo"}, True, False),
+        ({"training.objective": "cpo", "lora.rank": 0}, False, False),
+    ],
+)
+def test_only_a_model_with_adapters_runs_its_reference(settings: dict[str, Any], scored: bool, reads: bool) -> None:
+    """In all other cases a program with a reference reads it from the batch, also that of `plan`."""
+    assert (make(settings, scored)[0].batch.reference is not None) == reads
+
+
+@pytest.mark.parametrize("mesh", [None, "stages"])
+def test_scores_of_the_corpus_take_the_place_of_the_forward(
+    mesh: str | None, on_one_device: list[dict[str, float]]
+) -> None:
+    found = train(3, scored=True, **(ON_MESHES[mesh] if mesh else {}))
+    for name in ("loss", "grad_norm", "rewards/margin"):
+        expected = [each[name] for each in on_one_device[:3]]
+        assert [each[name] for each in found] == pytest.approx(expected, rel=2e-4, abs=1e-5)
+    assert found[2]["rewards/margin"] > 0.05
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora.rank": 0, "mesh.fsdp": 2, "mesh.tensor": 2}, {"lora.rank": 2, "training.trainable": ("*norm*",)}],
+)
+def test_whole_weights_learn_to_prefer(settings: dict[str, Any]) -> None:
+    """The reference is the initial model: the loss is that of the changes of the sums since then."""
+    records = train(4, scored=True, **{"optimizer.learning_rate": 3e-3, **settings})
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert records[0]["rewards/margin"] == pytest.approx(0, abs=1e-6)
+    batch, side = toy.microbatches(toy.pairs(ROWS, LENGTH), 2), []
+    for rejected in (0, 1):
+        counted = batch.loss_mask & (batch.segment_ids > 0) & (batch.segment_ids % 2 != rejected)
+        side.append(float(np.sum(find_log_probabilities()[counted])) / int(np.sum(batch.segment_ids.max(-1) // 2)))
+    for record in records:
+        rewards = [
+            0.1 * (record[f"log_probabilities/{name}"] - of_reference)
+            for name, of_reference in zip(("chosen", "rejected"), side, strict=True)
+        ]
+        assert [record["rewards/chosen"], record["rewards/rejected"]] == pytest.approx(rewards, abs=1e-5)
+    assert records[-1]["loss"] < 0.69 and records[-1]["rewards/margin"] > 0.01
+
+
 def test_the_reference_costs_a_forward_and_no_memory() -> None:
-    def compile_step(objective: str) -> tuple[float, int]:
-        program, _ = make({"training.objective": objective, "lora.targets": ("*/attention/*",)})
+    def compile_step(objective: str, scored: bool = False) -> tuple[float, int]:
+        program, _ = make({"training.objective": objective, "lora.targets": ("*/attention/*",)}, scored)
         step = program.step.lower(program.state, program.batch).compile()
         return hlo.count_dot_flops(str(step.as_text())), hlo.read_memory(step).peak
 
@@ -118,15 +193,14 @@ def test_the_reference_costs_a_forward_and_no_memory() -> None:
     scores = 4 * tokens * model.layers * LENGTH * model.heads * model.head_dim
     assert head + products < dpo - cpo <= head + products + scores
     assert dpo_memory <= 1.15 * memory
+    assert compile_step("dpo", scored=True)[0] == cpo
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora.rank": 0}, r"dpo compares with the model without its adapters, .* set --lora.rank, or .* cpo or"),
-        ({"training.trainable": ("*norm*",)}, "also trains whole weights: set --training.trainable"),
         ({"training.z_loss": 0.1}, "dpo does not support training.z_loss=0.1: set --training.z-loss 0"),
-        ({"lora.pretrained": "runs/sft"}, "dpo does not support lora.pretrained=runs/sft: set --model.pretrained"),
+        ({"model.mtp_layers": 1}, "dpo does not support model.mtp_layers=1: set --model.mtp-layers 0"),
     ],
 )
 def test_what_an_objective_does_not_support_is_refused(settings: dict[str, Any], message: str) -> None:

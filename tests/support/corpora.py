@@ -4,6 +4,9 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.data.reading import source
 from jaxopt_llm.data.reading.files import find_files
@@ -23,20 +26,36 @@ def some_documents() -> list[str]:
     return [*cut, "a\r\nb\r", "naïve ∂L/∂w 🙂\0", "\n", "x"]
 
 
-def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
-    """Prepare a corpus as the command does, in this process."""
+def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", limit: int = 0) -> Path:
+    """Prepare a corpus as the command does, in this process.
+
+    reference, limit: of `Scores`, of which each document has another one; "": none.
+    """
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
     looked = prepared.inspect_files(files, config, lambda: None)
-    plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer)
+    model = {"model": reference, "model_sha256": reference * 2} if reference else None
+    plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer, model)
     shards = prepared.group_into_shards(files, [parts for _, parts in looked])
     prepared.write_json(folder / PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
     merger = prepared.ShardMerger(folder, plan["dtype"], config.content != "text")
     merger.merge_ready()
-    merger.finish(plan)
+    scores = None
+    if reference:
+        writer, document = prepared.ScoreWriter(folder, plan["dtype"]), 0
+        while len(writer) < len(writer.tokens):
+            count = writer.open_next().groups
+            writer.append(some_scores(document + count)[document:])
+            document += count
+        scores = writer.summarise(limit)
+    merger.finish(plan, scores)
     return folder
+
+
+def some_scores(documents: int) -> NDArray[np.float32]:
+    return np.float32(-0.25) * np.arange(1, documents + 1, dtype=np.float32)
 
 
 def documents_of(stream: TokenStream) -> list[list[int]]:

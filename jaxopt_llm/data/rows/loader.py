@@ -184,6 +184,13 @@ def read_validation_batches(
     return [_stack(read_row(first + row) for row in local_rows) for first in range(0, read, batch_size)]
 
 
+def read_in_order(rows: PackedRows, batch_size: int) -> Iterator[Batch]:
+    """Yield all rows in order, in batches with fields [B, S]. The last one is padded with empty rows."""
+    empty = jax.tree.map(np.zeros_like, rows[0])
+    for first in range(0, len(rows), batch_size):
+        yield _stack(rows[row] if row < len(rows) else empty for row in range(first, first + batch_size))
+
+
 def _stack(rows: Iterable[Batch]) -> Batch:
     return jax.tree.map(lambda *fields: np.stack(fields), *rows)
 

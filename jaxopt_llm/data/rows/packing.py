@@ -352,7 +352,7 @@ class PackedRows:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        firsts, counts = self._find_ranges(index, epoch)
+        firsts, counts = self.find_ranges(index, epoch)
         ranges = list(zip(firsts.tolist(), counts.tolist(), strict=True))
         window = np.concatenate([self.stream.read(*each) for each in ranges])
         self._check_ids(window, firsts, counts)
@@ -371,10 +371,12 @@ class PackedRows:
             segment_ids=np.cumsum(starts)[is_token].astype(np.int32),
             positions=(offsets - np.maximum.accumulate(np.where(starts, offsets, 0)))[is_token].astype(np.int32),
         )
+        if self.stream.scored:
+            row = replace(row, reference=_place_scores(self.stream.read_scores(firsts), row))
         padding = self.sequence_length - row.tokens.size
         return jax.tree.map(lambda field: np.pad(field, (0, padding)), row) if padding else row
 
-    def _find_ranges(self, index: int, epoch: tuple[int, int] | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    def find_ranges(self, index: int, epoch: tuple[int, int] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the first positions and the sizes of the ranges of the stream that a row reads."""
         if self._whole is not None:
             starts, lengths = self._whole.find_documents(index, epoch)
@@ -466,6 +468,22 @@ class PackedRows:
         where = self.stream.describe_position(int(firsts[within]) + index - int(counts[:within].sum()))
         problem = f"has the token id {window[index]}, outside model.vocabulary_size={self.vocabulary_size}"
         raise InputError(f"{where} {problem}: increase that size, or use the tokenizer of this data")
+
+
+def _place_scores(scores: NDArray[np.float32], row: Batch) -> NDArray[np.float32]:
+    """Return the score of each document at the last of its tokens that the loss counts, and zeros elsewhere.
+
+    Objectives read only the sums of documents.
+
+    Args:
+        scores: of the documents of the row, each of which has a token that the loss counts.
+        row: fields [S].
+    """
+    (counted,) = np.nonzero(row.loss_mask)
+    documents = row.segment_ids[counted]
+    placed = np.zeros(row.tokens.size, np.float32)
+    placed[counted[np.diff(documents, append=0) != 0]] = scores
+    return placed
 
 
 def _measure_documents(

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -117,6 +117,23 @@ _SAMPLES, _SAMPLE_BYTES = 64, 2**12  # samples of a large file that its fingerpr
 
 
 @dataclass(frozen=True, eq=False)
+class Scores:
+    """Log-probabilities of documents by a reference model, for objectives that compare with one.
+
+    Attributes:
+        model: name of the model, for messages.
+        sha256: digest of its weights.
+        limit: documents that take more places of a row than this have no score; 0: every document has one.
+        values: float32 [documents], sums over the tokens that the loss counts.
+    """
+
+    model: str
+    sha256: str
+    limit: int
+    values: Array
+
+
+@dataclass(frozen=True, eq=False)
 class Piece(ABC):
     """Concatenated documents of one file or of a part of it: the base class of all formats.
 
@@ -131,6 +148,7 @@ class Piece(ABC):
         documents: number of documents, or None if it is not known.
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
         pairs: whether the documents are pairs: a chosen document, then the rejected one. No document is empty.
+        scores: those of a reference model; None if there are none.
     """
 
     name: str
@@ -155,6 +173,10 @@ class Piece(ABC):
     @property
     def pairs(self) -> bool:
         return False
+
+    @property
+    def scores(self) -> Scores | None:
+        return None
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
         """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
@@ -189,6 +211,7 @@ class IndexedPiece(Piece):
     keys: Array
     mask: Array | None = None
     pairs: bool = False
+    scores: Scores | None = None
 
     @property
     def groups(self) -> int:
@@ -259,6 +282,24 @@ class TokenStream:
             if piece.mask is not None:
                 mask[position - first : position - first + end - begin] = piece.mask[begin:end]
         return mask
+
+    @property
+    def scored(self) -> bool:
+        """True if documents have scores of a reference model."""
+        return any(piece.scores is not None for piece in self.pieces)
+
+    def without_scores(self) -> "TokenStream":
+        pieces = [replace(piece, scores=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
+        return replace(self, pieces=tuple(pieces))
+
+    def read_scores(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the scores of the documents that start at these positions, float32. All pieces have scores."""
+        found = np.empty(positions.size, np.float32)
+        for index, position in enumerate(positions.tolist()):
+            ((_, piece, token, _),) = self._slices(position, 1)
+            assert isinstance(piece, IndexedPiece) and piece.scores is not None
+            found[index] = piece.scores.values[piece.ends.searchsorted(token, side="right")]
+        return found
 
     def document_starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the positions in [first, first + count) at which a document starts."""

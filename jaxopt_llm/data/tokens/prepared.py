@@ -5,11 +5,13 @@ tokens.bin                 uint16 or uint32, little-endian
 ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
 mask.bin                   only for conversations: one byte per token, whether the loss counts it
 shards.jsonl               contents and SHA-256 of each shard in the files above
-manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and, for pairs of answers, "pairs": true;
-                           written last, so a corpus with a manifest is complete
+scores.bin                 only with a reference model: its log-probability of each document, float32 (`Scores`)
+scores.jsonl               SHA-256 of the scores of each shard
+manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and of scores.jsonl and, for pairs of
+                           answers, "pairs": true; written last, so a corpus with a manifest is complete
 
 During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask and, last, .json, each set from a
-group of parts. They are appended to the files above in order, and then deleted.
+group of parts. They are appended to the files above in order, and then deleted. Scores follow, shard by shard.
 """
 
 import hashlib
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core import json_files
@@ -37,29 +40,43 @@ from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import split_into_parts
 from jaxopt_llm.data.reading.storage import PLAN
-from jaxopt_llm.data.tokens.pieces import FileArray, IndexedPiece, fingerprint_file, token_dtype, tokenize_batches
+from jaxopt_llm.data.tokens.pieces import (
+    FileArray,
+    IndexedPiece,
+    Scores,
+    fingerprint_file,
+    token_dtype,
+    tokenize_batches,
+)
 from jaxopt_llm.data.tokens.template import find_template, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
-MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
+MANIFEST, SHARDS, SCORES = "manifest.json", "shards.jsonl", "scores.jsonl"
 FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
 _ARRAYS = ("tokens", "ends", "keys", "mask")  # mask: only for conversations
+_SCORE = np.dtype("<f4")
 # Names of the files in the directory of an unfinished corpus.
 _UNFINISHED = re.compile(
-    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|({'|'.join(_ARRAYS)})\.bin|shard-\d{{5,}}\..*|.*\.tmp"
+    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|{re.escape(SCORES)}|({'|'.join(_ARRAYS)}|scores)\.bin|shard-\d{{5,}}\..*|.*\.tmp"
 )
 _READERS = 32  # threads that inspect files; they wait for storage most of the time
 _BLOCK = 2**22  # bytes read at once
 
 
 def make_plan(
-    files: Sequence[File], fingerprints: Sequence[str], config: DataConfig, tokenizer: Tokenizer
+    files: Sequence[File],
+    fingerprints: Sequence[str],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    reference: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return everything that the output bytes depend on.
 
     The locations of the files and the number of workers do not change the output, so they are not included.
+
+    reference: name and digest of the model of the scores: see `Scores`.
     """
     plan = {
         "format": FORMAT,
@@ -82,6 +99,8 @@ def make_plan(
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
     if config.chat_template:  # the folder of the tokenizer does not hold it
         plan["chat_template"] = find_template(config, tokenizer).source
+    if reference:
+        plan["reference"] = reference
     return plan
 
 
@@ -264,12 +283,78 @@ class ShardMerger:
             for path in (*paths.values(), record):
                 path.unlink()
 
-    def finish(self, plan: dict[str, Any]) -> None:
-        """Write the manifest, which completes the corpus."""
+    def finish(self, plan: dict[str, Any], scores: dict[str, Any] | None = None) -> None:
+        """Write the manifest, which completes the corpus. scores: see `ScoreWriter.summarise`."""
         digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
         totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
         pairs = {"pairs": True} if self._paired else {}
-        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs})
+        of_scores = {"scores": scores} if scores else {}
+        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs, **of_scores})
+
+
+class ScoreWriter:
+    """Writer that appends the scores of shards, in order, to a corpus of conversations that holds all shards.
+
+    When it opens files after a kill, it removes bytes that do not belong to a recorded shard.
+
+    Attributes:
+        longest: tokens of the longest document.
+        tokens: number of tokens of each shard.
+    """
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        self._directory = directory
+        shards = read_shard_records(directory)
+        self.tokens: list[int] = [shard["tokens"] for shard in shards]
+        self._begins = np.cumsum([0, *self.tokens])
+        self._documents = np.cumsum([0, *(shard["documents"] for shard in shards)])
+        self._dtype = np.dtype(dtype)
+        self.longest = max(int(np.diff(self._read_ends(i), prepend=0).max(initial=0)) for i in range(len(shards)))
+        self._path, self._record = array_path(directory, "scores"), directory / SCORES
+        self._path.touch()
+        self._record.touch()
+        os.truncate(self._record, self._record.read_bytes().rfind(b"\n") + 1)
+        needed = int(self._documents[len(self)]) * _SCORE.itemsize
+        if (has := self._path.stat().st_size) < needed:
+            remedy = f"remove {directory} and prepare the corpus again"
+            raise InputError(f"{self._path} is truncated: it has {has} bytes of {needed}; {remedy}")
+        os.truncate(self._path, needed)
+
+    def __len__(self) -> int:
+        """Return the number of shards that have scores."""
+        return self._record.read_bytes().count(b"\n")
+
+    def open_next(self) -> IndexedPiece:
+        """Open the documents of the first shard without scores."""
+        index = len(self)
+        begin, size = int(self._begins[index]), self.tokens[index]
+        tokens = FileArray(array_path(self._directory, "tokens"), self._dtype, size, begin * self._dtype.itemsize)
+        mask = FileArray(array_path(self._directory, "mask"), np.dtype("?"), size, begin)
+        ends = self._read_ends(index)
+        return IndexedPiece(f"{self._directory}, shard {index}", tokens, ends, np.zeros(ends.size, np.uint64), mask)
+
+    def append(self, values: NDArray[np.float32]) -> None:
+        """Append the scores of the first shard without scores: one for each of its documents."""
+        index = len(self)
+        assert values.shape == (self._documents[index + 1] - self._documents[index],)
+        values = np.ascontiguousarray(values, _SCORE)
+        record = json.dumps({"sha256": hashlib.sha256(values.data).hexdigest()}) + "\n"
+        for path, content in ((self._path, values.data), (self._record, record.encode())):
+            with path.open("ab") as file:
+                file.write(content)
+                sync_file(file)
+
+    def summarise(self, limit: int) -> dict[str, Any]:
+        """Return what the manifest says of complete scores. limit: see `Scores`."""
+        assert len(self) == len(self.tokens)
+        return {"limit": limit, "sha256": hashlib.sha256(self._record.read_bytes()).hexdigest()}
+
+    def _read_ends(self, index: int) -> NDArray[np.int64]:
+        """Return the ends of the documents of a shard, in its own tokens."""
+        first, last = self._documents[index : index + 2]
+        ends = FileArray(array_path(self._directory, "ends"), np.dtype("<i8"), int(self._documents[-1]))
+        found: NDArray[np.int64] = ends[int(first) : int(last)] - self._begins[index]
+        return found
 
 
 def read_shard_records(directory: Path) -> list[dict[str, Any]]:
@@ -299,6 +384,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @dataclass(frozen=True)
+class _ScoresRecord:
+    """Scores as a manifest describes them; see also `Scores`.
+
+    Attributes:
+        sha256: digest of SCORES.
+    """
+
+    model: str
+    model_sha256: str
+    limit: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class _Manifest:
     sha256: str
     tokens: int
@@ -309,6 +408,7 @@ class _Manifest:
     tokenizer: str
     tokenizer_sha256: str
     shards_sha256: str
+    scores: _ScoresRecord | None
 
 
 def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
@@ -325,8 +425,12 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    tokens, ends, keys, *mask = _open_arrays(directory, manifest)
-    return IndexedPiece(name, tokens, ends, keys, mask[0] if mask else None, manifest.pairs), manifest.sha256
+    arrays, scores = _open_arrays(directory, manifest), None
+    if record := manifest.scores:
+        scores = Scores(record.model, record.model_sha256, record.limit, arrays["scores"])
+    mask = arrays.get("mask")
+    piece = IndexedPiece(name, arrays["tokens"], arrays["ends"], arrays["keys"], mask, manifest.pairs, scores)
+    return piece, manifest.sha256
 
 
 def read_template(corpora: Iterable[Path]) -> str | None:
@@ -375,6 +479,7 @@ def verify_corpus(
     shards = read_shard_records(directory)
     if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
         raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
+    of_scores = _read_score_digests(directory, manifest)
     token_bounds = np.cumsum([0, *(shard["tokens"] for shard in shards)])
     tokens = token_bounds * manifest.dtype.itemsize
     documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
@@ -388,6 +493,8 @@ def verify_corpus(
         ]
         if manifest.conversations:
             bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
+        if of_scores:
+            bounds.append((("scores",), documents[index : index + 2] // 2, of_scores[index]))
         for names, (first, last), expected in bounds:
             if _hash_range([array_path(directory, name) for name in names], int(first), int(last)) != expected:
                 return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {index}"
@@ -398,7 +505,19 @@ def verify_corpus(
     if damaged:
         message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
-    return len(shards), int(tokens[-1] + 2 * documents[-1] + manifest.conversations * token_bounds[-1])
+    size = tokens[-1] + 2 * documents[-1] + manifest.conversations * token_bounds[-1]
+    return len(shards), int(size + bool(of_scores) * documents[-1] // 2)
+
+
+def _read_score_digests(directory: Path, manifest: _Manifest) -> list[str]:
+    """Return the digest of the scores of each shard; [] without scores. Raise InputError if scores.jsonl is damaged."""
+    if manifest.scores is None:
+        return []
+    path = directory / SCORES
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != manifest.scores.sha256:
+        raise InputError(f"{path} is damaged: restore it, or prepare the corpus again")
+    return [json_files.parse(line)["sha256"] for line in content.splitlines()]
 
 
 def _read_manifest(directory: Path) -> _Manifest:
@@ -408,7 +527,7 @@ def _read_manifest(directory: Path) -> _Manifest:
     content = path.read_bytes()
     try:
         manifest = json_files.parse_settings(content)
-        plan = manifest["plan"]
+        plan, scores = manifest["plan"], manifest.get("scores")
         if plan["format"] != FORMAT:
             raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
         return _Manifest(
@@ -421,27 +540,34 @@ def _read_manifest(directory: Path) -> _Manifest:
             plan["tokenizer"],
             plan["tokenizer_sha256"],
             manifest["shards_sha256"],
+            _ScoresRecord(**plan["reference"], **scores) if scores else None,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
-def _open_arrays(directory: Path, manifest: _Manifest) -> list[FileArray]:
-    """Return tokens, ends, keys and, for conversations, the mask.
+def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
+    """Return tokens, ends, keys and, if there are any, mask and scores, by name.
 
     Raises InputError if a file does not have the size that the manifest records.
     """
-    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"), np.dtype("?"))
-    sizes = (manifest.tokens, manifest.documents, manifest.documents, manifest.tokens)
-    arrays = []
-    for name, dtype, size in zip(_array_names(manifest.conversations), types, sizes, strict=False):
+    types = {
+        "tokens": (manifest.dtype, manifest.tokens),
+        "ends": (np.dtype("<i8"), manifest.documents),
+        "keys": (np.dtype("<u8"), manifest.documents),
+        "mask": (np.dtype("?"), manifest.tokens),
+        "scores": (_SCORE, manifest.documents),
+    }
+    arrays = {}
+    for name in (*_array_names(manifest.conversations), *(["scores"] if manifest.scores else [])):
+        dtype, size = types[name]
         path, needed = array_path(directory, name), size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:
             problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"
             raise InputError(f"{path} {problem}; remove {directory} and prepare the corpus again")
-        arrays.append(FileArray(path, dtype, size))
-    ends = arrays[1]
+        arrays[name] = FileArray(path, dtype, size)
+    ends = arrays["ends"]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
         problem = "the last document does not end at the last token"
         raise InputError(f"{ends.path} is damaged: {problem}; remove {directory} and prepare the corpus again")

@@ -54,12 +54,12 @@ class Passes:
             passes = _count_on_stages(
                 config.model, config.mesh.pipeline, config.training.accumulation, config.pipeline, config.remat
             )
-            of_reference = passes.first_forwards * config.training.has_reference
+            of_reference = passes.first_forwards * config.runs_reference
             return replace(passes, repeated_forwards=passes.repeated_forwards + of_reference)
         segments = name_modules(config.model).values()
         kinds = tuple((kind, segment.repeats) for segment in segments for kind in segment.kinds)
         microbatches = config.training.accumulation
-        repeated = microbatches * ((config.remat.every > 1) + config.training.has_reference)
+        repeated = microbatches * ((config.remat.every > 1) + config.runs_reference)
         in_loops = config.training.unroll != "all"
         return cls(kinds, 1, microbatches, repeated, microbatches, microbatches, 0, 0, False, False, in_loops, 0.0)
 

@@ -1,6 +1,7 @@
 """Packing of pairs: both documents in one row, the chosen one first, whatever the lengths are."""
 
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.rows import packing
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows, measure_waste
-from jaxopt_llm.data.tokens.pieces import IndexedPiece, TokenStream, join_all, join_ranges, split_held_out
+from jaxopt_llm.data.tokens.pieces import IndexedPiece, Scores, TokenStream, join_all, join_ranges, split_held_out
 from jaxopt_llm.model.batch import Batch
 
 pytestmark = pytest.mark.core
@@ -19,7 +20,14 @@ Document = tuple[list[int], list[bool]]  # tokens, and whether each is learned
 SIZE = 40
 
 
-def make_pairs(lengths: list[int], seed: int = 0, learned: float = 0.5) -> tuple[TokenStream, list[list[Document]]]:
+def score(number: Any) -> Any:
+    """Return the score of a document of this number."""
+    return -0.5 - np.asarray(number, np.float32)
+
+
+def make_pairs(
+    lengths: list[int], seed: int = 0, learned: float = 0.5, scored: bool = False
+) -> tuple[TokenStream, list[list[Document]]]:
     """Return pairs of documents of these lengths, as a stream of two pieces and one by one.
 
     The first token of a document is its number, and the others are random.
@@ -33,7 +41,8 @@ def make_pairs(lengths: list[int], seed: int = 0, learned: float = 0.5) -> tuple
         ends = np.cumsum([each.size for each in tokens[part]])
         keys = np.repeat(random.integers(0, 2**63, ends.size // 2).astype(np.uint64), 2)
         arrays = np.concatenate(tokens[part]), ends, keys, np.concatenate(masks[part])
-        pieces.append(IndexedPiece("pairs", *arrays, pairs=True))
+        scores = Scores("a model", "0", 0, score(np.arange(len(lengths))[part])) if scored else None
+        pieces.append(IndexedPiece("pairs", *arrays, pairs=True, scores=scores))
     documents = [
         (ids.tolist(), [False, *mask[1:].tolist()]) for ids, mask in zip(tokens, masks, strict=True)
     ]  # nothing predicts a first token
@@ -89,6 +98,27 @@ def test_every_pair_that_fits_is_in_one_row_of_each_epoch(seed: int, limit: int)
         together = [{tuple(pair[0][0][0] for pair in row) for row in read} for read in found]
         assert all(len(a & b) < 0.8 * len(a) for a, b in itertools.combinations(together, 2))
     assert found[0] == sorted(found[0], key=lambda row: min(pair[0][0][0] for pair in row))
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_row_has_the_score_of_each_document(held_out: bool) -> None:
+    """It stands at a token that the loss counts, so that the sum over them is the score. All else is zero."""
+    stream, _ = make_pairs([max(length, 2) for length in random_lengths(2)], learned=0.3, scored=True)
+    if held_out:
+        stream = join_ranges(stream.pieces, split_held_out(stream.pieces, 0.3)[1])
+    rows, found = PackedRows(stream, SIZE, 2000), 0
+    for epoch in (None, (0, 1)):
+        for index in range(len(rows)):
+            row = rows.read(index, epoch)
+            assert row.reference.dtype == np.float32
+            assert not np.any(row.reference[~row.loss_mask])
+            for segment in range(1, int(row.segment_ids.max()) + 1):
+                places = row.segment_ids == segment
+                assert np.sum(row.reference[places]) == score(row.tokens[places][0])
+                assert np.count_nonzero(row.reference[places]) == 1
+                found += 1
+    assert found > 100
+    assert PackedRows(stream.without_scores(), SIZE, 2000)[0].reference is None
 
 
 def test_what_is_dropped_is_counted() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, cli
+from jaxopt_llm.config import Config, LoraConfig, MeshConfig, PipelineConfig, cli
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -50,6 +50,23 @@ def test_a_schedule_has_no_effect_on_one_stage() -> None:
     alone = replace(RECIPE, training=replace(RECIPE.training, accumulation=4))
     found = Passes.from_config(replace(alone, pipeline=PipelineConfig("interleaved", 5, (1, 2))))
     assert found == Passes.from_config(alone) == Passes((("global", 36),), 1, 4, 0, 4, 4, 0, 0, False, False, True, 0.0)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_reference_that_the_step_runs_is_counted(stages: int) -> None:
+    """All weights are compared with scores of the corpus, which cost nothing."""
+    config, rank = on_stages(PipelineConfig(residuals="store"), stages), LoraConfig(rank=8)
+    plain = Passes.from_config(config)
+    cases = {
+        "dpo": (rank, plain.first_forwards),
+        "ipo": (LoraConfig(), 0),
+        "hinge": (replace(rank, pretrained="runs/sft"), 0),
+        "cpo": (rank, 0),
+    }
+    for objective, (lora, forwards) in cases.items():
+        training = replace(config.training, objective=objective)
+        found = Passes.from_config(replace(config, training=training, lora=lora))
+        assert found == replace(plain, repeated_forwards=plain.repeated_forwards + forwards), objective
 
 
 def test_state_and_work_follow_the_largest_chunk() -> None:
