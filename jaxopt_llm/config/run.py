@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig
@@ -11,10 +11,12 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
+    NEXT_TOKEN,
+    OF_SCORES,
+    OVER_PAIRS,
     WITH_REFERENCE,
     EvaluationConfig,
     LoraConfig,
-    Objective,
     OptimizerConfig,
     PreferenceConfig,
     ScheduleConfig,
@@ -294,14 +296,14 @@ class Config:
 
     def _objective_problems(self) -> list[str]:
         """List the settings that `training.objective` does not support."""
-        training, found = self.training, list[str]()
-        if not training.compares:
-            return []
+        training, found = self.training, self._score_problems()
+        if training.objective == NEXT_TOKEN:
+            return found
         name = f"training.objective={training.objective}"
         if training.has_reference and (self.lora.rank == 0 or training.trainable):
             changed = "trains no adapters" if self.lora.rank == 0 else "also trains whole weights"
             remedy = "--lora.rank" if self.lora.rank == 0 else "--training.trainable ()"
-            others = " or ".join(each for each in get_args(Objective)[1:] if each not in WITH_REFERENCE)
+            others = " or ".join(each for each in OVER_PAIRS if each not in (*WITH_REFERENCE, *OF_SCORES))
             found.append(
                 f"{name} compares with the model without its adapters, and this run {changed}: set {remedy}, or "
                 f"--training.objective {others}"
@@ -319,6 +321,27 @@ class Config:
         found += [
             f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
         ]
+        return found
+
+    def _score_problems(self) -> list[str]:
+        """List the settings that do not fit to the scores of documents, or to a model without them."""
+        training, scores, found = self.training, self.model.scores, list[str]()
+        name = f"training.objective={training.objective}"
+        if scores and not training.reads_scores:
+            choices = " or ".join(OF_SCORES if scores == 1 else ["classify"])
+            found.append(f"model.scores={scores}: {name} predicts tokens; set --training.objective {choices}")
+        if training.reads_scores and not scores:
+            remedy = "1" if training.objective == "reward" else "the number of classes, or to 1 for labels on a scale"
+            found.append(f"{name}: the model has no scores; set --model.scores to {remedy}")
+        if training.objective == "reward" and scores > 1:
+            found.append(f"model.scores={scores}: a reward is one score; set --model.scores 1")
+        if training.objective == "classify" and not self.data.label_field:
+            found.append(f"{name}: name the column of the labels with --data.label-field")
+        if scores and self.evaluation.samples:
+            found.append(
+                f"evaluation.samples={self.evaluation.samples}: a model with scores writes no text; set "
+                "--evaluation.samples 0"
+            )
         return found
 
     def _length_problems(self) -> list[str]:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+
+import numpy as np
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, TrainingConfig, fields
+from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.training import Objective
+from jaxopt_llm.config.training import OVER_PAIRS
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -211,10 +212,11 @@ def open_documents(config: Config, processes: Processes) -> Documents:
     return Documents(tokenizer, corpus, sets)
 
 
-def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
-    """Raise InputError unless rows hold pairs of answers if the objective compares answers, and only then."""
+def _check_objective(config: Config, rows: PackedRows) -> None:
+    """Raise InputError unless rows hold pairs of answers and labels if the objective needs them, and only then."""
+    training, stream, scores = config.training, rows.stream, config.model.scores
     if rows.pairs and not training.compares:
-        choices = ", ".join(get_args(Objective)[1:])
+        choices = ", ".join(OVER_PAIRS)
         raise InputError(
             f"{rows.name} holds pairs of a chosen and a rejected answer: set --training.objective to one of {choices}"
         )
@@ -222,6 +224,27 @@ def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
         raise InputError(
             f"training.objective={training.objective} compares a chosen with a rejected answer, and {rows.name} holds "
             "no such pairs: name rows with chosen and rejected, and set --data.content preference"
+        )
+    if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
+        if training.objective == "classify" and scores > 1:
+            _check_classes(rows, scores)
+        return
+    if stream.has_labels:
+        raise InputError(f"{rows.name} has labels: name their column with --data.label-field")
+    raise InputError(
+        f"data.label_field={config.data.label_field}: {rows.name} has no labels; prepare it with --label-field, or "
+        "leave data.label_field out"
+    )
+
+
+def _check_classes(rows: PackedRows, classes: int) -> None:
+    """Raise InputError if a label is not one of this number of classes."""
+    found = rows.stream.find_label(lambda labels: (labels < 0) | (labels >= classes) | (labels != np.floor(labels)))
+    if found is not None:
+        where, label = found
+        raise InputError(
+            f"{where}: the label {label:g} is not one of the classes 0 to {classes - 1}; correct it, or set another "
+            "--model.scores"
         )
 
 
@@ -238,8 +261,8 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     def pack(stream: TokenStream, name: str) -> PackedRows:
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents
-        rows = PackedRows(stream, length, size, name, long_documents, limit, pulse)
-        _check_objective(config.training, rows)
+        rows = PackedRows(stream, length, size, name, long_documents, limit, config.training.reads_scores, pulse)
+        _check_objective(config, rows)
         return rows
 
     training = tuple(pack(source.training, source.name) for source in corpus.sources)

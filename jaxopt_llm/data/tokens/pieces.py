@@ -131,6 +131,7 @@ class Piece(ABC):
         documents: number of documents, or None if it is not known.
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
         pairs: whether the documents are pairs: a chosen document, then the rejected one. No document is empty.
+        labels: float32 [documents], the label of each document; None without labels.
     """
 
     name: str
@@ -155,6 +156,10 @@ class Piece(ABC):
     @property
     def pairs(self) -> bool:
         return False
+
+    @property
+    def labels(self) -> Array | None:
+        return None
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
         """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
@@ -189,6 +194,7 @@ class IndexedPiece(Piece):
     keys: Array
     mask: Array | None = None
     pairs: bool = False
+    labels: Array | None = None
 
     @property
     def groups(self) -> int:
@@ -208,6 +214,11 @@ class IndexedPiece(Piece):
 
     def describe_position(self, token: int) -> str:
         return f"{self.name}, document {self.ends.searchsorted(token, side='right')}"
+
+    def read_label(self, token: int) -> float:
+        """Return the label of the document of a token."""
+        assert self.labels is not None
+        return float(self.labels[int(self.ends.searchsorted(token, side="right"))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,6 +270,28 @@ class TokenStream:
             if piece.mask is not None:
                 mask[position - first : position - first + end - begin] = piece.mask[begin:end]
         return mask
+
+    @property
+    def has_labels(self) -> bool:
+        """True if the documents have labels."""
+        return any(piece.labels is not None for piece in self.pieces)
+
+    def find_label(self, is_wrong: Callable[[NDArray[np.float32]], NDArray[np.bool_]]) -> tuple[str, float] | None:
+        """Return the file and document of the first label that is wrong, and the label; None if there is none.
+
+        is_wrong: labels of documents -> whether each is wrong.
+        """
+        for piece in self.pieces:
+            labels = np.empty(0, np.float32) if piece.labels is None else np.asarray(piece.labels[:])
+            if wrong := np.flatnonzero(is_wrong(labels)).tolist():
+                return f"{piece.name}, document {wrong[0]}", float(labels[wrong[0]])
+        return None
+
+    def read_label(self, position: int) -> float:
+        """Return the label of the document at a position."""
+        ((_, piece, token, _),) = self._slices(position, 1)
+        assert isinstance(piece, IndexedPiece)
+        return piece.read_label(token)
 
     def document_starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the positions in [first, first + count) at which a document starts."""
@@ -396,9 +429,9 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
         return IndexedPiece(name, *none)
     tokens, lengths, keys = (np.concatenate([batch[field] for batch in batches]) for field in range(3))
     masks = [batch.mask for batch in batches if batch.mask is not None]
-    return IndexedPiece(
-        name, tokens, np.cumsum(lengths), keys, np.concatenate(masks) if masks else None, batches[0].pairs
-    )
+    labels = [batch.labels for batch in batches if batch.labels is not None]
+    mask, label = (np.concatenate(parts) if parts else None for parts in (masks, labels))
+    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, mask, batches[0].pairs, label)
 
 
 class TokenBatch(NamedTuple):
@@ -410,6 +443,7 @@ class TokenBatch(NamedTuple):
         keys: see `IndexedPiece`.
         mask: see `Piece`.
         pairs: whether the documents are of pairs. A pair may begin in one batch and end in the next.
+        labels: see `Piece`.
     """
 
     tokens: NDArray[Any]
@@ -417,6 +451,7 @@ class TokenBatch(NamedTuple):
     keys: NDArray[np.uint64]
     mask: NDArray[np.bool_] | None
     pairs: bool
+    labels: NDArray[np.float32] | None
 
 
 def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
@@ -447,7 +482,9 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             empty = batch[int(lengths.argmin())]
             raise InputError(f"{empty.name}: the tokenizer makes no token of the {empty.side} answer; remove the row")
         keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]
-        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs)
+        has_labels = batch[0].label is not None
+        labels = np.array([document.label for document in batch], np.float32) if has_labels else None
+        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs, labels)
 
 
 def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

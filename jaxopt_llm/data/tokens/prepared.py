@@ -4,12 +4,13 @@ prepared-plan.json         the request; a different request never writes to the 
 tokens.bin                 uint16 or uint32, little-endian
 ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
 mask.bin                   only for conversations: one byte per token, whether the loss counts it
+labels.bin                 only with data.label_field: the label of each document, float32
 shards.jsonl               contents and SHA-256 of each shard in the files above
 manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and, for pairs of answers, "pairs": true;
                            written last, so a corpus with a manifest is complete
 
-During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask and, last, .json, each set from a
-group of parts. They are appended to the files above in order, and then deleted.
+During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask, .labels and, last, .json, each set
+from a group of parts. They are appended to the files above in order, and then deleted.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ MANIFEST, SHARDS = "manifest.json", "shards.jsonl"
 FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
-_ARRAYS = ("tokens", "ends", "keys", "mask")  # mask: only for conversations
+_ARRAYS = ("tokens", "ends", "keys", "mask", "labels")  # the last two: see above
 # Names of the files in the directory of an unfinished corpus.
 _UNFINISHED = re.compile(
     rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|({'|'.join(_ARRAYS)})\.bin|shard-\d{{5,}}\..*|.*\.tmp"
@@ -76,6 +77,8 @@ def make_plan(
             for file, fingerprint in zip(files, fingerprints, strict=True)
         ],
     }
+    if config.label_field:
+        plan["label_field"] = config.label_field
     if config.columns:
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
@@ -157,36 +160,38 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     holds only a few megabytes of text at a time.
     """
     skipped = Skipped()
-    paths = [directory / f"shard-{index:05}.{name}" for name in _array_names(config.content != "text")]
-    digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
+    names = list_arrays(config.content != "text", bool(config.label_field))
+    paths = [directory / f"shard-{index:05}.{name}" for name in names]
+    digests = {name: hashlib.sha256() for name in names}
     documents = end = paired = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_temporary_path(path).open("wb")) for path in paths]
         read = make_reader(config, tokenizer)
         for part in parts:
             for batch in tokenize_batches(read(part, skipped), tokenizer):
-                mask = () if batch.mask is None else (batch.mask,)
-                for digest, array in zip(digests, (batch.tokens, *mask), strict=False):
-                    digest.update(array.data)
                 ends = end + np.cumsum(batch.lengths)
-                for file, array in zip(files, (batch.tokens, ends, batch.keys, *mask), strict=True):
+                optional = (each for each in (batch.mask, batch.labels) if each is not None)
+                for name, file, array in zip(names, files, (batch.tokens, ends, batch.keys, *optional), strict=True):
                     file.write(array.data)
+                    digests[name].update(array.data)
                 documents, end = documents + batch.lengths.size, end + batch.tokens.size
                 paired += batch.pairs * batch.lengths.size
         for file in files:
             sync_file(file)
     for path in paths:
         os.replace(_temporary_path(path), path)
-    record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
-    if config.content != "text":
-        record["mask_sha256"] = digests[1].hexdigest()
+    record: dict[str, Any] = {"documents": documents, "tokens": end}
+    hashed = [name for name in names if name not in ("ends", "keys")]  # `merge_ready` changes the ends
+    record |= {f"{name}_sha256": digests[name].hexdigest() for name in hashed}
     if paired:
         record["paired"] = paired  # documents of pairs
     write_json(shard_record_path(directory, index), record | skipped.to_record([part.file for part in parts]))
 
 
-def _array_names(conversations: bool) -> tuple[str, ...]:
-    return _ARRAYS if conversations else _ARRAYS[:-1]
+def list_arrays(conversations: bool, labels: bool) -> tuple[str, ...]:
+    """Return the names of the arrays of a corpus."""
+    optional = {"mask": conversations, "labels": labels}
+    return tuple(name for name in _ARRAYS if optional.get(name, True))
 
 
 def shard_record_path(directory: Path, index: int) -> Path:
@@ -207,9 +212,10 @@ class ShardMerger:
             documents are pairs and others are not.
     """
 
-    def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
+    def __init__(self, directory: Path, dtype: str, names: Sequence[str]) -> None:
+        """Open the arrays `names` (see `list_arrays`). dtype: of the tokens."""
         self._directory = directory
-        self._names = _array_names(conversations)
+        self._names = names
         (directory / SHARDS).touch()
         written = (directory / SHARDS).read_bytes()
         os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
@@ -217,8 +223,8 @@ class ShardMerger:
         self._documents = sum(shard["documents"] for shard in self.shards)
         self._tokens = sum(shard["tokens"] for shard in self.shards)
         self._paired = sum(shard.get("paired", 0) for shard in self.shards)
-        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
-        counts = {"tokens": self._tokens, "ends": self._documents, "keys": self._documents, "mask": self._tokens}
+        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?", "<f4")), strict=True))
+        counts = dict.fromkeys(_ARRAYS, self._documents) | dict.fromkeys(("tokens", "mask"), self._tokens)
         for name in self._names:
             path, size = array_path(directory, name), counts[name] * types[name].itemsize
             path.touch()
@@ -305,6 +311,7 @@ class _Manifest:
     documents: int
     dtype: np.dtype[np.integer]
     conversations: bool
+    labels: bool
     pairs: bool
     tokenizer: str
     tokenizer_sha256: str
@@ -325,8 +332,10 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    tokens, ends, keys, *mask = _open_arrays(directory, manifest)
-    return IndexedPiece(name, tokens, ends, keys, mask[0] if mask else None, manifest.pairs), manifest.sha256
+    arrays = _open_arrays(directory, manifest)
+    tokens, ends, keys = (arrays[each] for each in ("tokens", "ends", "keys"))
+    piece = IndexedPiece(name, tokens, ends, keys, arrays.get("mask"), manifest.pairs, arrays.get("labels"))
+    return piece, manifest.sha256
 
 
 def read_template(corpora: Iterable[Path]) -> str | None:
@@ -388,6 +397,8 @@ def verify_corpus(
         ]
         if manifest.conversations:
             bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
+        if manifest.labels:
+            bounds.append((("labels",), documents[index : index + 2] // 2, shards[index]["labels_sha256"]))
         for names, (first, last), expected in bounds:
             if _hash_range([array_path(directory, name) for name in names], int(first), int(last)) != expected:
                 return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {index}"
@@ -398,7 +409,8 @@ def verify_corpus(
     if damaged:
         message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
-    return len(shards), int(tokens[-1] + 2 * documents[-1] + manifest.conversations * token_bounds[-1])
+    optional = manifest.conversations * token_bounds[-1] + manifest.labels * documents[-1] // 2
+    return len(shards), int(tokens[-1] + 2 * documents[-1] + optional)
 
 
 def _read_manifest(directory: Path) -> _Manifest:
@@ -417,6 +429,7 @@ def _read_manifest(directory: Path) -> _Manifest:
             int(manifest["documents"]),
             np.dtype(plan["dtype"]),
             "content" in plan,
+            "label_field" in plan,
             bool(manifest.get("pairs", False)),
             plan["tokenizer"],
             plan["tokenizer_sha256"],
@@ -426,22 +439,23 @@ def _read_manifest(directory: Path) -> _Manifest:
         raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
-def _open_arrays(directory: Path, manifest: _Manifest) -> list[FileArray]:
-    """Return tokens, ends, keys and, for conversations, the mask.
+def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
+    """Return the arrays by name: see `list_arrays`.
 
     Raises InputError if a file does not have the size that the manifest records.
     """
-    types = (manifest.dtype, np.dtype("<i8"), np.dtype("<u8"), np.dtype("?"))
-    sizes = (manifest.tokens, manifest.documents, manifest.documents, manifest.tokens)
-    arrays = []
-    for name, dtype, size in zip(_array_names(manifest.conversations), types, sizes, strict=False):
+    types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype, "<i8", "<u8", "?", "<f4")), strict=True))
+    sizes = dict.fromkeys(_ARRAYS, manifest.documents) | dict.fromkeys(("tokens", "mask"), manifest.tokens)
+    arrays = {}
+    for name in list_arrays(manifest.conversations, manifest.labels):
+        dtype, size = types[name], sizes[name]
         path, needed = array_path(directory, name), size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:
             problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"
             raise InputError(f"{path} {problem}; remove {directory} and prepare the corpus again")
-        arrays.append(FileArray(path, dtype, size))
-    ends = arrays[1]
+        arrays[name] = FileArray(path, dtype, size)
+    ends = arrays["ends"]
     if not ends.size or ends[ends.size - 1] != manifest.tokens:
         problem = "the last document does not end at the last token"
         raise InputError(f"{ends.path} is damaged: {problem}; remove {directory} and prepare the corpus again")
