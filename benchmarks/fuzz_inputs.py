@@ -75,7 +75,7 @@ def write_adapter(folder: Path) -> None:
     (folder / "base").mkdir()
     write_model(folder / "base")
     config = adapter_config.PeftConfig(r=2, lora_alpha=4.0, target_modules=["q_proj", "v_proj"])
-    adapter_config.write_peft_config(folder, config, input_first=False, base="base")
+    adapter_config.write_peft_config(folder, config, input_first=False, base="base", scores=False)
     specs = {
         f"base_model.model.{name}.{kind}": safetensors.TensorSpec(np.dtype("f4"), shape)
         for name, module in find_modules(*model_folder.read_config(folder / "base")).items()

@@ -13,7 +13,6 @@ from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 
-
 SCORES = "non_layer/score/table"  # path of the head of scores
 
 

@@ -55,8 +55,8 @@ class Proof:
 
     def describe(self) -> str:
         return (
-            f"checked by reading it back: the {self.measure} of {ROWS} rows of random tokens is {self.written:.5f}, and "
-            f"{self.source:.5f} before the weights were rounded"
+            f"checked by reading it back: the {self.measure} of {ROWS} rows of random tokens is {self.written:.5f}, "
+            f"and {self.source:.5f} before the weights were rounded"
         )
 
 

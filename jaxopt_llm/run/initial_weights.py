@@ -172,15 +172,19 @@ class Weights(Protocol):
     def dtype(self, path: str) -> np.dtype:
         """Return the stored dtype of a parameter."""
 
-    def lacks(self, path: str) -> bool:
-        """Return whether a parameter is new, and gets random values."""
-
     def read(self, path: str, spec: ParamSpec, sharding: NamedSharding) -> jax.Array:
         """Read a parameter, or some layers of its stack, with the shape, layers and dtype of the spec."""
 
 
-def read_parameters(weights: Weights, specs: StateSpecs, placement: Placement) -> Params:
-    """Read the parameters of a state. None: those that the weights lack, factors of adapters and a new head of scores."""
+class ModelWeights(Weights, Protocol):
+    """Parameters of a whole model."""
+
+    def lacks(self, path: str) -> bool:
+        """Return whether a parameter is new, and gets random values."""
+
+
+def read_parameters(weights: ModelWeights, specs: StateSpecs, placement: Placement) -> Params:
+    """Read the parameters of a state. None: those that are not in the weights, factors of adapters and new scores."""
 
     def read(path: tuple[object, ...], spec: tree.Leaf, sharding: tree.Leaf) -> tree.Leaf:
         name = tree.path_string(path)
@@ -207,7 +211,7 @@ def read_leaf(weights: Weights, path: str, spec: tree.Leaf, sharding: tree.Leaf,
     return _read_and_convert(weights, path, spec, sharding, placement)
 
 
-def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Params:
+def read_frozen(weights: ModelWeights, frozen: Params, placement: Placement) -> Params:
     """Read the frozen parameters of a state, which its checkpoints may leave out.
 
     Args:

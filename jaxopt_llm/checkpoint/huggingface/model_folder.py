@@ -624,7 +624,7 @@ def _describe_labels(source: Settings, config: ModelConfig) -> Settings:
 
     transformers reads the score at the last token that is not this one. So it must not end documents, as EOS does.
     """
-    names = {name: source[name] for name in ("id2label", "label2id") if name in source}
+    names: Settings = {name: source[name] for name in ("id2label", "label2id") if name in source}
     kept = names if isinstance(names.get("id2label"), dict) and len(names["id2label"]) == config.scores else {}
     ends = source.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]

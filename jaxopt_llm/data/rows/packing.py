@@ -455,8 +455,10 @@ class PackedRows:
         filled = int(lengths[kept].sum())
         summary = (
             f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} "
-            f"filled; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
+            "filled"
         )
+        if not self.scored:
+            summary += f"; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
         if long:
             done = "dropped" if long_documents == "drop" else "cut"
             summary += f"; {long:,} of {starts.size:,} {kind} are longer than a row and {done}"

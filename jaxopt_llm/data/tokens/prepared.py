@@ -444,7 +444,7 @@ def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
 
     Raises InputError if a file does not have the size that the manifest records.
     """
-    types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype, "<i8", "<u8", "?", "<f4")), strict=True))
+    types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype.str, "<i8", "<u8", "?", "<f4")), strict=True))
     sizes = dict.fromkeys(_ARRAYS, manifest.documents) | dict.fromkeys(("tokens", "mask"), manifest.tokens)
     arrays = {}
     for name in list_arrays(manifest.conversations, manifest.labels):
