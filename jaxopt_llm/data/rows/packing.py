@@ -454,8 +454,7 @@ class PackedRows:
         rows = BestFit(starts[kept], lengths[kept], self.sequence_length, limit)
         filled = int(lengths[kept].sum())
         summary = (
-            f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} "
-            "filled"
+            f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} filled"
         )
         if not self.scored:
             summary += f"; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
