@@ -204,15 +204,16 @@ def test_adapters_train_the_head_of_scores_and_peft_loads_both(tmp_path: Path) -
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run, base = tmp_path / "run", tmp_path / "base"
     flags = ["--config", "reward.py", "--model.pretrained", base, "--data.paths", tmp_path / "pairs.jsonl"]
-    flags += ["--run.directory", run, "--training.steps", 5, "--training.epochs", 0, "--training.sequence-length", 64]
+    flags += ["--run.directory", run, "--training.steps", 4, "--training.epochs", 0, "--training.sequence-length", 64]
     flags += ["--training.batch-size", 4, "--training.accumulation", 1, "--lora.rank", 2, "--evaluation.every", 2]
-    flags += ["--optimizer.learning-rate", 0.05, "--precision.compute-dtype", "float32", "--schedule.warmup-steps", 0]
+    flags += ["--optimizer.learning-rate", 0.01, "--precision.compute-dtype", "float32", "--schedule.warmup-steps", 0]
+    flags += ["--schedule.kind", "constant"]
     done = command("train", *flags)
     assert done.returncode == 0, done.stderr
     assert "its head is replaced by a new one of scores, model.scores=1 × 32 random weights" in done.stdout
     assert json.loads((run / "config.json").read_text())["training"]["trainable"] == ["non_layer/score/table"]
-    first, *_, last = [record["rewards/margin"] for record in metrics(run)]
-    assert last > first + 0.1
+    trained = metrics(run)[-1]
+    assert trained["eval_loss"] < np.log(2) - 1e-3
     for verb, folder in (("export", "adapters"), ("merge", "merged")):
         done = command("convert", verb, "--checkpoint", run, "--to", tmp_path / folder)
         assert done.returncode == 0, done.stderr
@@ -226,8 +227,9 @@ def test_adapters_train_the_head_of_scores_and_peft_loads_both(tmp_path: Path) -
         expected = merged(tokens).logits.numpy()
         np.testing.assert_allclose(adapted(tokens).logits.numpy(), expected, rtol=1e-4, atol=1e-5)
     again = ["--lora.pretrained", tmp_path / "adapters", "--lora.rank", 0, "--run.directory", tmp_path / "again"]
+    again += ["--training.steps", 1, "--optimizer.learning-rate", 1e-9]
     done = command("train", *flags, *again)
     assert done.returncode == 0, done.stderr
-    assert metrics(tmp_path / "again")[0]["rewards/margin"] > (first + last) / 2
+    assert metrics(tmp_path / "again")[-1]["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-4)
     refused = command("generate", "--checkpoint", tmp_path / "merged", "--prompt", "x")
     assert refused.returncode == 2 and "this model gives documents scores" in refused.stderr
