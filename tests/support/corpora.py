@@ -33,7 +33,8 @@ def prepare(folder: Path, of: Path, config: DataConfig) -> Path:
     prepared.write_json(folder / PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    merger = prepared.ShardMerger(folder, plan["dtype"], config.content != "text")
+    names = prepared.list_arrays(config.content != "text", bool(config.label_field))
+    merger = prepared.ShardMerger(folder, plan["dtype"], names)
     merger.merge_ready()
     merger.finish(plan)
     return folder
