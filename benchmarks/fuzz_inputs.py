@@ -75,7 +75,7 @@ def write_adapter(folder: Path) -> None:
     (folder / "base").mkdir()
     write_model(folder / "base")
     config = adapter_config.PeftConfig(r=2, lora_alpha=4.0, target_modules=["q_proj", "v_proj"])
-    adapter_config.write_peft_config(folder, config, input_first=False, base="base")
+    adapter_config.write_peft_config(folder, config, input_first=False, base="base", scores=False)
     specs = {
         f"base_model.model.{name}.{kind}": safetensors.TensorSpec(np.dtype("f4"), shape)
         for name, module in find_modules(*model_folder.read_config(folder / "base")).items()
@@ -110,7 +110,7 @@ def write_prepared(folder: Path) -> None:
     plan = prepared.make_plan(files, [inspected[0]], config, tokenizer)
     directory.mkdir()
     prepared.write_json(directory / PLAN, plan)
-    merger = prepared.ShardMerger(directory, plan["dtype"])
+    merger = prepared.ShardMerger(directory, plan["dtype"], prepared.list_arrays(conversations=False, labels=False))
     prepared.write_shard(directory, 0, inspected[1], config, tokenizer)
     merger.merge_ready()
     merger.finish(plan)

@@ -90,7 +90,8 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
             prepared.check_sizes(directory)
             console.print(f"{directory} is already finished", markup=False)
         else:
-            merger = prepared.ShardMerger(directory, plan["dtype"], config.content != "text")
+            names = prepared.list_arrays(config.content != "text", bool(config.label_field))
+            merger = prepared.ShardMerger(directory, plan["dtype"], names)
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
             skipped.check_columns(config)
@@ -322,6 +323,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--template-arguments", nargs="+", default=(), metavar="NAME=VALUE", help=variables)
     add("--date", default=default.date, metavar="DAY", help="date for chat templates that write it, as 2026-01-31")
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
+    label = "column with the label of a row (default: none)"
+    add("--label-field", default=default.label_field, metavar="NAME", help=label)
     columns = "columns of conversations that have other names (messages=dialog), or that are not read (images=)"
     add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"

@@ -233,7 +233,7 @@ def test_metadata_of_a_section_holds_for_its_settings_unless_they_have_their_own
     not_in_folder = {
         f"model.{name}"
         for name in (
-            *("pretrained", "family", "resize_vocabulary", "last_layers", "mtp_layers"),
+            *("pretrained", "family", "resize_vocabulary", "last_layers", "mtp_layers", "scores"),
             *("moe.balance_loss", "moe.router_z_loss"),
             *("moe.router_bias_rate", "moe.capacity_factor"),
         )

@@ -13,6 +13,8 @@ from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 
+SCORES = "non_layer/score/table"  # path of the head of scores
+
 
 def resolve_pretrained(config: Config) -> Config:
     """Return the configuration with the fields that `model.pretrained` and `lora.pretrained` set.
@@ -30,6 +32,7 @@ def resolve_pretrained(config: Config) -> Config:
             remedy = "name a downloaded model, a run, or an id of the Hugging Face hub with --model.pretrained"
             raise InputError(f"model.pretrained={config.model.pretrained}: no such folder; {remedy}")
         model = _resize_vocabulary(read_model_config(path, config.model.family), config.model)
+        config = fields.replace_fields(config, {"model.scores": _choose_scores(model, config.model)})
         stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
         config = fields.replace_fields(config, {"model": resolved, "model.pretrained": name})
@@ -37,7 +40,26 @@ def resolve_pretrained(config: Config) -> Config:
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": hub.absolute_name(config.lora.pretrained)})
         config = _set_adapter_fields(config, open_pretrained_adapter(config))
-    return config
+    return _train_scores(config)
+
+
+def _choose_scores(stored: ModelConfig, requested: ModelConfig) -> int:
+    """Return the number of scores of a model that starts from a stored one."""
+    if stored.scores and requested.scores not in (0, stored.scores):
+        raise InputError(
+            f"model.scores={requested.scores}: {requested.pretrained} has {stored.scores}; leave it out, or start from "
+            "a model that predicts tokens"
+        )
+    return stored.scores or requested.scores
+
+
+def _train_scores(config: Config) -> Config:
+    """Return the configuration with the head of scores among the trained parameters, as PEFT does."""
+    trainable = config.training.trainable
+    selects = config.lora.rank > 0 or bool(trainable)
+    if not (config.model.scores and selects) or tree.first_match(SCORES, trainable):
+        return config
+    return fields.replace_fields(config, {"training.trainable": (*trainable, SCORES)})
 
 
 def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:

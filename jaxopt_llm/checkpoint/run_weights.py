@@ -15,7 +15,13 @@ import numpy as np
 import tensorstore
 from jax.sharding import NamedSharding
 
-from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, build_leaf, copy_finite, copy_table
+from jaxopt_llm.checkpoint.huggingface.model_folder import (
+    ModelFolder,
+    build_leaf,
+    copy_finite,
+    copy_table,
+    is_of_scores,
+)
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import STORAGE_ERRORS
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
@@ -105,6 +111,10 @@ class RunWeights:
         run_paths = {run_prefix + name for (ours, _), (run_prefix, _) in positions if ours == prefix} or {path}
         found = [self._run_leaves[each][1] for each in run_paths if each in self._run_leaves]
         return jnp.dtype(jnp.result_type(*found, *([self._base.dtype(path)] if len(found) < len(run_paths) else [])))
+
+    def lacks(self, path: str) -> bool:
+        """Return whether a parameter is new: the scores of a model that was trained without."""
+        return is_of_scores(path) and not self.run_config.scores
 
     def holds(self, path: str) -> bool:
         """Return whether the checkpoint holds a leaf of the run."""

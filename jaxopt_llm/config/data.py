@@ -57,6 +57,10 @@ class DataConfig:
     document may have up to 1 GiB."""
     text_field: str = "text"
     """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the text."""
+    label_field: str = ""
+    """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the label of a row, for objectives over scores
+    (docs/rewards.md): a class, counted from 0, or a number; of a pair of answers, its margin. Every row must have one.
+    Empty = none."""
     columns: tuple[str, ...] = ()
     """Columns of conversations that have other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a
     field of a form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
@@ -137,6 +141,8 @@ class DataConfig:
             name, is_pair, column = text.partition("=")
             if not (name and is_pair):
                 found.append(f"data.columns: {text}: write FIELD=COLUMN, as in messages=dialog")
+            elif column and column == self.label_field:
+                found.append(f"data.columns: {text}: data.label_field reads this column; name it once")
             elif column and name == "text":
                 found.append(f"data.columns: {text}: name the column of texts with data.text_field={column}")
             elif column and name not in known:

@@ -419,6 +419,10 @@ class ModelConfig:
     """Factor of the logits, before logit_softcap (Granite: 1 / logits_scaling)."""
     tied_head: bool = setting(True, resume="never")
     """Use the embedding table as the output head (tie_word_embeddings)."""
+    scores: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
+    """Number of scores of a document, which a head computes at its last token in place of logits (num_labels): 1 for a
+    reward or a number, otherwise the number of classes. With pretrained, 0 takes as many as the folder has
+    (...ForSequenceClassification), and a folder without scores gets a new head. 0 = predict tokens."""
 
     rope: RopeConfig = section(RopeConfig)
     mla: MLAConfig = section(MLAConfig)
@@ -457,6 +461,11 @@ class ModelConfig:
         return math.lcm(len(self.pattern), self.moe.expert_every if self.moe.experts else 1)
 
     @property
+    def table_is_head(self) -> bool:
+        """Use of the embedding table in two places."""
+        return self.tied_head and not self.scores
+
+    @property
     def blocks(self) -> int:
         """Number of blocks: the layers, and one in each MTP module."""
         return self.layers + self.mtp_layers
@@ -484,6 +493,8 @@ class ModelConfig:
             found.append(f"model.family={self.family} has no effect without model.pretrained: leave it out")
         if self.last_layers >= max(self.layers, 1):
             found.append(f"model.last_layers={self.last_layers}: must be below model.layers={self.layers}")
+        if self.scores and self.mtp_layers:
+            found.append(f"model.mtp_layers={self.mtp_layers}: must be 0 with model.scores={self.scores}")
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")
         learned, rope = self.positions == "learned", self.rope

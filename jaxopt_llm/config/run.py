@@ -11,6 +11,8 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
+    NEXT_TOKEN,
+    OF_SCORES,
     EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
@@ -308,18 +310,39 @@ class Config:
 
     def _objective_problems(self) -> list[str]:
         """List the settings that `training.objective` does not support."""
-        training = self.training
-        if not training.compares:
-            return []
+        training, found = self.training, self._score_problems()
+        if training.objective == NEXT_TOKEN:
+            return found
         name = f"training.objective={training.objective}"
         refused = {
             f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
             f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
             f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
         }
-        return [
+        return found + [
             f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
         ]
+
+    def _score_problems(self) -> list[str]:
+        """List the settings that do not fit to the scores of documents, or to a model without them."""
+        training, scores, found = self.training, self.model.scores, list[str]()
+        name = f"training.objective={training.objective}"
+        if scores and not training.reads_scores:
+            choices = " or ".join(OF_SCORES if scores == 1 else ["classify"])
+            found.append(f"model.scores={scores}: {name} predicts tokens; set --training.objective {choices}")
+        if training.reads_scores and not scores:
+            remedy = "1" if training.objective == "reward" else "the number of classes, or to 1 for labels on a scale"
+            found.append(f"{name}: the model has no scores; set --model.scores to {remedy}")
+        if training.objective == "reward" and scores > 1:
+            found.append(f"model.scores={scores}: a reward is one score; set --model.scores 1")
+        if training.objective == "classify" and not self.data.label_field:
+            found.append(f"{name}: name the column of the labels with --data.label-field")
+        if scores and self.evaluation.samples:
+            found.append(
+                f"evaluation.samples={self.evaluation.samples}: a model with scores writes no text; set "
+                "--evaluation.samples 0"
+            )
+        return found
 
     def _length_problems(self) -> list[str]:
         steps = self.training.local_steps

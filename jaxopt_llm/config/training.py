@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, find_out_of_range, setting
 
@@ -23,8 +23,10 @@ def choose_accumulation(rows: int, most: int, least: int) -> int:
 
 
 NEXT_TOKEN = "next_token"
-Objective = Literal["next_token", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo"]
+Objective = Literal["next_token", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "reward", "classify"]
 WITH_REFERENCE = ("dpo", "ipo", "hinge")
+OF_SCORES = ("reward", "classify")  # they read the scores of documents (model.scores)
+OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, "classify"))
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class TrainingConfig:
     num_train_epochs). The start of the run resolves them to training.steps in config.json. A flag of one of the two
     sets the other to 0. 0 = as training.steps says."""
     objective: Objective = setting("next_token")
-    """What is learned. next_token: the next token of each document. The others prefer the chosen answer of a pair to
+    """What is learned. next_token: the next token of each document. classify: the label of each document
+    (data.label_field), by its scores (model.scores, docs/rewards.md). The others prefer the chosen answer of a pair to
     the rejected one, and read data.content=preference (docs/preferences.md). dpo (Rafailov et al. 2023), ipo (Azar et
     al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with a reference: the model of prepare --reference, or the
-    model without its adapters; cpo (Xu et al. 2024), simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need none."""
+    model without its adapters; cpo (Xu et al. 2024), simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need none;
+    reward gives the chosen answer a larger score (Bradley-Terry; docs/rewards.md)."""
     batch_size: int = setting(32, bounds=AT_LEAST_ONE)
     """Sequences per step, over all devices and microbatches (global batch size)."""
     sequence_length: int = setting(256, bounds=AT_LEAST_ONE)
@@ -121,7 +125,12 @@ class TrainingConfig:
     @property
     def compares(self) -> bool:
         """True if the objective compares the answers of a pair."""
-        return self.objective != NEXT_TOKEN
+        return self.objective in OVER_PAIRS
+
+    @property
+    def reads_scores(self) -> bool:
+        """True if the objective reads the scores of documents, and no log-probabilities of tokens."""
+        return self.objective in OF_SCORES
 
     @property
     def has_reference(self) -> bool:
@@ -311,10 +320,13 @@ class PreferenceConfig:
     label_smoothing: float = setting(0.0, bounds=SHARE)
     """Share of pairs whose answers are taken to be exchanged (conservative DPO; TRL: label_smoothing)."""
     margin: float = setting(0.0, bounds=NON_NEGATIVE)
-    """Margin of simpo (TRL: simpo_gamma)."""
+    """Margin of simpo (TRL: simpo_gamma), and of reward for rows without a margin of their own (data.label_field)."""
     nll_weight: float = setting(0.0, bounds=NON_NEGATIVE)
     """Weight of the mean cross-entropy of a chosen answer's tokens, added to the loss of its pair (Pang et al. 2024;
     TRL: cpo_alpha)."""
+    center_weight: float = setting(0.0, bounds=NON_NEGATIVE)
+    """reward: weight of the square of the sum of the two scores of a pair, so that scores stay near 0 (Eisenstein et
+    al. 2023; TRL: center_rewards_coefficient)."""
 
     def problems(self) -> list[str]:
         """List the errors in these settings."""

@@ -70,6 +70,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
     scaling = sorted({name for names in READ_BY_SCALING.values() for name in names} - rope.read_by_growth)
     other_scaling = " ".join(f"rope.{name}" for name in scaling if name not in READ_BY_SCALING[rope.scaling])
     return [
+        ("tied_head logit_scale logit_softcap", f"model.scores={model.scores}", model.scores > 0),
         ("max_positions", f"model.positions={model.positions}", not learned),
         ("rope.*", "model.positions=learned", learned),
         (f"rope.scaling {' '.join(f'rope.{name}' for name in scaling)}", "model.rope.factor=1", not rope.is_scaled),
@@ -138,8 +139,15 @@ def _rules(config: Config) -> list[Rule]:
             config.training.local_steps == 1,
         ),
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
-        ("preference.*", "training.objective=next_token", not config.training.compares),
-        ("preference.margin", f"training.objective={objective}", objective != "simpo"),
+        ("preference.*", f"training.objective={objective}", not config.training.compares),
+        ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
+        ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
+        (
+            "preference.beta preference.label_smoothing preference.nll_weight",
+            "training.objective=reward",
+            objective == "reward",
+        ),
+        ("data.label_field", f"training.objective={objective}", not config.training.reads_scores),
         ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge")),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),

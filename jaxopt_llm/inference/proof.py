@@ -47,15 +47,16 @@ REMEDY = "nothing was kept, and the sources are as they were; report this, or wr
 
 @dataclass(frozen=True)
 class Proof:
-    """Losses of random tokens, in nats per token: of the source, and of the folder."""
+    """Losses of random tokens, in nats per token, or means of their scores: of the source, and of the folder."""
 
     source: float
     written: float
+    measure: str = "loss"
 
     def describe(self) -> str:
         return (
-            f"checked by reading it back: the loss of {ROWS} rows of random tokens is {self.written:.5f}, and "
-            f"{self.source:.5f} before the weights were rounded"
+            f"checked by reading it back: the {self.measure} of {ROWS} rows of random tokens is {self.written:.5f}, "
+            f"and {self.source:.5f} before the weights were rounded"
         )
 
 
@@ -110,7 +111,10 @@ class _Comparison:
             stream.read_layer(functools.partial(self._read_and_compare, f"layer {module.number}"), module)
         logits = stream.logits(outside, x)
         self._compare_outputs("the head", outside, logits, lambda: bare.logits(merged_outside, x))
-        return Proof(_measure_loss(logits, self.ids), _measure_loss(bare.logits(held_outside, y), self.ids))
+        written = bare.logits(held_outside, y)
+        if self.written.config.scores:
+            return Proof(float(np.mean(logits)), float(np.mean(written)), "mean score")
+        return Proof(_measure_loss(logits, self.ids), _measure_loss(written, self.ids))
 
     def _read_and_compare(self, where: str, path: str, row: int | None) -> tree.Leaf:
         """Return one layer of a parameter of the source, and compare it with the folder's.

@@ -1,4 +1,4 @@
-"""Scores of a reference model: its log-probability of each document of a prepared corpus (`pieces.Scores`)."""
+"""Scores of a reference model: its log-probability of each document of a prepared corpus (`pieces.ReferenceScores`)."""
 
 import functools
 import hashlib
@@ -128,7 +128,7 @@ def find_context(config: Config) -> int:
 
 
 def choose_length(longest: int, context: int) -> tuple[int, int]:
-    """Return the length of the rows, and the limit of `Scores`. longest: tokens of the longest document."""
+    """Return the length of the rows, and the limit of `ReferenceScores`. longest: tokens of the longest document."""
     needed = max(longest - 1, models.MAX_ROW_TOKENS)  # the last token of a document is only a target
     length = min(context, needed + -needed % LENGTH_MULTIPLE)
     return length, length if longest - 1 > length else 0

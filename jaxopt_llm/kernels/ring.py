@@ -226,8 +226,9 @@ def to_zigzag(x: jax.Array, devices: int) -> jax.Array:
 
 
 def from_zigzag(x: jax.Array, devices: int) -> jax.Array:
-    """Reorder a sequence in zigzag order, [B, S], to its own order."""
-    early, late = jnp.split(x.reshape(x.shape[0], devices, 2, -1), 2, axis=2)
+    """Reorder a sequence in zigzag order, [B, S, ...], to its own order."""
+    chunk = x.shape[1] // (2 * devices)
+    early, late = jnp.split(x.reshape(x.shape[0], devices, 2, chunk, *x.shape[2:]), 2, axis=2)
     return jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1).reshape(x.shape)
 
 

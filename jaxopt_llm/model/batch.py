@@ -14,11 +14,13 @@ class Batch:
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.
-    loss_mask:   bool, True where the target is a real token of the same document.
+    loss_mask:   bool, True where the target is a real token of the same document; in rows of whole documents that get
+                 scores, True for all tokens.
     segment_ids: int32, one id per document in its row, 0 for padding; tokens attend only within their own segment.
     positions:   int32, restart at 0 in every segment.
     reference:   float32, log-probability of each target by a reference model, or anything with the same sum over the
                  counted targets of each document; None if the objective needs none, or the data have none.
+    labels:      float32, label of each token's document; None if the objective needs none.
     noise:       uint32, random bits of the step for dropout; None without dropout.
     """
 
@@ -28,4 +30,5 @@ class Batch:
     segment_ids: Leaf
     positions: Leaf
     reference: Leaf = None
+    labels: Leaf = None
     noise: Leaf = None

@@ -171,8 +171,10 @@ class Decoder:
         return self.classify(x, self.head_table(non_layer), context.placement)
 
     def classify(self, x: jax.Array, table: Weight, placement: Placement) -> jax.Array:
-        """Return the logits, float32 [B, S, V], of the head's input x [B, S, D]; table: the head's, [V, D]."""
+        """Return the logits, float32 [B, S, V], or the scores of the head's input x [B, S, D]. table: the head's."""
         out = weights.einsum("BSD,VD->BSV", x, table, dtype=jnp.dtype(jnp.float32))
+        if self.config.scores:
+            return placement.constrain(out, "batch", "sequence", None)
         if self.config.logit_softcap:
             out = self.config.logit_softcap * jnp.tanh(out / self.config.logit_softcap)
         return placement.constrain(out, "batch", "sequence", "vocabulary")
@@ -321,12 +323,14 @@ class Decoder:
         return Head(x, self.head_table(non_layer), batch, classifier, placement)
 
     def final_norm(self, non_layer: Params, x: jax.Array) -> jax.Array:
-        """Return the head's input, multiplied with `logit_scale` in place of the logits."""
-        x = self.normalise(non_layer, x)
-        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+        """Return the head's input, multiplied with `logit_scale` in place of the logits. Scores have no such factor."""
+        x, scale = self.normalise(non_layer, x), self.config.logit_scale
+        return x if scale == 1 or self.config.scores else x * scale
 
     def head_table(self, non_layer: Params) -> Weight:
-        table: Weight = non_layer["embedding" if self.config.tied_head else "head"]["table"]
+        """Return the table of the head: [V, D], or with scores [N, D]."""
+        name = "score" if self.config.scores else "embedding" if self.config.tied_head else "head"
+        table: Weight = non_layer[name]["table"]
         return table
 
 

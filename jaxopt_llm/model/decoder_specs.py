@@ -15,6 +15,7 @@ from jaxopt_llm.model.self_attention import attention_specs
 
 KEY_PARAMETERS = ("key", "value", "key_bias", "value_bias", "key_norm")  # of a block
 VOCABULARY_MULTIPLE = 128  # tables have a multiple of this many rows: a constant, so values do not depend on the mesh
+SCORE_DEVIATION = 0.02  # of the initial weights of the head of scores; the usual initializer_range
 # Exact, and not learned: it is a constant of a published model.
 LAYER_SCALE = ParamSpec((1,), (None,), exact=True, sign_rate=0.0)
 
@@ -91,7 +92,10 @@ def param_specs(config: ModelConfig) -> Params:
         non_layer["positions"] = {"table": rows}
     if config.layer_input_size:
         non_layer |= _layer_input_specs(config, vocabulary)
-    if not config.tied_head:
+    if config.scores:  # with the deviation of transformers, on which the first rewards depend
+        score = normal(SCORE_DEVIATION * math.sqrt(config.width))
+        non_layer["score"] = {"table": ParamSpec((config.scores, config.width), (None, "embed"), (1,), score)}
+    elif not config.tied_head:
         non_layer["head"] = {"table": table}
     biased = config.biases in ("mlp", "all")
     # Each block adds to the residual stream twice. This scale keeps the variance near 1 (Radford et al. 2019, GPT-2).

@@ -114,7 +114,7 @@ def _active(config: ModelConfig, spec: ParamSpec) -> int:
 def _matmul_weights(config: ModelConfig, specs: Params) -> int:
     """Count the weights of matmuls per token. A table counts only as the head, because a look-up is not a matmul."""
     looked_up: tuple[str, ...] = ("non_layer/positions/", "non_layer/layer_inputs/table")
-    looked_up += () if config.tied_head else ("non_layer/embedding/",)
+    looked_up += () if config.table_is_head else ("non_layer/embedding/",)
 
     def weights(path: str, spec: ParamSpec) -> int:
         if not spec.is_multiplied or path.startswith(looked_up):

@@ -1,15 +1,16 @@
-"""Head of a model: what an objective may ask of the logits, which exist only in chunks.
+"""Head of a model: what an objective may ask of the logits, which exist only in chunks, or of the scores.
 
-Letters: B batch, S sequence, D width, V vocabulary (padded).
+Letters: B batch, S sequence, D width, V vocabulary (padded), N scores.
 """
 
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.linear import vocabulary
+from jaxopt_llm.model.linear import vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.parallel.activations import to_device_order, to_sequence_order
 from jaxopt_llm.parallel.placement import Placement
@@ -20,7 +21,7 @@ class Head:
     """The head over one microbatch. Its methods take and return tokens in the order of the sequence.
 
     x: the head's input [B, S, D], in the order of the devices, with all positions of a device's sequence.
-    table: [V, D].
+    table: [V, D]; of a model with scores, [N, D].
     """
 
     x: jax.Array
@@ -40,6 +41,18 @@ class Head:
     def log_probabilities(self) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], without gradients."""
         found = vocabulary.log_probabilities(self.x, self.table, self._targets, self.classifier, self.placement)
+        return to_sequence_order(found, self.placement)
+
+    def scores(self) -> jax.Array:
+        """Return the scores of each token, float32 [B, S, N].
+
+        Every stage of a pipeline computes all of them, and the executor adds up the gradients of the stages. So each
+        gives its share of the gradient.
+        """
+        found = weights.einsum("BSD,ND->BSN", self.x, self.table, jnp.dtype(jnp.float32))
+        if (stages := self.placement.size("pipeline")) > 1:
+            share = found / stages
+            found = jax.lax.stop_gradient(found) + (share - jax.lax.stop_gradient(share))
         return to_sequence_order(found, self.placement)
 
     @property

@@ -168,11 +168,11 @@ def to_device_order(tokens: jax.Array, placement: Placement) -> jax.Array:
 
 
 def to_sequence_order(values: jax.Array, placement: Placement) -> jax.Array:
-    """Return [B, S] values of tokens, in the order in which the devices hold the positions, in the order of the rows.
+    """Return [B, S, ...] values of tokens, in the order in which the devices hold the positions, in that of the rows.
 
     Every device gets whole rows.
     """
-    whole = placement.constrain(values, "batch", None)
+    whole = placement.constrain(values, "batch", *[None] * (values.ndim - 1))
     return ring.from_zigzag(whole, placement.size("context")) if uses_zigzag(placement) else whole
 
 

@@ -171,7 +171,10 @@ class _Chooser:
 
     def _measure_waste(self, limit: int) -> float:
         """Return the share of the tokens of the mixture that a limit turns into padding."""
-        length, long_documents = self._config.training.sequence_length, self._config.data.long_documents
+        training, long_documents = self._config.training, self._config.data.long_documents
+        if training.reads_scores and long_documents == AUTO:
+            long_documents = "cut"  # rows hold whole documents
+        length = training.sequence_length
         wastes = (
             source.weight * measure_waste(source.training, length, long_documents, limit) for source in self._sources
         )

@@ -13,7 +13,7 @@ from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.tokens.corpus import Corpus
-from jaxopt_llm.data.tokens.pieces import Scores
+from jaxopt_llm.data.tokens.pieces import ReferenceScores
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
@@ -219,7 +219,7 @@ def write_run_files(
     device: str,
     base_sha256: str | None,
     rows: token_rows.Rows,
-    reference: Scores | None = None,
+    reference: ReferenceScores | None = None,
 ) -> None:
     """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
 

@@ -20,7 +20,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import AVERAGE, RunWeights, describe_average, find_trained_tree, is_run_directory
-from jaxopt_llm.config import Config, cli
+from jaxopt_llm.config import Config, ModelConfig, cli
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.distributed.process_group import Processes
@@ -102,6 +102,7 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
         folder = huggingface.open_model_folder(path, config.model.family, config.model.mtp_layers)
         for line in folder.describe_mtp():
             say(line)
+        _say_new_scores(config, path, folder.config, say)
         return folder.for_model(config.model)
     with Checkpoints(path / "checkpoints", None, say, processes) as checkpoints:
         step = checkpoints.latest_verified_step()
@@ -114,9 +115,16 @@ def open_pretrained(config: Config, say: Callable[[str], None], processes: Proce
         raise InputError(huggingface.describe_fewer_modules(config.model, path, modules))
     if left := modules - config.model.mtp_layers:
         say(f"{path}: modules of multi-token prediction that are left out (model.mtp_layers): {left}")
+    _say_new_scores(config, path, run_config.model, say)
     base = open_frozen_base(path, run_config) if run_config.training.trainable else None
     base = base and base.for_model(config.model)
     return RunWeights(path, path / "checkpoints" / str(step), run_config.model, config.model, base)
+
+
+def _say_new_scores(config: Config, path: Path, stored: ModelConfig, say: Callable[[str], None]) -> None:
+    if config.model.scores and not stored.scores:
+        size = f"model.scores={config.model.scores} × {config.model.width} random weights"
+        say(f"{path}: the model predicts tokens; its head is replaced by a new one of scores, {size}")
 
 
 def find_frozen_base(directory: Path, config: Config) -> Path | None:
@@ -168,11 +176,19 @@ class Weights(Protocol):
         """Read a parameter, or some layers of its stack, with the shape, layers and dtype of the spec."""
 
 
-def read_parameters(weights: Weights, specs: StateSpecs, placement: Placement) -> Params:
-    """Read the parameters of a state. The factors of adapters, which the weights do not contain, are None."""
+class ModelWeights(Weights, Protocol):
+    """Parameters of a whole model."""
+
+    def lacks(self, path: str) -> bool:
+        """Return whether a parameter is new, and gets random values."""
+
+
+def read_parameters(weights: ModelWeights, specs: StateSpecs, placement: Placement) -> Params:
+    """Read the parameters of a state. None: those that are not in the weights, factors of adapters and new scores."""
 
     def read(path: tuple[object, ...], spec: tree.Leaf, sharding: tree.Leaf) -> tree.Leaf:
-        return read_leaf(weights, tree.path_string(path), spec, sharding, placement)
+        name = tree.path_string(path)
+        return None if weights.lacks(name) else read_leaf(weights, name, spec, sharding, placement)
 
     shardings = state_shardings(specs, placement)
     return jax.tree_util.tree_map_with_path(
@@ -195,7 +211,7 @@ def read_leaf(weights: Weights, path: str, spec: tree.Leaf, sharding: tree.Leaf,
     return _read_and_convert(weights, path, spec, sharding, placement)
 
 
-def read_frozen(weights: Weights, frozen: Params, placement: Placement) -> Params:
+def read_frozen(weights: ModelWeights, frozen: Params, placement: Placement) -> Params:
     """Read the frozen parameters of a state, which its checkpoints may leave out.
 
     Args:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+
+import numpy as np
 
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, TrainingConfig, fields
+from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.training import Objective
+from jaxopt_llm.config.training import OVER_PAIRS
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -18,7 +19,7 @@ from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
-from jaxopt_llm.data.tokens.pieces import Scores, TokenStream
+from jaxopt_llm.data.tokens.pieces import ReferenceScores, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.distributed.process_group import Processes
@@ -68,7 +69,7 @@ class Data(Documents):
 
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
-    reference: Scores | None
+    reference: ReferenceScores | None
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,11 @@ def open_documents(config: Config, processes: Processes) -> Documents:
     return Documents(tokenizer, corpus, sets)
 
 
-def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
-    """Raise InputError unless rows hold pairs of answers if the objective compares answers, and only then."""
+def _check_objective(config: Config, rows: PackedRows) -> None:
+    """Raise InputError unless rows hold pairs of answers and labels if the objective needs them, and only then."""
+    training, stream, scores = config.training, rows.stream, config.model.scores
     if rows.pairs and not training.compares:
-        choices = ", ".join(get_args(Objective)[1:])
+        choices = ", ".join(OVER_PAIRS)
         raise InputError(
             f"{rows.name} holds pairs of a chosen and a rejected answer: set --training.objective to one of {choices}"
         )
@@ -226,9 +228,30 @@ def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
             f"training.objective={training.objective} compares a chosen with a rejected answer, and {rows.name} holds "
             "no such pairs: name rows with chosen and rejected, and set --data.content preference"
         )
+    if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
+        if training.objective == "classify" and scores > 1:
+            _check_classes(rows, scores)
+        return
+    if stream.has_labels:
+        raise InputError(f"{rows.name} has labels: name their column with --data.label-field")
+    raise InputError(
+        f"data.label_field={config.data.label_field}: {rows.name} has no labels; prepare it with --label-field, or "
+        "leave data.label_field out"
+    )
 
 
-def _find_reference(config: Config, streams: Iterable[TokenStream]) -> Scores | None:
+def _check_classes(rows: PackedRows, classes: int) -> None:
+    """Raise InputError if a label is not one of this number of classes."""
+    found = rows.stream.find_label(lambda labels: (labels < 0) | (labels >= classes) | (labels != np.floor(labels)))
+    if found is not None:
+        where, label = found
+        raise InputError(
+            f"{where}: the label {label:g} is not one of the classes 0 to {classes - 1}; correct it, or set another "
+            "--model.scores"
+        )
+
+
+def _find_reference(config: Config, streams: Iterable[TokenStream]) -> ReferenceScores | None:
     """Return the reference model whose scores all documents have; None: none has scores.
 
     Raises:
@@ -236,26 +259,26 @@ def _find_reference(config: Config, streams: Iterable[TokenStream]) -> Scores | 
             scores, and there are none; or the rows may hold documents that the model could not score.
     """
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
-    first, *others = {piece.scores.sha256 if piece.scores else "": piece for piece in pieces}.values()
+    first, *others = {piece.reference.sha256 if piece.reference else "": piece for piece in pieces}.values()
     if others:
-        scored, other = sorted([first, others[0]], key=lambda piece: piece.scores is None)
-        assert scored.scores is not None
-        held = f"those of {other.scores.model}" if other.scores else "none"
+        scored, other = sorted([first, others[0]], key=lambda piece: piece.reference is None)
+        assert scored.reference is not None
+        held = f"those of {other.reference.model}" if other.reference else "none"
         raise InputError(
-            f"{scored.name} holds log-probabilities of the reference {scored.scores.model}, and {other.name} holds "
+            f"{scored.name} holds log-probabilities of the reference {scored.reference.model}, and {other.name} holds "
             f"{held}: prepare both with the same --reference"
         )
-    if first.scores is None and config.training.has_reference and not config.keeps_reference:
+    if first.reference is None and config.training.has_reference and not config.keeps_reference:
         raise InputError(_describe_missing_reference(config, first.name))
-    length, limits = config.training.sequence_length, [piece.scores.limit for piece in pieces if piece.scores]
+    length, limits = config.training.sequence_length, [piece.reference.limit for piece in pieces if piece.reference]
     if limit := min(filter(None, limits), default=0):
-        assert first.scores is not None
+        assert first.reference is not None
         if length > limit:
             raise InputError(
-                f"training.sequence_length={length}: the reference {first.scores.model} has no scores of longer "
+                f"training.sequence_length={length}: the reference {first.reference.model} has no scores of longer "
                 f"documents than rows of {limit} tokens hold: set at most --training.sequence-length {limit}"
             )
-    return first.scores
+    return first.reference
 
 
 def _describe_missing_reference(config: Config, name: str) -> str:
@@ -286,11 +309,11 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     corpus, sets = documents.corpus, documents.sets
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
-        stream = stream if config.training.has_reference else stream.without_scores()
+        stream = stream if config.training.has_reference else stream.without_reference()
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents
-        rows = PackedRows(stream, length, size, name, long_documents, limit, pulse)
-        _check_objective(config.training, rows)
+        rows = PackedRows(stream, length, size, name, long_documents, limit, config.training.reads_scores, pulse)
+        _check_objective(config, rows)
         return rows
 
     training = tuple(pack(source.training, source.name) for source in corpus.sources)

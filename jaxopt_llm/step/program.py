@@ -34,8 +34,9 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
-from jaxopt_llm.model.objectives import NextToken
+from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.objectives.preference import Preference
+from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.activations import count_key_parts
@@ -295,7 +296,9 @@ class Program(StepProgram):
     batch_sharding: NamedSharding
 
 
-def make_program(config: Config, placement: Placement, keep_frozen: bool = True, scored: bool = False) -> Program:
+def make_program(
+    config: Config, placement: Placement, keep_frozen: bool = True, has_reference: bool = False
+) -> Program:
     """Make the program of a configuration on a placement.
 
     It allocates nothing. The placement's devices may be a topology without hardware, for compilation only, or an
@@ -303,7 +306,7 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True,
 
     Args:
         keep_frozen: see StateSpecs.
-        scored: whether the data have the log-probabilities of a reference. With `Config.runs_reference` the step
+        has_reference: whether the data have the log-probabilities of a reference. With `Config.runs_reference` the step
             otherwise computes them.
 
     Raises:
@@ -324,13 +327,15 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True,
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
-    reads_reference = training.has_reference and (scored or not config.runs_reference)
+    reads_reference = training.has_reference and (has_reference or not config.runs_reference)
     reference = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if reads_reference else None
+    has_labels = training.reads_scores and bool(config.data.label_field)
+    labels = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if has_labels else None
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
-        batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids, reference=reference),
+        batch=Batch(ids, ids, mask, ids, ids, reference=reference, labels=labels),
         recomputed=name_recomputed(config.remat),
         keeps_largest=_keeps_largest(config, placement),
     )
@@ -382,9 +387,18 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         attention=attention.name,
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
-        objective=Preference(training.objective, config.preference) if training.compares else NextToken(),
+        objective=_make_objective(config),
         counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
+
+
+def _make_objective(config: Config) -> Objective:
+    name = config.training.objective
+    if name == "reward":
+        return Reward(config.preference)
+    if name == "classify":
+        return Classify(config.model.scores)
+    return Preference(name, config.preference) if config.training.compares else NextToken()
 
 
 def utilisation_per_token(config: Config, program: Program, placement: Placement) -> dict[str, float]:

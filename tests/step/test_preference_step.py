@@ -62,7 +62,7 @@ def make(settings: dict[str, Any], scored: bool = False) -> tuple[Program, Place
     validate(config)
     mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
     placement = Placement(mesh, config.sharding, config.precision)
-    return make_program(config, placement, scored=scored), placement
+    return make_program(config, placement, has_reference=scored), placement
 
 
 def train(steps: int, scored: bool = False, **settings: Any) -> list[dict[str, float]]:

@@ -29,7 +29,7 @@ def some_documents() -> list[str]:
 def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", limit: int = 0) -> Path:
     """Prepare a corpus as the command does, in this process.
 
-    reference, limit: of `Scores`, of which each document has another one; "": none.
+    reference, limit: of `ReferenceScores`, of which each document has another one; "": none.
     """
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
@@ -40,7 +40,8 @@ def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", lim
     prepared.write_json(folder / PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    merger = prepared.ShardMerger(folder, plan["dtype"], config.content != "text")
+    names = prepared.list_arrays(config.content != "text", bool(config.label_field))
+    merger = prepared.ShardMerger(folder, plan["dtype"], names)
     merger.merge_ready()
     scores = None
     if reference:

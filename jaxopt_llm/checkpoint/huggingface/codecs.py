@@ -30,6 +30,7 @@ CORRECT = "correct it, or use the config.json of the published model"
 NEEDS = {
     "activation_function": "another activation in the MLPs",
     "add_cross_attention": "attention to an encoder in each layer",
+    "problem_type": "a loss with several labels of a document",
     "attention_bias": "biases of the attention projections",
     "clip_qkv": "queries, keys and values cut to a range",
     "hidden_act": "another activation in the MLPs",

@@ -96,6 +96,7 @@ FAMILIES = (
         names.LLAMA | names.BIASES,
         (*GATED_CODECS, codecs.DIVISIBLE, codecs.BIASES),
         UNTIED_DEFAULTS,
+        classifier="LlamaForSequenceClassification",
         models="Llama 2, 3, 3.1 to 3.3",
     ),
     Family(
@@ -104,6 +105,7 @@ FAMILIES = (
         names.LLAMA,
         (*GATED_CODECS, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+        classifier="MistralForSequenceClassification",
         models="Mistral, Mistral Small 3, Magistral, Devstral",
     ),
     Family(
@@ -112,6 +114,7 @@ FAMILIES = (
         names.LLAMA,
         (*GATED_CODECS, codecs.WINDOWS_BY_TYPE),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
+        classifier="MinistralForSequenceClassification",
         models="Ministral",
     ),
     Family(
@@ -120,6 +123,7 @@ FAMILIES = (
         names.LLAMA,
         (*BASIC_CODECS[:2], rope_codecs.GROWING_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128},
+        classifier="Ministral3ForSequenceClassification",
         models="Ministral 3",
     ),
     Family(
@@ -129,6 +133,7 @@ FAMILIES = (
         (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
         second_names=("qwen2_5_vl_text",),
+        classifier="Qwen2ForSequenceClassification",
         models="Qwen2, Qwen2.5, text of Qwen2.5-VL",
     ),
     Family(
@@ -143,6 +148,7 @@ FAMILIES = (
         ),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
         second_names=("qwen3_vl_text",),
+        classifier="Qwen3ForSequenceClassification",
         models="Qwen3 (dense), text of Qwen3-VL (dense)",
     ),
     Family(
@@ -163,6 +169,7 @@ FAMILIES = (
         {"tie_word_embeddings": True, "rope_theta": 10_000.0, "num_key_value_heads": 4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         | {"sliding_window": 4096},
+        classifier="Gemma2ForSequenceClassification",
         models="Gemma 2",
     ),
     Family(
@@ -185,6 +192,7 @@ FAMILIES = (
         {"tie_word_embeddings": True, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "sliding_window": 4096}
         | {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
         | {"query_pre_attn_scalar": 256, rope_codecs.LOCAL_THETA: 10_000.0},
+        classifier="Gemma3TextForSequenceClassification",
         models="Gemma 3",
     ),
     Family(
@@ -213,6 +221,7 @@ FAMILIES = (
         names.OUTSIDE | names.FUSED | names.NORMS,
         (codecs.SIZES, codecs.HEADS, rope_codecs.PHI3_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
         UNTIED_DEFAULTS | {"original_max_position_embeddings": 4096},
+        classifier="Phi3ForSequenceClassification",
         models="Phi-3, Phi-3.5, Phi-4-mini",
     ),
     Family(
@@ -225,6 +234,7 @@ FAMILIES = (
             codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS,
+        classifier="Olmo2ForSequenceClassification",
         models="OLMo 2",
     ),
     Family(
@@ -238,6 +248,7 @@ FAMILIES = (
             codecs.set_fields({"norm_placement": "post", "qk_norm": "projection"}),
         ),
         UNTIED_DEFAULTS | {"rope_theta": 500_000.0, rope_codecs.LOCAL_THETA: 500_000.0, "sliding_window": 4096},
+        classifier="Olmo3ForSequenceClassification",
         models="OLMo 3",
     ),
     Family(
@@ -256,6 +267,7 @@ FAMILIES = (
         UNTIED_DEFAULTS
         | {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, rope_codecs.SHARE: 0.5}
         | {"rms_norm_eps": 0.00000015625},
+        classifier="Glm4ForSequenceClassification",
         models="GLM-4",
     ),
     Family(
@@ -264,6 +276,7 @@ FAMILIES = (
         names.LLAMA | names.BIASES,
         (*ROTARY_CODECS, codecs.DIVISIBLE, codecs.BIASES, *set_activation("relu2")),
         UNTIED_DEFAULTS,
+        classifier="ArceeForSequenceClassification",
         models="Arcee (AFM)",
     ),
     Family(
@@ -289,6 +302,7 @@ FAMILIES = (
             codecs.set_fields({"qk_norm": "rotated_head"}),
         ),
         UNTIED_DEFAULTS,
+        classifier="HunYuanDenseV1ForSequenceClassification",
         models="Hunyuan (dense)",
     ),
     Family(
@@ -297,6 +311,7 @@ FAMILIES = (
         names.OUTSIDE | names.ATTENTION | names.MLP | names.QK_NORMS | names.POST_NORMS,
         (*GATED_CODECS, codecs.EXAONE4_WINDOWS, codecs.set_fields({"norm_placement": "post", "qk_norm": "head"})),
         UNTIED_DEFAULTS | {"num_key_value_heads": 32, "sliding_window": 4096},
+        classifier="Exaone4ForSequenceClassification",
         models="EXAONE 4",
     ),
     Family(
@@ -347,6 +362,7 @@ FAMILIES = (
         names.LLAMA | names.BIASES,
         (*GATED_CODECS, codecs.OUTPUT_BIASES, codecs.require_values(mlp_bias=False)),
         UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        classifier="SeedOssForSequenceClassification",
         models="Seed-OSS",
     ),
     Family(
@@ -363,6 +379,7 @@ FAMILIES = (
         names.LLAMA,
         (*GATED_CODECS, codecs.NO_BIASES, codecs.NOPE),
         {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+        classifier="SmolLM3ForSequenceClassification",
         models="SmolLM3",
     ),
     Family(
@@ -382,6 +399,7 @@ FAMILIES = (
         {"tie_word_embeddings": False, "rope_theta": 1_000_000.0, "num_key_value_heads": 8}
         | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
         in_memory_names=names.STACKED_MIXTRAL_EXPERTS,
+        classifier="MixtralForSequenceClassification",
         models="Mixtral",
     ),
     Family(
@@ -397,6 +415,7 @@ FAMILIES = (
         | {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, "moe_intermediate_size": 768}
         | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
         in_memory_names=names.STACKED_EXPERTS,
+        classifier="Qwen3MoeForSequenceClassification",
         models="Qwen3-MoE",
     ),
     Family(
@@ -454,6 +473,7 @@ FAMILIES = (
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
         | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
         in_memory_names=names.STACKED_EXPERTS,
+        classifier="DeepseekV2ForSequenceClassification",
         models="DeepSeek-V2",
     ),
     Family(
@@ -469,6 +489,7 @@ FAMILIES = (
         mtp_copies=names.MTP_COPIES,
         second_names=("kimi_k2",),
         in_memory_names=names.STACKED_EXPERTS,
+        classifier="DeepseekV3ForSequenceClassification",
         models="DeepSeek-V3, R1, Kimi K2",
     ),
     Family(
@@ -637,6 +658,7 @@ FAMILIES = (
         ),
         UNTIED_DEFAULTS | {"moe_topk": 1, "router_aux_loss_coef": 0.0},
         in_memory_names=names.STACKED_EXPERTS,
+        classifier="HunYuanMoEV1ForSequenceClassification",
         models="Hunyuan-A13B",
     ),
     Family(
@@ -655,6 +677,7 @@ FAMILIES = (
         | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4}
         | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
         in_memory_names=names.STACKED_EXPERTS,
+        classifier="Qwen2MoeForSequenceClassification",
         models="Qwen1.5-MoE, Qwen2-MoE",
     ),
     Family(
@@ -697,6 +720,7 @@ FAMILIES = (
         {"tie_word_embeddings": False, "rope_theta": 150_000.0, "num_key_value_heads": 8, "head_dim": 64}
         | {"sliding_window": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "attention_bias": True},
         input_first="*.experts.*",
+        classifier="GptOssForSequenceClassification",
         models="gpt-oss 20B, 120B",
     ),
     Family(
@@ -718,6 +742,7 @@ FAMILIES = (
         input_first="transformer.h.*",
         base_prefix="transformer.",
         ignored=("*.attn.bias", "*.attn.masked_bias"),
+        classifier="GPT2ForSequenceClassification",
         models="GPT-2",
     ),
 )

@@ -19,6 +19,8 @@ ALL_EXPERTS = "all experts: "  # before the leaves of a tensor that holds all ex
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")  # fields with the number of MTP layers
 EITHER = " or "  # separates the leaves of one tensor in blocks of different kinds
 BY_HEAD = " by head "  # separates leaves that lie next to each other within each head of a tensor's output
+SCORE_TENSOR = "score.weight"
+DEFAULT_LABELS = 2  # of transformers, for a config.json that does not count them
 KEYS = ("attention/key", "attention/value", "key_norm/scale")  # leaves of layers with keys of their own
 BY_OUTPUT = " by output "  # separates leaves whose outputs alternate
 
@@ -52,6 +54,7 @@ class Family:
         in_memory_names: names under which the classes of transformers 5 and later hold a layer's parameters, and write
             them on request -> the names in `names` of the tensors that these consist of. Several tensors are
             concatenated, and those of all experts are stacked.
+        classifier: name of the class with scores of documents; empty: transformers has none, or one of another form.
         models: names of the models, for the documentation.
         swaps_expert_factors: whether PEFT takes the inputs of the experts for outputs: it reads a stack of matrices as
             [experts, out, in] unless the class in transformers has `is_transposed`.
@@ -76,11 +79,17 @@ class Family:
     swaps_expert_factors: bool = False
     forms: tuple[dict[str, Any], ...] = ()
     constants: dict[str, float] = field(default_factory=dict)
+    classifier: str = ""
     models: str = field(kw_only=True)
 
     @property
     def model_types(self) -> tuple[str, ...]:
         return self.model_type, *self.second_names
+
+    @property
+    def tensor_names(self) -> dict[str, str]:
+        """`names`, with the tensor of the scores."""
+        return self.names | ({SCORE_TENSOR: "non_layer/score/table"} if self.classifier else {})
 
     def list_constants(self, layers: int) -> dict[str, float]:
         """Return the constants of a model with this number of layers by tensor name."""
@@ -97,7 +106,7 @@ class Family:
     def list_copies(self, config: ModelConfig) -> dict[str, str]:
         """Return the names of tensors that are copies, with the names of those that they are copies of."""
         tensors = {leaf: name for name, leaf in self.names.items()}
-        if config.tied_head:
+        if config.table_is_head:
             tensors["non_layer/head/table"] = tensors["non_layer/embedding/table"]
         return {
             copy.format(layer): tensors[leaf]
@@ -123,22 +132,39 @@ class Family:
         fields: dict[str, Any] = {}
         for codec in self.codecs:
             fields |= codec.read(settings)
-        config = replace_fields(ModelConfig(), fields)
+        config = replace_fields(ModelConfig(), fields | {"scores": self._read_scores(settings)})
         if found := config.problems():
             raise Unsupported(f"{'; '.join(found)}; {codecs.CORRECT}")
         return config
 
     def write(self, config: ModelConfig) -> Settings:
         """Convert a model configuration to the content of a config.json."""
-        settings: Settings = {"architectures": [self.architecture], "model_type": self.model_type}
+        architecture = self.classifier if config.scores else self.architecture
+        settings: Settings = {"architectures": [architecture], "model_type": self.model_type}
         for codec in self.codecs:
             settings |= codec.write(config)
+        if config.scores:
+            names = {str(index): f"LABEL_{index}" for index in range(config.scores)}
+            settings |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+            settings["problem_type"] = "regression" if config.scores == 1 else "single_label_classification"
         return settings
+
+    def _read_scores(self, settings: Settings) -> int:
+        """Return the number of scores of a config.json, as transformers counts the labels; 0 without scores."""
+        if settings.get("architectures") != [self.classifier]:
+            return 0
+        codecs.check_value(settings, "problem_type", "single_label_classification", "regression")
+        names, count = settings.get("id2label"), settings.get("num_labels")
+        if isinstance(names, dict):
+            return len(names)
+        return count if type(count) is int and count > 0 else DEFAULT_LABELS
 
     def find_differences(self, config: ModelConfig) -> list[str]:
         """Return the fields of a model that the family's config.json cannot express."""
         if config.mtp_layers and not self.mtp_copies:
             return [f"model.mtp_layers={config.mtp_layers}"]
+        if config.scores and not self.classifier:
+            return [f"model.scores={config.scores}"]
         try:
             return list_differences(config, self.read(self.write(config)))
         except Unsupported as error:

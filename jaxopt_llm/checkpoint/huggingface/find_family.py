@@ -34,8 +34,9 @@ def find_by_settings(settings: Settings, name: str = "") -> Family:
         problem = f"no family of this name is read; {describe_nearest(settings, FAMILIES)}"
         raise codecs.unsupported(f"model_type={settings.get('model_type')!r}", problem)
     first = architectures[0] if isinstance(architectures, list) and architectures else architectures or None
-    if not name and first not in (None, family.architecture):  # the class of an unknown model_type has another name
-        problem = f"only {family.architecture} is read; the model would need another head, or layers of another kind"
+    classes = [each for each in (family.architecture, family.classifier) if each]
+    if not name and first not in (None, *classes):  # the class of an unknown model_type has another name
+        problem = f"only {' or '.join(classes)} is read; the model would need another head, or layers of another kind"
         raise codecs.unsupported(f"architectures={architectures}", problem)
     codecs.check_value(settings, "is_causal", True)
     each = settings.get("per_layer_config")

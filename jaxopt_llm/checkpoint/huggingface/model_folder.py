@@ -150,6 +150,11 @@ def build_leaf(
     return jax.make_array_from_callback(spec.shape, sharding, get_shard)
 
 
+def is_of_scores(path: str) -> bool:
+    """Return whether a parameter is in the head of scores."""
+    return path.startswith("non_layer/score/")
+
+
 def copy_finite(source: np.ndarray, out: np.ndarray, what: str) -> None:
     """Copy an array to the start of `out`, whose padding at the ends stays 0.
 
@@ -222,7 +227,8 @@ class ModelFolder:
 
     def for_model(self, config: ModelConfig) -> "ModelFolder":
         """Return the folder for a model that may group the layers into other stacks and have a larger vocabulary."""
-        stored_config = replace(config, vocabulary_size=self.config.vocabulary_size)
+        own = self.config
+        stored_config = replace(config, vocabulary_size=own.vocabulary_size, scores=own.scores)
         return replace(self, config=stored_config, vocabulary_size=config.vocabulary_size)
 
     @functools.cached_property
@@ -256,6 +262,10 @@ class ModelFolder:
         names = [name for (leaf, _), locations in self._locations.items() if leaf == path for name, *_ in locations]
         dtypes = {self.stored[name].dtype for name in names}
         return jnp.dtype(jnp.result_type(*dtypes))
+
+    def lacks(self, path: str) -> bool:
+        """Return whether a parameter is new: the scores of a model that was read without."""
+        return is_of_scores(path) and not self.config.scores
 
     def tensor_names(self, path: str, layer: int | None) -> list[str]:
         """Return the names of the tensors that hold one layer of a leaf: one, or one for each expert."""
@@ -329,7 +339,7 @@ def open_model_folder(path: Path, name: str = "", mtp_layers: int = 0) -> ModelF
             raise InputError(f"{path}: tensor {name!r} is missing; download the folder again{_explain_two_sets(path)}")
         safetensors.check_is_float(name, stored[name])
         _check_shape(name, stored[name], layout.shape)
-    if config.tied_head:
+    if config.table_is_head:
         _remove_tied_head(family, stored)
     for name, tensor in stored.items():
         if name not in layouts:
@@ -462,7 +472,11 @@ COPIED_SETTINGS = (*TOKEN_IDS, "max_position_embeddings", "initializer_range")
 
 
 def open_rest(source: Path | None, family: Family, config: ModelConfig) -> text_part.Rest:
-    """Return what the folder of a model of this family keeps of the folder that its weights came from."""
+    """Return what the folder of a model of this family keeps of the folder that its weights came from.
+
+    A model with scores keeps nothing: transformers has no class of a whole model with a head of scores of this form.
+    """
+    source = None if config.scores else source
     written = {*list_tensor_layouts(family, config), *family.list_copies(config)}
     return text_part.Rest(source, read_settings(source) if source else {}, family, written)
 
@@ -560,6 +574,8 @@ def write_layers(
     origin = origin or Origin()
     origin_settings = {} if origin.folder is None else read_settings(origin.folder)
     text_settings = text_part.read_text(origin_settings)
+    if config.scores:  # a folder of the text model alone
+        origin_settings = text_settings
     family = choose_family(config, origin.folder)
     rest = open_rest(origin.folder, family, config)
     # In the order of the source. No class in transformers loads single experts where the family has them in one tensor.
@@ -592,6 +608,7 @@ def write_layers(
             **{name: text_settings[name] for name in COPIED_SETTINGS if name in text_settings},
             **origin.settings,
             **family.write(config),
+            **(_describe_labels(text_settings | origin.settings, config) if config.scores else {}),
             **rest.settings,
             "torch_dtype": str(widest),
         }
@@ -600,6 +617,19 @@ def write_layers(
         origin.write_files(folder)
         rest.copy_files(folder)
         check(folder)
+
+
+def _describe_labels(source: Settings, config: ModelConfig) -> Settings:
+    """Return the names of the labels of a folder, if it has as many, and the token that pads documents.
+
+    transformers reads the score at the last token that is not this one. So it must not end documents, as EOS does.
+    """
+    names: Settings = {name: source[name] for name in ("id2label", "label2id") if name in source}
+    kept = names if isinstance(names.get("id2label"), dict) and len(names["id2label"]) == config.scores else {}
+    ends = source.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    others = (source.get(name) for name in ("pad_token_id", "bos_token_id"))
+    return {**kept, "pad_token_id": next((each for each in others if each is not None and each not in ends), None)}
 
 
 def make_tensor_getter(

@@ -129,7 +129,7 @@ def list_tensor_layouts(family: Family, config: ModelConfig) -> dict[str, Tensor
     layouts: dict[str, TensorLayout] = {}
     used: set[str] = set()
     for prefix, row, layer in positions:
-        for name, choices in family.names.items():
+        for name, choices in family.tensor_names.items():
             leaves = next((each for each in choices.split(EITHER) if prefix + each in specs), choices)
             paths = [prefix + leaf for leaf in _split(leaves)]
             if ("{}" in name) != bool(prefix) or paths[0] not in specs:

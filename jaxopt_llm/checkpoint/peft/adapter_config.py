@@ -27,7 +27,7 @@ IGNORED_FIELDS = (
 # Fields with a fixed set of supported values.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA", ROWS_ALONE),
-    "task_type": (None, "CAUSAL_LM"),
+    "task_type": (None, "CAUSAL_LM", "SEQ_CLS"),
     "bias": (None, "none"),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others also change the base
 }
@@ -248,7 +248,7 @@ def describe_other_base(folder: Path, model: str) -> str:
 # --- writing
 
 
-def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base: str) -> None:
+def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base: str, scores: bool) -> None:
     """Write the adapter_config.json of a folder.
 
     Args:
@@ -256,10 +256,11 @@ def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base:
         config: the fields that determine what the adapter computes.
         input_first: whether the matrices of the adapted modules are [in, out].
         base: the path or name under which PEFT finds the base model; empty: none.
+        scores: whether the model has scores of documents.
     """
     content = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "inference_mode": True,
         "bias": "none",

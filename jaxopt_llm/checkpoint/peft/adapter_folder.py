@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors, text_part
-from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.family import SCORE_TENSOR, Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equal_values
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredFile, StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
@@ -96,9 +96,10 @@ class WholeWeights:
         """Return a model's folder with these values in place of its own. config: the model with them."""
         stored = {**folder.stored, **{text_part.rename(name) or name: each for name, each in self.stored.items()}}
         table, size = f"{find_table(folder.family)}.weight", config.vocabulary_size
-        if not config.tied_head:  # PEFT trains a copy of the table, and the head keeps the original
+        if not (config.tied_head or config.scores):  # PEFT trains a copy of the table, and the head keeps the original
             stored.setdefault(HEAD_WEIGHT, folder.stored[table])
         own = replace(folder.config, vocabulary_size=len(stored[table].array), tied_head=config.tied_head)
+        own = replace(own, scores=config.scores if SCORE_TENSOR in stored else 0)
         return token_rows.replace_in(replace(folder, config=own, stored=stored, vocabulary_size=size), self.rows)
 
 
@@ -121,10 +122,10 @@ def split_whole_weights(
         InputError: `modules_to_save` names something else than weights of the model, or a tensor does not fit.
     """
     layouts, table = list_tensor_layouts(family, config), f"{find_table(family)}.weight"
-    if config.tied_head:
+    if config.table_is_head:
         layouts[HEAD_WEIGHT] = layouts[table]
     selected = _select(path, peft_config, layouts)
-    if config.tied_head and peft_config.ensure_weight_tying and selected & {table, HEAD_WEIGHT}:
+    if config.table_is_head and peft_config.ensure_weight_tying and selected & {table, HEAD_WEIGHT}:
         selected |= {table, HEAD_WEIGHT}
     resized, size = _find_size(path, tensors, layouts, config)
     found: dict[str, StoredTensor] = {}
@@ -140,7 +141,7 @@ def split_whole_weights(
             found[base] = tensors.pop(name)
         elif own in layouts and is_table(layouts[own]):  # not trained: it must equal the base's
             tensors[f"{PREFIX}{own.removesuffix('.weight')}.{BASE}"] = tensors.pop(name)
-    ties = config.tied_head
+    ties = config.table_is_head
     config = replace(config, vocabulary_size=size)
     if ties and found.keys() & {HEAD_WEIGHT, table}:
         selected.discard(HEAD_WEIGHT)  # PEFT leaves it out where it keeps the original
@@ -186,10 +187,10 @@ def split_rows(
         InputError: see `token_rows.take_rows`; or a table is also in `modules_to_save`.
     """
     table = find_table(family)
-    rows = token_rows.take_rows(path, tensors, peft_config, table, find_modules(family, config), base.tied_head)
+    rows = token_rows.take_rows(path, tensors, peft_config, table, find_modules(family, config), base.table_is_head)
     if not rows:
         return whole, config
-    tied = base.tied_head and table in rows and HEAD not in rows
+    tied = base.table_is_head and table in rows and HEAD not in rows
     saved = {
         module
         for module in (*rows, *([HEAD] if tied else []))
@@ -202,7 +203,7 @@ def split_rows(
             f"{path}: the tables of {table} and {HEAD} differ, but the base model ties them, and both have the same "
             f"{token_rows.FIELD}; merge the adapter with PEFT (merge_and_unload), and use the merged model"
         )
-    if config.tied_head and HEAD in rows:
+    if config.table_is_head and HEAD in rows:
         config = replace(config, tied_head=False)
         stored |= {HEAD_WEIGHT: stored[weight]} if weight in stored else {}
     return WholeWeights(stored, _list_paths(stored, list_tensor_layouts(family, config)), rows), config
@@ -402,7 +403,7 @@ class AdapterFolder:
                     "with; name the folder of the base model, or save the adapter with save_embedding_layers=False"
                 )
             table = f"{find_table(folder.family)}.weight"
-            name = table if module == HEAD and folder.config.tied_head else f"{module}.weight"
+            name = table if module == HEAD and folder.config.table_is_head else f"{module}.weight"
             if not huggingface.have_equal_values(stored, folder.stored[name]):
                 raise InputError(
                     f"{stored.file}: the base weights of {module} differ from those in {folder.path}; use the base "
@@ -450,11 +451,11 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
         for name, module in modules.items()
         if name in selected
     }
-    if config.tied_head:
+    if config.table_is_head:
         _check_tied(path, modules, factors)
     parts: dict[tuple[str, int | None], tuple[AdapterPart, ...]] = {}
     for name, each in factors.items():
-        if not (name == HEAD and config.tied_head):
+        if not (name == HEAD and config.table_is_head):
             for part in _split_factors(each, modules[name]):
                 key = part.piece.path, part.piece.layer
                 parts[key] = (*parts.get(key, ()), part)

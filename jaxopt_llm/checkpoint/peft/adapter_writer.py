@@ -115,7 +115,7 @@ def write_adapter_folder(
     specs = _list_adapter_specs(path, adapted, modules, stems, dtype)
     counts = {name: len(pieces) for name, pieces in adapted.items()}
     layouts = list_tensor_layouts(family, config)
-    if config.tied_head:
+    if config.table_is_head:
         layouts[f"{HEAD}.weight"] = layouts[f"{find_table(family)}.weight"]
     enclosing = {module for name in layouts for module in list_enclosing(name)}
     saved = _list_trained_modules(path, whole.trained, layouts, adapted, config) if whole else []
@@ -123,7 +123,7 @@ def write_adapter_folder(
     peft_config = dataclasses.replace(
         _describe_targets(counts, modules, layouts, rank, lora),
         use_dora=dora,
-        ensure_weight_tying=config.tied_head and bool({*adapted, *saved} & {HEAD}),
+        ensure_weight_tying=config.table_is_head and bool({*adapted, *saved} & {HEAD}),
         modules_to_save=find_endings(saved, enclosing, whole_words=False) or None,
         trainable_token_indices=_describe_rows(rows, find_table(family)),
     )
@@ -137,7 +137,7 @@ def write_adapter_folder(
         safetensors.write_file(folder / WEIGHTS, _put_widest_first(specs), get_tensor)
         # PEFT reads the layout of a parameter from its class.
         input_first = any(modules[name].layout.input_first for name in adapted if not modules[name].is_parameter)
-        write_peft_config(folder, peft_config, input_first, origin.base)
+        write_peft_config(folder, peft_config, input_first, origin.base, config.scores > 0)
         origin.write_files(folder)
 
 

@@ -110,7 +110,7 @@ def find_modules(family: Family, config: ModelConfig) -> dict[str, PeftModule]:
             modules[tensor_name] = PeftModule(tensor_name, (layout,), is_parameter=True)
             continue
         modules[name] = PeftModule(name, (layout,), first.path in EMBEDDING_TABLES)
-        if first.path == EMBEDDING and config.tied_head:
+        if first.path == EMBEDDING and config.table_is_head:
             modules[HEAD] = PeftModule(HEAD, (layout,))
     for layer, (in_memory, published) in itertools.product(range(config.layers), family.in_memory_names.items()):
         parts = [name for name in published.split() if name.count("{}") == 2]

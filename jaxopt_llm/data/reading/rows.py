@@ -1,9 +1,10 @@
 """Rows of data files: their content as text or as a conversation."""
 
+import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
@@ -33,7 +34,14 @@ class Part:
     row: int = 0
 
 
-Row = tuple[Position, bytes | Malformed]
+class Encoded(NamedTuple):
+    """Content of a row: a text, or a conversation as JSON. label: that of `data.label_field`; None without one."""
+
+    content: bytes
+    label: float | None = None
+
+
+Row = tuple[Position, Encoded | Malformed]
 
 
 class NoColumn(Malformed):
@@ -73,6 +81,8 @@ class RowEncoder:
 
     def is_used(self, column: str, form: str) -> bool:
         """Return whether a column is used, or can make a row malformed."""
+        if column == self.config.label_field:
+            return bool(column)
         if form == "text":
             return column == self.config.text_field
         return self._field(column) in known_fields(form)
@@ -85,8 +95,8 @@ class RowEncoder:
             if not self.is_used(column, form):
                 self._skipped.add_unread(column, rows)
 
-    def encode(self, row: Any, form: str, counts_columns: bool = True) -> bytes:
-        """Return the content of a row: the text of its column, or the conversation as JSON.
+    def encode(self, row: Any, form: str, counts_columns: bool = True) -> Encoded:
+        """Return the content of a row: the text of its column, or the conversation as JSON, with its label.
 
         Args:
             row: the row.
@@ -102,13 +112,37 @@ class RowEncoder:
             raise Malformed("not a JSON object")
         if counts_columns:
             self.note_columns({column: 1 for column, value in row.items() if value not in (None, "")}, form)
+        label = self.read_label(row)
         if form != "text":
-            named = {field: value for column, value in row.items() if (field := self._field(column))}
-            return encode_utf8(conversation.normalize_conversation(named, form, self._counter))
+            read = {column: value for column, value in row.items() if column != self.config.label_field or not column}
+            named = {field: value for column, value in read.items() if (field := self._field(column))}
+            return Encoded(encode_utf8(conversation.normalize_conversation(named, form, self._counter)), label)
         if self.config.text_field not in row:
             description = describe_missing_column(sorted(row), self.config)
             raise NoColumn(f"without the column {self.config.text_field!r}", description)
-        return self.encode_text(row[self.config.text_field])
+        return Encoded(self.encode_text(row[self.config.text_field]), label)
+
+    def read_label(self, row: Mapping[str, Any]) -> float | None:
+        """Return the label of a row, a number; None if `data.label_field` names no column.
+
+        Raises:
+            Malformed: the row has no label, or it is not a number.
+        """
+        if not (field := self.config.label_field):
+            return None
+        value = row.get(field)
+        if isinstance(value, str):  # of a CSV file
+            try:
+                value = float(value)
+            except ValueError:
+                hint = "number the classes from 0" if value else "it is empty"
+                raise Malformed(f"with a label that is not a number in column {field!r}", hint) from None
+        if value is None:
+            remedy = "another column can be named with --data.label-field"
+            raise Malformed(f"without a label in column {field!r}", remedy)
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise Malformed(f"with a label that is not a number in column {field!r}", f"it is {_names.repr(value)}")
+        return float(value)
 
     def encode_text(self, text: Any) -> bytes:
         if not isinstance(text, str):

@@ -14,7 +14,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import files
 from jaxopt_llm.data.reading.files import File, is_compressed
 from jaxopt_llm.data.reading.json_rows import holds_lines, read_json_rows
-from jaxopt_llm.data.reading.rows import Part, Row, RowEncoder
+from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder
 from jaxopt_llm.data.reading.skipped import Malformed, Position, Skipped
 from jaxopt_llm.data.reading.table_rows import open_parquet, read_arrow_rows, read_csv_rows, read_parquet_rows
 
@@ -30,13 +30,13 @@ def read_text_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
         if not config.separator:
             fits = not is_compressed(part.file) and part.last <= files.MAX_DOCUMENT_BYTES
             content = source.read(-1 if fits else files.MAX_DOCUMENT_BYTES + 1)
-            yield Position(part.file), files.check_size(part.file, content)
+            yield Position(part.file), Encoded(files.check_size(part.file, content))
             return
         separator = config.separator.encode()
         is_last_part = is_compressed(part.file) or part.last == part.file.path.stat().st_size
         last = math.inf if is_last_part else part.last  # an empty document may start at the end of the file
         for start, document in _split_text(source, part.first, last, separator, part.file):
-            yield Position(part.file, "byte", start), document
+            yield Position(part.file, "byte", start), Encoded(document)
 
 
 def _split_text(source: BinaryIO, first: int, last: float, separator: bytes, file: File) -> Iterator[tuple[int, bytes]]:
@@ -114,6 +114,7 @@ class Document:
         key: its hash decides whether the document is held out. It is the content or the name.
         spans: in a conversation, the ranges [begin, end) of characters that the loss counts; None for other documents.
         side: `chosen` or `rejected` for a document of a pair, empty for others. The rejected one comes second.
+        label: label of its row; None without `data.label_field`.
     """
 
     name: str | Position
@@ -121,6 +122,7 @@ class Document:
     key: bytes
     spans: tuple[tuple[int, int], ...] | None = None
     side: str = ""
+    label: float | None = None
 
 
 def split_into_parts(file: File, config: DataConfig) -> list[Part]:
@@ -160,12 +162,16 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
     if part.file.format == "text" and config.content != "text":
         needed = f"data.content={config.content} requires JSONL, JSON, CSV, Parquet or Arrow files"
         raise InputError(f"{part.file}: {needed}; convert the file, or set --data.content text")
+    if part.file.format == "text" and config.label_field:
+        needed = f"data.label_field={config.label_field} requires JSONL, JSON, CSV, Parquet or Arrow files"
+        raise InputError(f"{part.file}: {needed}; convert the file")
     try:
-        for where, content in _READERS[part.file.format](part, RowEncoder(config, skipped, template)):
-            if isinstance(content, Malformed):
-                reject(where, content, config)
-                skipped.add(content.reason, where)
+        for where, row in _READERS[part.file.format](part, RowEncoder(config, skipped, template)):
+            if isinstance(row, Malformed):
+                reject(where, row, config)
+                skipped.add(row.reason, where)
                 continue
+            content, label = row
             if problem := _find_utf8_error(content):
                 reject(where, f"not UTF-8 ({problem} of the text)", config)
                 skipped.add("not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced", where)
@@ -173,7 +179,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
                     continue
                 content = content.decode(errors="replace").encode()
             if content:
-                yield Document(where, content, content)
+                yield Document(where, content, content, label=label)
             else:
                 skipped.add("empty")
     except (OSError, EOFError) as error:

@@ -10,7 +10,7 @@ from jaxopt_llm.core.errors import InputError, one_line
 from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.data.reading import files
 from jaxopt_llm.data.reading.files import File
-from jaxopt_llm.data.reading.rows import Part, Row, RowEncoder, describe_missing_column
+from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder, describe_missing_column
 from jaxopt_llm.data.reading.skipped import Malformed, Position
 
 _ARROW_MAGIC = b"ARROW1"  # of an Arrow file with an index; a stream starts without it
@@ -100,7 +100,7 @@ def _choose_columns(names: list[str], file: File, encoder: RowEncoder, hint: str
 def _read_batches(part: Part, batches: Iterable[Any], form: str, encoder: RowEncoder) -> Iterator[Row]:
     """Yield the rows of batches of an Arrow table, which has only the columns that are used."""
     row = part.row
-    read = _read_texts if form == "text" else _read_conversations
+    read = _read_texts if form == "text" and not encoder.config.label_field else _read_rows
     try:
         for batch in batches:
             for content in read(batch, form, encoder):
@@ -114,15 +114,15 @@ def _read_batches(part: Part, batches: Iterable[Any], form: str, encoder: RowEnc
         raise InputError(f"{part.file}: {problem}; repair the file") from error
 
 
-def _read_texts(batch: Any, form: str, encoder: RowEncoder) -> Iterator[bytes | Malformed]:
+def _read_texts(batch: Any, form: str, encoder: RowEncoder) -> Iterator[Encoded | Malformed]:
     import pyarrow
 
     missing = Malformed(f"without text in column {encoder.config.text_field!r}", "it holds null")
     for content in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-        yield missing if content is None else content
+        yield missing if content is None else Encoded(content)
 
 
-def _read_conversations(batch: Any, form: str, encoder: RowEncoder) -> Iterator[bytes | Malformed]:
+def _read_rows(batch: Any, form: str, encoder: RowEncoder) -> Iterator[Encoded | Malformed]:
     import pyarrow
 
     decode = _json_decoder(pyarrow.struct(batch.schema))

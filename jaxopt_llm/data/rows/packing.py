@@ -289,6 +289,9 @@ class PackedRows:
     after the chosen one. So segment 2k + 1 is the chosen document of pair k, and segment 2k + 2 the rejected one. Pairs
     longer than a row are dropped, and so are pairs with a document without a token that the loss counts.
 
+    With `scored`, rows hold whole documents, and the last token of a document is a token, too: its output is the
+    document's score. The loss mask has all tokens, and rows have the labels of their documents, if there are any.
+
     Rows are padded with zeros. Padding has segment 0 and is masked.
 
     Args:
@@ -297,6 +300,7 @@ class PackedRows:
         vocabulary_size: the model's.
         name: name of the data, for messages.
         long_documents, documents_per_row: see `data.long_documents`, `data.documents_per_row`.
+        scored: whether documents get scores.
         pulse: notes the progress of reading all documents, where packing them needs it.
 
     Attributes:
@@ -313,6 +317,7 @@ class PackedRows:
     name: str = "the corpus"
     long_documents: LongDocuments = "auto"
     documents_per_row: int = 0
+    scored: bool = False
     pulse: InitVar[Pulse] = UNWATCHED
     summary: str = field(init=False, default="")
     _bounds: NDArray[np.int64] | None = field(init=False, default=None)  # [rows, 2]: positions [first, last) of a row
@@ -321,7 +326,10 @@ class PackedRows:
     def __post_init__(self, pulse: Pulse) -> None:
         if self.pairs:
             self._check_keeps_pairs()
-        if _packs_whole(self.stream, self.long_documents):
+        if self.scored and self.long_documents == "split":
+            problem = "data.long_documents=split would divide documents, which get one score"
+            raise InputError(f"{self.name}: {problem}; leave it out, or set cut or drop")
+        if self.scored or _packs_whole(self.stream, self.long_documents):
             self._pack_whole(pulse)
             return
         if self.stream.size < 2:
@@ -362,25 +370,48 @@ class PackedRows:
         if self._whole is None:  # a document that continues from the previous row is a new segment
             starts = begins.copy()
             starts[self.stream.document_starts(*ranges[0]) - firsts[0]] = True
-        mask, offsets = np.concatenate([self.stream.read_mask(*each) for each in ranges]), np.arange(window.size)
-        is_token, is_target = ~np.roll(begins, -1), ~begins  # the last token of a range is only a target
-        row = Batch(
-            tokens=window[is_token].astype(np.int32),
-            targets=window[is_target].astype(np.int32),
-            loss_mask=(~starts & mask)[is_target],
-            segment_ids=np.cumsum(starts)[is_token].astype(np.int32),
-            positions=(offsets - np.maximum.accumulate(np.where(starts, offsets, 0)))[is_token].astype(np.int32),
-        )
-        if self.stream.scored:
-            row = replace(row, reference=_place_scores(self.stream.read_scores(firsts), row))
+        offsets = np.arange(window.size)
+        segments, positions = np.cumsum(starts), offsets - np.maximum.accumulate(np.where(starts, offsets, 0))
+        if self.scored:
+            row = self._make_scored(window, firsts, segments, positions)
+        else:
+            mask = np.concatenate([self.stream.read_mask(*each) for each in ranges])
+            is_token, is_target = ~np.roll(begins, -1), ~begins  # the last token of a range is only a target
+            row = Batch(
+                tokens=window[is_token].astype(np.int32),
+                targets=window[is_target].astype(np.int32),
+                loss_mask=(~starts & mask)[is_target],
+                segment_ids=segments[is_token].astype(np.int32),
+                positions=positions[is_token].astype(np.int32),
+            )
+            if self.stream.has_reference:
+                row = replace(row, reference=_place_reference(self.stream.read_reference(firsts), row))
         padding = self.sequence_length - row.tokens.size
         return jax.tree.map(lambda field: np.pad(field, (0, padding)), row) if padding else row
+
+    def _make_scored(
+        self, window: NDArray[np.int64], firsts: NDArray[Any], segments: NDArray[Any], positions: NDArray[Any]
+    ) -> Batch:
+        """Return a row of documents that get scores, without padding. firsts: their first positions in the stream."""
+        labels = None
+        if self.stream.has_labels:
+            of_documents = np.array([self.stream.read_label(int(first)) for first in firsts], np.float32)
+            labels = of_documents[segments - 1]
+        return Batch(
+            tokens=window.astype(np.int32),
+            targets=np.roll(window, -1).astype(np.int32),  # nothing reads them
+            loss_mask=np.ones(window.size, bool),
+            segment_ids=segments.astype(np.int32),
+            positions=positions.astype(np.int32),
+            labels=labels,
+        )
 
     def find_ranges(self, index: int, epoch: tuple[int, int] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the first positions and the sizes of the ranges of the stream that a row reads."""
         if self._whole is not None:
             starts, lengths = self._whole.find_documents(index, epoch)
-            return self._divide_pairs(starts, lengths + 2) if self.pairs else (starts, lengths + 1)
+            targets = 0 if self.scored else 2 if self.pairs else 1  # positions that are only targets
+            return self._divide_pairs(starts, lengths + targets) if self.pairs else (starts, lengths + targets)
         if self._bounds is None:
             first = index * self.sequence_length
             last = min(first + self.sequence_length + 1, self.stream.size)
@@ -410,7 +441,7 @@ class PackedRows:
             raise InputError(f"{self.name}: {problem}; prepare the corpus again")
         long_documents = "drop" if self.pairs else self.long_documents
         lengths, long = _measure_documents(
-            starts, self.stream.size, self.sequence_length, long_documents, pairs=self.pairs
+            starts, self.stream.size, self.sequence_length, long_documents, pairs=self.pairs, scored=self.scored
         )
         counts = self._count_loss_tokens(starts, lengths, pulse)
         kind, unlearned, limit = "documents", "documents without tokens that the loss counts", self.documents_per_row
@@ -425,9 +456,10 @@ class PackedRows:
         rows = BestFit(starts[kept], lengths[kept], self.sequence_length, limit)
         filled = int(lengths[kept].sum())
         summary = (
-            f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} "
-            f"filled; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
+            f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} filled"
         )
+        if not self.scored:
+            summary += f"; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
         if long:
             done = "dropped" if long_documents == "drop" else "cut"
             summary += f"; {long:,} of {starts.size:,} {kind} are longer than a row and {done}"
@@ -440,7 +472,7 @@ class PackedRows:
         self, starts: NDArray[np.int64], lengths: NDArray[np.int64], pulse: Pulse
     ) -> NDArray[np.int64]:
         """Return the number of tokens of each document that the loss counts. The first token never counts."""
-        if not self.stream.has_mask:
+        if self.scored or not self.stream.has_mask:
             return lengths
         counts, document = np.zeros_like(lengths), 0
         while document < starts.size:
@@ -470,7 +502,7 @@ class PackedRows:
         raise InputError(f"{where} {problem}: increase that size, or use the tokenizer of this data")
 
 
-def _place_scores(scores: NDArray[np.float32], row: Batch) -> NDArray[np.float32]:
+def _place_reference(scores: NDArray[np.float32], row: Batch) -> NDArray[np.float32]:
     """Return the score of each document at the last of its tokens that the loss counts, and zeros elsewhere.
 
     Objectives read only the sums of documents.
@@ -487,19 +519,25 @@ def _place_scores(scores: NDArray[np.float32], row: Batch) -> NDArray[np.float32
 
 
 def _measure_documents(
-    starts: NDArray[np.int64], size: int, length: int, long_documents: LongDocuments, pairs: bool
+    starts: NDArray[np.int64],
+    size: int,
+    length: int,
+    long_documents: LongDocuments,
+    pairs: bool,
+    scored: bool = False,
 ) -> tuple[NDArray[np.int64], int]:
     """Return the tokens of each document that a row of whole documents holds, and the number of longer ones.
 
-    A document of n tokens counts n - 1, at most `length`, and 0 if it is dropped. Both documents of a pair are dropped
-    if the pair is longer than a row; the number is that of pairs.
+    A document of n tokens counts n - 1, or n if it gets a score, at most `length`, and 0 if it is dropped. Both
+    documents of a pair are dropped if the pair is longer than a row; the number is that of pairs.
 
     Args:
         starts: start of each document, [documents].
         size: end of the last document.
         pairs: whether the documents are pairs.
+        scored: whether documents get scores.
     """
-    lengths = np.maximum(np.diff(starts, append=size) - 1, 0)
+    lengths = np.maximum(np.diff(starts, append=size) - (not scored), 0)
     if pairs:
         long = _add_pairs(lengths) > length
         return np.where(np.repeat(long, 2), 0, lengths), int(long.sum())

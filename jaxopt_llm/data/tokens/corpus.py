@@ -204,7 +204,12 @@ def _open_files(
 
 
 def _check_same_kind(pieces: Iterable[Piece], name: str) -> None:
-    """Raise InputError if some pieces are pairs of answers, and others are not. name: name of them all."""
+    """Raise InputError if some pieces are pairs of answers or have labels, and others are not. name: of them all."""
+    pieces = list(pieces)
+    by_label = {piece.labels is not None: piece for piece in pieces if piece.size}
+    if len(by_label) == 2:
+        problem = f"{by_label[True].name} has labels, and {by_label[False].name} has none"
+        raise InputError(f"{name}: {problem}; name only one of the two kinds")
     by_kind = {piece.pairs: piece for piece in pieces if piece.size}
     if len(by_kind) == 2:
         paired, other = by_kind[True].name, by_kind[False].name
@@ -244,7 +249,7 @@ def _sha256(pieces: Sequence[IndexedPiece]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         # The sizes are hashed too, so that bytes cannot move from one array to the next without changing the hash.
-        mask = [] if piece.mask is None else [piece.mask[:]]
-        for array in (np.array([piece.size, piece.documents]), piece.tokens[:], piece.ends[:], piece.keys[:], *mask):
+        others = [each[:] for each in (piece.mask, piece.labels) if each is not None]
+        for array in (np.array([piece.size, piece.documents]), piece.tokens[:], piece.ends[:], piece.keys[:], *others):
             digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -117,7 +117,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 2**12  # samples of a large file that its fingerpr
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class ReferenceScores:
     """Log-probabilities of documents by a reference model, for objectives that compare with one.
 
     Attributes:
@@ -148,7 +148,8 @@ class Piece(ABC):
         documents: number of documents, or None if it is not known.
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
         pairs: whether the documents are pairs: a chosen document, then the rejected one. No document is empty.
-        scores: those of a reference model; None if there are none.
+        reference: scores of the documents by a reference model; None if there are none.
+        labels: float32 [documents], the label of each document; None without labels.
     """
 
     name: str
@@ -175,7 +176,11 @@ class Piece(ABC):
         return False
 
     @property
-    def scores(self) -> Scores | None:
+    def reference(self) -> ReferenceScores | None:
+        return None
+
+    @property
+    def labels(self) -> Array | None:
         return None
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
@@ -211,7 +216,8 @@ class IndexedPiece(Piece):
     keys: Array
     mask: Array | None = None
     pairs: bool = False
-    scores: Scores | None = None
+    reference: ReferenceScores | None = None
+    labels: Array | None = None
 
     @property
     def groups(self) -> int:
@@ -231,6 +237,11 @@ class IndexedPiece(Piece):
 
     def describe_position(self, token: int) -> str:
         return f"{self.name}, document {self.ends.searchsorted(token, side='right')}"
+
+    def read_label(self, token: int) -> float:
+        """Return the label of the document of a token."""
+        assert self.labels is not None
+        return float(self.labels[int(self.ends.searchsorted(token, side="right"))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,22 +295,44 @@ class TokenStream:
         return mask
 
     @property
-    def scored(self) -> bool:
+    def has_reference(self) -> bool:
         """True if documents have scores of a reference model."""
-        return any(piece.scores is not None for piece in self.pieces)
+        return any(piece.reference is not None for piece in self.pieces)
 
-    def without_scores(self) -> "TokenStream":
-        pieces = [replace(piece, scores=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
+    def without_reference(self) -> "TokenStream":
+        pieces = [replace(piece, reference=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
         return replace(self, pieces=tuple(pieces))
 
-    def read_scores(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    def read_reference(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the scores of the documents that start at these positions, float32. All pieces have scores."""
         found = np.empty(positions.size, np.float32)
         for index, position in enumerate(positions.tolist()):
             ((_, piece, token, _),) = self._slices(position, 1)
-            assert isinstance(piece, IndexedPiece) and piece.scores is not None
-            found[index] = piece.scores.values[piece.ends.searchsorted(token, side="right")]
+            assert isinstance(piece, IndexedPiece) and piece.reference is not None
+            found[index] = piece.reference.values[piece.ends.searchsorted(token, side="right")]
         return found
+
+    @property
+    def has_labels(self) -> bool:
+        """True if the documents have labels."""
+        return any(piece.labels is not None for piece in self.pieces)
+
+    def find_label(self, is_wrong: Callable[[NDArray[np.float32]], NDArray[np.bool_]]) -> tuple[str, float] | None:
+        """Return the file and document of the first label that is wrong, and the label; None if there is none.
+
+        is_wrong: labels of documents -> whether each is wrong.
+        """
+        for piece in self.pieces:
+            labels = np.empty(0, np.float32) if piece.labels is None else np.asarray(piece.labels[:])
+            if wrong := np.flatnonzero(is_wrong(labels)).tolist():
+                return f"{piece.name}, document {wrong[0]}", float(labels[wrong[0]])
+        return None
+
+    def read_label(self, position: int) -> float:
+        """Return the label of the document at a position."""
+        ((_, piece, token, _),) = self._slices(position, 1)
+        assert isinstance(piece, IndexedPiece)
+        return piece.read_label(token)
 
     def document_starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the positions in [first, first + count) at which a document starts."""
@@ -437,9 +470,9 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
         return IndexedPiece(name, *none)
     tokens, lengths, keys = (np.concatenate([batch[field] for batch in batches]) for field in range(3))
     masks = [batch.mask for batch in batches if batch.mask is not None]
-    return IndexedPiece(
-        name, tokens, np.cumsum(lengths), keys, np.concatenate(masks) if masks else None, batches[0].pairs
-    )
+    labels = [batch.labels for batch in batches if batch.labels is not None]
+    mask, label = (np.concatenate(parts) if parts else None for parts in (masks, labels))
+    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, mask, batches[0].pairs, labels=label)
 
 
 class TokenBatch(NamedTuple):
@@ -451,6 +484,7 @@ class TokenBatch(NamedTuple):
         keys: see `IndexedPiece`.
         mask: see `Piece`.
         pairs: whether the documents are of pairs. A pair may begin in one batch and end in the next.
+        labels: see `Piece`.
     """
 
     tokens: NDArray[Any]
@@ -458,6 +492,7 @@ class TokenBatch(NamedTuple):
     keys: NDArray[np.uint64]
     mask: NDArray[np.bool_] | None
     pairs: bool
+    labels: NDArray[np.float32] | None
 
 
 def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
@@ -488,7 +523,9 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             empty = batch[int(lengths.argmin())]
             raise InputError(f"{empty.name}: the tokenizer makes no token of the {empty.side} answer; remove the row")
         keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]
-        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs)
+        has_labels = batch[0].label is not None
+        labels = np.array([document.label for document in batch], np.float32) if has_labels else None
+        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs, labels)
 
 
 def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -4,14 +4,15 @@ prepared-plan.json         the request; a different request never writes to the 
 tokens.bin                 uint16 or uint32, little-endian
 ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
 mask.bin                   only for conversations: one byte per token, whether the loss counts it
+labels.bin                 only with data.label_field: the label of each document, float32
 shards.jsonl               contents and SHA-256 of each shard in the files above
-scores.bin                 only with a reference model: its log-probability of each document, float32 (`Scores`)
+scores.bin                 only with a reference model: its log-probability of each document (`ReferenceScores`)
 scores.jsonl               SHA-256 of the scores of each shard
 manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and of scores.jsonl and, for pairs of
                            answers, "pairs": true; written last, so a corpus with a manifest is complete
 
-During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask and, last, .json, each set from a
-group of parts. They are appended to the files above in order, and then deleted. Scores follow, shard by shard.
+During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask, .labels and, last, .json, each set
+from a group of parts. They are appended to the files above in order, and then deleted. Scores follow, shard by shard.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens.pieces import (
     FileArray,
     IndexedPiece,
-    Scores,
+    ReferenceScores,
     fingerprint_file,
     token_dtype,
     tokenize_batches,
@@ -55,7 +56,7 @@ MANIFEST, SHARDS, SCORES = "manifest.json", "shards.jsonl", "scores.jsonl"
 FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
-_ARRAYS = ("tokens", "ends", "keys", "mask")  # mask: only for conversations
+_ARRAYS = ("tokens", "ends", "keys", "mask", "labels")  # the last two: see above
 _SCORE = np.dtype("<f4")
 # Names of the files in the directory of an unfinished corpus.
 _UNFINISHED = re.compile(
@@ -76,7 +77,7 @@ def make_plan(
 
     The locations of the files and the number of workers do not change the output, so they are not included.
 
-    reference: name and digest of the model of the scores: see `Scores`.
+    reference: name and digest of the model of the scores: see `ReferenceScores`.
     """
     plan = {
         "format": FORMAT,
@@ -93,6 +94,8 @@ def make_plan(
             for file, fingerprint in zip(files, fingerprints, strict=True)
         ],
     }
+    if config.label_field:
+        plan["label_field"] = config.label_field
     if config.columns:
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
@@ -176,36 +179,38 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     holds only a few megabytes of text at a time.
     """
     skipped = Skipped()
-    paths = [directory / f"shard-{index:05}.{name}" for name in _array_names(config.content != "text")]
-    digests = hashlib.sha256(), hashlib.sha256()  # of the tokens and of the mask
+    names = list_arrays(config.content != "text", bool(config.label_field))
+    paths = [directory / f"shard-{index:05}.{name}" for name in names]
+    digests = {name: hashlib.sha256() for name in names}
     documents = end = paired = 0
     with ExitStack() as stack:
         files = [stack.enter_context(_temporary_path(path).open("wb")) for path in paths]
         read = make_reader(config, tokenizer)
         for part in parts:
             for batch in tokenize_batches(read(part, skipped), tokenizer):
-                mask = () if batch.mask is None else (batch.mask,)
-                for digest, array in zip(digests, (batch.tokens, *mask), strict=False):
-                    digest.update(array.data)
                 ends = end + np.cumsum(batch.lengths)
-                for file, array in zip(files, (batch.tokens, ends, batch.keys, *mask), strict=True):
+                optional = (each for each in (batch.mask, batch.labels) if each is not None)
+                for name, file, array in zip(names, files, (batch.tokens, ends, batch.keys, *optional), strict=True):
                     file.write(array.data)
+                    digests[name].update(array.data)
                 documents, end = documents + batch.lengths.size, end + batch.tokens.size
                 paired += batch.pairs * batch.lengths.size
         for file in files:
             sync_file(file)
     for path in paths:
         os.replace(_temporary_path(path), path)
-    record: dict[str, Any] = {"documents": documents, "tokens": end, "tokens_sha256": digests[0].hexdigest()}
-    if config.content != "text":
-        record["mask_sha256"] = digests[1].hexdigest()
+    record: dict[str, Any] = {"documents": documents, "tokens": end}
+    hashed = [name for name in names if name not in ("ends", "keys")]  # `merge_ready` changes the ends
+    record |= {f"{name}_sha256": digests[name].hexdigest() for name in hashed}
     if paired:
         record["paired"] = paired  # documents of pairs
     write_json(shard_record_path(directory, index), record | skipped.to_record([part.file for part in parts]))
 
 
-def _array_names(conversations: bool) -> tuple[str, ...]:
-    return _ARRAYS if conversations else _ARRAYS[:-1]
+def list_arrays(conversations: bool, labels: bool) -> tuple[str, ...]:
+    """Return the names of the arrays of a corpus."""
+    optional = {"mask": conversations, "labels": labels}
+    return tuple(name for name in _ARRAYS if optional.get(name, True))
 
 
 def shard_record_path(directory: Path, index: int) -> Path:
@@ -226,9 +231,10 @@ class ShardMerger:
             documents are pairs and others are not.
     """
 
-    def __init__(self, directory: Path, dtype: str, conversations: bool = False) -> None:
+    def __init__(self, directory: Path, dtype: str, names: Sequence[str]) -> None:
+        """Open the arrays `names` (see `list_arrays`). dtype: of the tokens."""
         self._directory = directory
-        self._names = _array_names(conversations)
+        self._names = names
         (directory / SHARDS).touch()
         written = (directory / SHARDS).read_bytes()
         os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
@@ -236,8 +242,8 @@ class ShardMerger:
         self._documents = sum(shard["documents"] for shard in self.shards)
         self._tokens = sum(shard["tokens"] for shard in self.shards)
         self._paired = sum(shard.get("paired", 0) for shard in self.shards)
-        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?")), strict=True))
-        counts = {"tokens": self._tokens, "ends": self._documents, "keys": self._documents, "mask": self._tokens}
+        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?", "<f4")), strict=True))
+        counts = dict.fromkeys(_ARRAYS, self._documents) | dict.fromkeys(("tokens", "mask"), self._tokens)
         for name in self._names:
             path, size = array_path(directory, name), counts[name] * types[name].itemsize
             path.touch()
@@ -345,7 +351,7 @@ class ScoreWriter:
                 sync_file(file)
 
     def summarise(self, limit: int) -> dict[str, Any]:
-        """Return what the manifest says of complete scores. limit: see `Scores`."""
+        """Return what the manifest says of complete scores. limit: see `ReferenceScores`."""
         assert len(self) == len(self.tokens)
         return {"limit": limit, "sha256": hashlib.sha256(self._record.read_bytes()).hexdigest()}
 
@@ -385,7 +391,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True)
 class _ScoresRecord:
-    """Scores as a manifest describes them; see also `Scores`.
+    """Scores as a manifest describes them; see also `ReferenceScores`.
 
     Attributes:
         sha256: digest of SCORES.
@@ -404,6 +410,7 @@ class _Manifest:
     documents: int
     dtype: np.dtype[np.integer]
     conversations: bool
+    labels: bool
     pairs: bool
     tokenizer: str
     tokenizer_sha256: str
@@ -425,11 +432,12 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    arrays, scores = _open_arrays(directory, manifest), None
+    arrays, reference = _open_arrays(directory, manifest), None
     if record := manifest.scores:
-        scores = Scores(record.model, record.model_sha256, record.limit, arrays["scores"])
-    mask = arrays.get("mask")
-    piece = IndexedPiece(name, arrays["tokens"], arrays["ends"], arrays["keys"], mask, manifest.pairs, scores)
+        reference = ReferenceScores(record.model, record.model_sha256, record.limit, arrays["scores"])
+    tokens, ends, keys = (arrays[each] for each in ("tokens", "ends", "keys"))
+    mask, labels = arrays.get("mask"), arrays.get("labels")
+    piece = IndexedPiece(name, tokens, ends, keys, mask, manifest.pairs, reference, labels)
     return piece, manifest.sha256
 
 
@@ -495,6 +503,8 @@ def verify_corpus(
             bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
         if of_scores:
             bounds.append((("scores",), documents[index : index + 2] // 2, of_scores[index]))
+        if manifest.labels:
+            bounds.append((("labels",), documents[index : index + 2] // 2, shards[index]["labels_sha256"]))
         for names, (first, last), expected in bounds:
             if _hash_range([array_path(directory, name) for name in names], int(first), int(last)) != expected:
                 return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {index}"
@@ -505,8 +515,9 @@ def verify_corpus(
     if damaged:
         message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
-    size = tokens[-1] + 2 * documents[-1] + manifest.conversations * token_bounds[-1]
-    return len(shards), int(size + bool(of_scores) * documents[-1] // 2)
+    optional = manifest.conversations * token_bounds[-1]
+    optional += (manifest.labels + bool(of_scores)) * documents[-1] // 2
+    return len(shards), int(tokens[-1] + 2 * documents[-1] + optional)
 
 
 def _read_score_digests(directory: Path, manifest: _Manifest) -> list[str]:
@@ -536,6 +547,7 @@ def _read_manifest(directory: Path) -> _Manifest:
             int(manifest["documents"]),
             np.dtype(plan["dtype"]),
             "content" in plan,
+            "label_field" in plan,
             bool(manifest.get("pairs", False)),
             plan["tokenizer"],
             plan["tokenizer_sha256"],
@@ -547,20 +559,16 @@ def _read_manifest(directory: Path) -> _Manifest:
 
 
 def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
-    """Return tokens, ends, keys and, if there are any, mask and scores, by name.
+    """Return the arrays by name: see `list_arrays`; and the scores, if there are any.
 
     Raises InputError if a file does not have the size that the manifest records.
     """
-    types = {
-        "tokens": (manifest.dtype, manifest.tokens),
-        "ends": (np.dtype("<i8"), manifest.documents),
-        "keys": (np.dtype("<u8"), manifest.documents),
-        "mask": (np.dtype("?"), manifest.tokens),
-        "scores": (_SCORE, manifest.documents),
-    }
+    types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype.str, "<i8", "<u8", "?", "<f4")), strict=True))
+    sizes = dict.fromkeys(_ARRAYS, manifest.documents) | dict.fromkeys(("tokens", "mask"), manifest.tokens)
+    types, sizes = types | {"scores": _SCORE}, sizes | {"scores": manifest.documents}
     arrays = {}
-    for name in (*_array_names(manifest.conversations), *(["scores"] if manifest.scores else [])):
-        dtype, size = types[name]
+    for name in (*list_arrays(manifest.conversations, manifest.labels), *(["scores"] if manifest.scores else [])):
+        dtype, size = types[name], sizes[name]
         path, needed = array_path(directory, name), size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:

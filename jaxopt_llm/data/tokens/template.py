@@ -141,9 +141,9 @@ class Renderer:
         # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
         skipped.endless += bool(self._template.ends) and not all(each.ends for each in rendered)
         documents = [
-            Document(document.name, text.encode(), document.key, tuple(spans), side)
+            Document(document.name, text.encode(), document.key, tuple(spans), side, document.label)
             for each, side in zip(rendered, SIDES if is_pair else ("",), strict=True)
-            for text, spans in each.documents
+            for text, spans in (each.documents if document.label is None else each.documents[-1:])  # the whole one
         ]
         learned = [each for each in documents if any(begin < end for begin, end in each.spans or ())]
         if is_pair and len(learned) < len(documents):

@@ -87,7 +87,7 @@ class Preference:
             """Return the sums of a chosen and of a rejected answer, at the last token of the pair."""
             counted = jnp.where(batch.loss_mask, values, 0.0)
             sides = jnp.where(is_chosen, counted, 0.0), jnp.where(is_chosen, 0.0, counted)
-            chosen, rejected = (_sum_up_to(side, pair) for side in sides)
+            chosen, rejected = (sum_up_to(side, pair) for side in sides)
             return chosen, rejected
 
         chosen, rejected = sum_sides(log_probabilities)
@@ -125,7 +125,7 @@ class Preference:
         return offset - scale * of_sides
 
 
-def _sum_up_to(values: jax.Array, pair: jax.Array) -> jax.Array:
+def sum_up_to(values: jax.Array, pair: jax.Array) -> jax.Array:
     """Return for each token the sum of the values of its pair up to it. values: float32 [B, S]; pair: int [B, S].
 
     Without gathers and scatters, which XLA does not divide inside the stages of a pipeline.

@@ -35,6 +35,8 @@ FIELDS = {
     "mfu",
     "peak_bytes",
     *PREFERENCES,
+    "accuracy",
+    "eval_accuracy",
 }
 
 

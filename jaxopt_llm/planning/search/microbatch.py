@@ -16,8 +16,10 @@ def count_tokens(config: Config) -> int:
 def count_table_rows(config: Config) -> int:
     """Return the rows of embedding and head that a device looks up in and computes logits of.
 
-    Pipeline stages divide these tables, too.
+    Pipeline stages divide these tables, too. With scores, these are the rows of their head, whole on every device.
     """
+    if config.model.scores:
+        return config.model.scores
     return -(-pad_vocabulary_size(config.model.vocabulary_size) // (config.mesh.tensor * config.mesh.pipeline))
 
 

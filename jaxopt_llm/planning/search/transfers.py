@@ -139,7 +139,7 @@ class _Step:
         storage = tuple(axis for axis in STORAGE_AXES if axis != "expert" or expert)
         # Number of times that parameters outside the stacks are read, and their gradients formed. On stages a table
         # that is both embedding and head is used in two places.
-        non_layer_uses = passes.microbatches * (1 + config.model.tied_head) if on_stages else passes.backwards
+        non_layer_uses = passes.microbatches * (1 + config.model.table_is_head) if on_stages else passes.backwards
         non_layer_uses *= config.model.losses
         if stage < 2:
             # Gradients are whole. Devices that share a sequence, or lie along `expert`, sum theirs in each layer.

@@ -61,7 +61,8 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
 
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
     # An objective over pairs first computes log-probabilities, and so does the forward of its reference.
-    of_head = (6 + 2 * config.training.compares + 2 * config.runs_reference) * logits * model.width
+    again = config.training.compares and not config.training.reads_scores
+    of_head = (6 + 2 * again + 2 * config.runs_reference) * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(

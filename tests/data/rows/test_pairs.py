@@ -11,7 +11,14 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.rows import packing
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows, measure_waste
-from jaxopt_llm.data.tokens.pieces import IndexedPiece, Scores, TokenStream, join_all, join_ranges, split_held_out
+from jaxopt_llm.data.tokens.pieces import (
+    IndexedPiece,
+    ReferenceScores,
+    TokenStream,
+    join_all,
+    join_ranges,
+    split_held_out,
+)
 from jaxopt_llm.model.batch import Batch
 
 pytestmark = pytest.mark.core
@@ -41,8 +48,8 @@ def make_pairs(
         ends = np.cumsum([each.size for each in tokens[part]])
         keys = np.repeat(random.integers(0, 2**63, ends.size // 2).astype(np.uint64), 2)
         arrays = np.concatenate(tokens[part]), ends, keys, np.concatenate(masks[part])
-        scores = Scores("a model", "0", 0, score(np.arange(len(lengths))[part])) if scored else None
-        pieces.append(IndexedPiece("pairs", *arrays, pairs=True, scores=scores))
+        scores = ReferenceScores("a model", "0", 0, score(np.arange(len(lengths))[part])) if scored else None
+        pieces.append(IndexedPiece("pairs", *arrays, pairs=True, reference=scores))
     documents = [
         (ids.tolist(), [False, *mask[1:].tolist()]) for ids, mask in zip(tokens, masks, strict=True)
     ]  # nothing predicts a first token
@@ -118,7 +125,7 @@ def test_a_row_has_the_score_of_each_document(held_out: bool) -> None:
                 assert np.count_nonzero(row.reference[places]) == 1
                 found += 1
     assert found > 100
-    assert PackedRows(stream.without_scores(), SIZE, 2000)[0].reference is None
+    assert PackedRows(stream.without_reference(), SIZE, 2000)[0].reference is None
 
 
 def test_what_is_dropped_is_counted() -> None:

@@ -35,13 +35,17 @@ def test_documents_are_read_with_their_scores(given: tuple[Path, DataConfig], tm
     found = []
     for stream in (corpus.sources[0].training, corpus.held_out):
         (piece,) = stream.pieces
-        assert piece.scores is not None
-        assert (piece.scores.model, piece.scores.sha256, piece.scores.limit) == ("the model", "the model" * 2, 7)
+        assert piece.reference is not None
+        assert (piece.reference.model, piece.reference.sha256, piece.reference.limit) == (
+            "the model",
+            "the model" * 2,
+            7,
+        )
         starts = stream.document_starts(0, stream.size)
-        found += stream.read_scores(starts).tolist()
+        found += stream.read_reference(starts).tolist()
     assert sorted(found, reverse=True) == corpora.some_scores(DOCUMENTS).tolist()
     plain = corpora.read(corpora.prepare(tmp_path / "plain", path, config), config)
-    assert not plain.sources[0].training.scored and plain.sha256 != corpus.sha256
+    assert not plain.sources[0].training.has_reference and plain.sha256 != corpus.sha256
 
 
 def test_a_killed_scoring_continues_with_the_next_shard(given: tuple[Path, DataConfig], tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Runs with objectives over scores, by the command and its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import write_tokenizer
+from commands import assert_one_line, command, metrics, tiny
+
+TRAINED = ("--schedule.kind", "constant", "--optimizer.learning-rate", 0.02, "--data.label-field", "label")
+CLASSES = ("--training.objective", "classify", "--model.scores", 3)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = ("bad", "fine", "good")
+    rows = [{"text": f"{n} is {words[n % 3]}", "label": n % 3} for n in range(120)]
+    return write_rows(tmp_path_factory.mktemp("data") / "texts.jsonl", rows)
+
+
+def run(directory: Path, *options: object) -> list[object]:
+    return ["train", *tiny(directory), *TRAINED, *options]
+
+
+def test_a_run_learns_classes_from_files_and_from_prepared_ones(tmp_path: Path, texts: Path) -> None:
+    steps = ("--training.steps", 24, "--evaluation.every", 12, "--checkpoint.every", 12, "--checkpoint.keep", 2)
+    done = command(*run(tmp_path / "run", "--data.paths", texts, *CLASSES, *steps))
+    assert done.returncode == 0, done.stderr
+    records = metrics(tmp_path / "run")
+    assert records[-1]["eval_accuracy"] > 0.9 and records[-1]["eval_loss"] < 0.5 < records[0]["loss"]
+    assert 0 <= records[0]["accuracy"] < 0.8
+    assert "evaluate" not in done.stdout and "generate" not in done.stdout
+    for verb in ("evaluate", "generate"):
+        refused = command(verb, "--checkpoint", tmp_path / "run", *(("--prompt", "x") if verb == "generate" else ()))
+        assert refused.returncode == 2
+        assert_one_line(refused.stderr, "this model gives documents scores, and predicts no tokens")
+
+    prepared = command("prepare", "--input", texts, "--output", tmp_path / "prepared", "--label-field", "label")
+    assert prepared.returncode == 0, prepared.stderr
+    assert (tmp_path / "prepared" / "labels.bin").stat().st_size == 4 * 120
+    verified = command("prepare", "--verify", tmp_path / "prepared")
+    assert verified.returncode == 0, verified.stderr
+    done = command(*run(tmp_path / "again", "--data.paths", tmp_path / "prepared", *CLASSES, *steps))
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "again") == records
+    content = bytearray((tmp_path / "prepared" / "labels.bin").read_bytes())
+    content[2] ^= 1
+    (tmp_path / "prepared" / "labels.bin").write_bytes(content)
+    damaged = command("prepare", "--verify", tmp_path / "prepared")
+    assert damaged.returncode == 2
+    assert_one_line(damaged.stderr, "of labels.bin, shard 0")
+
+
+def test_margins_of_pairs_are_labels(tmp_path: Path) -> None:
+    rows = [{"prompt": f"count to {n % 7}", "chosen": "1 2 3", "rejected": "no", "margin": 2.0} for n in range(60)]
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    options = ["--data.paths", write_rows(tmp_path / "pairs.jsonl", rows), "--data.content", "preference"]
+    options += ["--data.tokenizer", tokenizer, "--model.vocabulary-size", 512, "--training.objective", "reward"]
+    options += ["--model.scores", 1, "--training.sequence-length", 64, "--training.steps", 1, "--data.label-field"]
+    done = command(*run(tmp_path / "a", *options, "margin", "--optimizer.learning-rate", 1e-9))
+    assert done.returncode == 0, done.stderr
+    (record,) = metrics(tmp_path / "a")
+    assert record["loss"] == pytest.approx(2.127, abs=0.1)  # -log σ(-2): the scores are near 0
+    assert {"rewards/accuracy", "eval_rewards/margin", "eval_rewards/chosen"} <= record.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"text": "x"}, CLASSES, "line 5: without a label in column 'label'"),
+        ({"text": "x", "label": "good"}, CLASSES, "line 5: with a label that is not a number in column 'label'"),
+        ({"text": "x", "label": 3}, CLASSES, "document 4: the label 3 is not one of the classes 0 to 2"),
+        ({"text": "x", "label": 0.5}, CLASSES, "document 4: the label 0.5 is not one of the classes 0 to 2"),
+        ({"text": "x", "label": 1}, (*CLASSES, "--data.long-documents", "split"), "split would divide documents"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(
+    row: dict[str, Any], options: tuple[object, ...], message: str, tmp_path: Path
+) -> None:
+    rows = [{"text": f"words {n}", "label": n % 3} for n in range(40)]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows[:4], row, *rows[4:]])
+    done = command(*run(tmp_path / "run", "--data.paths", path, *options))
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert_one_line(done.stderr, message)
+
+
+def test_data_without_labels_are_refused(tmp_path: Path, texts: Path) -> None:
+    prepared = command("prepare", "--input", texts, "--output", tmp_path / "prepared")
+    assert prepared.returncode == 0, prepared.stderr
+    done = command(*run(tmp_path / "run", "--data.paths", tmp_path / "prepared", *CLASSES))
+    assert done.returncode == 2
+    assert_one_line(done.stderr, "prepared has no labels; prepare it with --label-field")
