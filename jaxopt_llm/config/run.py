@@ -11,10 +11,11 @@ from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
+    OVER_PAIRS,
     WITH_REFERENCE,
+    DistillationConfig,
     EvaluationConfig,
     LoraConfig,
-    Objective,
     OptimizerConfig,
     PreferenceConfig,
     ScheduleConfig,
@@ -198,6 +199,7 @@ class Config:
     data: DataConfig = section(DataConfig)
     training: TrainingConfig = section(TrainingConfig)
     preference: PreferenceConfig = section(PreferenceConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     lora: LoraConfig = section(LoraConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
@@ -295,13 +297,15 @@ class Config:
     def _objective_problems(self) -> list[str]:
         """List the settings that `training.objective` does not support."""
         training, found = self.training, list[str]()
+        if training.distills:
+            return self._distillation_problems()
         if not training.compares:
             return []
         name = f"training.objective={training.objective}"
         if training.has_reference and (self.lora.rank == 0 or training.trainable):
             changed = "trains no adapters" if self.lora.rank == 0 else "also trains whole weights"
             remedy = "--lora.rank" if self.lora.rank == 0 else "--training.trainable ()"
-            others = " or ".join(each for each in get_args(Objective)[1:] if each not in WITH_REFERENCE)
+            others = " or ".join(each for each in OVER_PAIRS if each not in WITH_REFERENCE)
             found.append(
                 f"{name} compares with the model without its adapters, and this run {changed}: set {remedy}, or "
                 f"--training.objective {others}"
@@ -320,6 +324,24 @@ class Config:
             f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
         ]
         return found
+
+    def _distillation_problems(self) -> list[str]:
+        """List the settings that `training.objective` distill does not support."""
+        training = self.training
+        refused = {
+            f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
+            f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
+            f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
+            f"optimizer.in_backward={self.optimizer.in_backward}": (
+                self.optimizer.in_backward,
+                "--optimizer.in-backward False",
+            ),
+        }
+        name, teacher = "training.objective=distill", self.distillation.teacher
+        nobody = [f"{name} needs a model to learn from: name its folder or hub id with --distillation.teacher"]
+        return nobody * (not teacher) + [
+            f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
+        ]
 
     def _length_problems(self) -> list[str]:
         steps = self.training.local_steps

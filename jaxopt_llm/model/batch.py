@@ -9,7 +9,7 @@ from jaxopt_llm.core.tree import Leaf
 class Batch:
     """Packed token sequences.
 
-    All fields have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S
+    All fields but `teacher` have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S
     tokens.
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
@@ -18,6 +18,8 @@ class Batch:
     segment_ids: int32, one id per document in its row, 0 for padding; tokens attend only within their own segment.
     positions:   int32, restart at 0 in every segment.
     reference:   float32, log-probability of each target by a reference model; None if the objective needs none.
+    teacher:     compute dtype [..., S, D], input of the teacher's head, in the order and the sharding of the residual
+                 stream; None without a teacher.
     noise:       uint32, random bits of the step for dropout; None without dropout.
     """
 
@@ -27,4 +29,5 @@ class Batch:
     segment_ids: Leaf
     positions: Leaf
     reference: Leaf = None
+    teacher: Leaf = None
     noise: Leaf = None

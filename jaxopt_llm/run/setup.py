@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
+from jaxopt_llm.checkpoint.pretrained import TEACHER
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, TrainingConfig, fields
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.training import Objective
+from jaxopt_llm.config.training import OVER_PAIRS
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -33,6 +33,7 @@ from jaxopt_llm.run.directory import (
     check_directory_is_free,
     check_run_directory,
     check_tokenizer_of_run,
+    check_tokenizer_of_teacher,
     read_decay_steps,
     read_started,
     stores_frozen_weights,
@@ -158,7 +159,12 @@ def check_hub_commits(config: Config, processes: Processes) -> None:
     Raises:
         InputError: a model cannot be downloaded, or a branch changed between the downloads of two processes.
     """
-    for setting, name in (("model.pretrained", config.model.pretrained), ("lora.pretrained", config.lora.pretrained)):
+    names = {
+        "model.pretrained": config.model.pretrained,
+        "lora.pretrained": config.lora.pretrained,
+        TEACHER: config.distillation.teacher if config.training.distills else "",
+    }
+    for setting, name in names.items():
         if hub.is_hub_id(name):
             commit = hub.find_folder(name, f"{setting}=", pulse=processes.main).name
             processes.check_same(setting, commit, f"name a commit: {hub.repository(name)}@{commit}")
@@ -202,6 +208,8 @@ def open_documents(config: Config, processes: Processes) -> Documents:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
+    if config.training.distills:
+        check_tokenizer_of_teacher(config, tokenizer)
     evaluation = config.evaluation
     sets = open_validation_sets(evaluation, config.data, tokenizer, processes.main) if evaluation.every else ()
     corpus = open_corpus(config.data, tokenizer, evaluation.holds_out, processes.main)
@@ -214,7 +222,7 @@ def open_documents(config: Config, processes: Processes) -> Documents:
 def _check_objective(training: TrainingConfig, rows: PackedRows) -> None:
     """Raise InputError unless rows hold pairs of answers if the objective compares answers, and only then."""
     if rows.pairs and not training.compares:
-        choices = ", ".join(get_args(Objective)[1:])
+        choices = ", ".join(OVER_PAIRS)
         raise InputError(
             f"{rows.name} holds pairs of a chosen and a rejected answer: set --training.objective to one of {choices}"
         )
