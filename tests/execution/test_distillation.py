@@ -101,13 +101,10 @@ def compute(config: Config) -> tuple[dict[str, float], Params]:
         found = differentiate(state, batch, 1.0)
         return found.loss, found.metrics, found.gradients
 
-    options = compiler_options(placement.mesh, config.training.accumulation)
-    loss, metrics, gradients = jax.tree.map(
-        np.asarray, jax.jit(run, compiler_options=options)(state, batch)
-    )
-    held_out, count = make_held_out_loss(program.model, program.executor, placement, teacher=program.teacher)(
-        state, batch
-    )
+    options = dict(compiler_options(placement.mesh, config.training.accumulation)) | toy.QUICK_COMPILE
+    loss, metrics, gradients = jax.tree.map(np.asarray, jax.jit(run, compiler_options=options)(state, batch))
+    measure = make_held_out_loss(program.model, program.executor, placement, teacher=program.teacher)
+    held_out, count = measure.lower(state, batch).compile(toy.QUICK_COMPILE)(state, batch)
     np.testing.assert_allclose(np.asarray(held_out)[0] / int(count), loss, rtol=1e-5)
     by_layer = jax.tree.map(
         lambda spec, x: x.reshape(-1, *x.shape[3:])[np.argsort(np.ravel(spec.layers))] if spec.leading == 3 else x,
