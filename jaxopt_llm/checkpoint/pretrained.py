@@ -49,7 +49,7 @@ def resolve_pretrained(config: Config) -> Config:
 
 
 def make_teacher_config(config: Config) -> Config:
-    """Return the configuration of the teacher of a distillation: its model, frozen, with the other settings of the run.
+    """Return the configuration of the teacher of a distillation: its model, frozen, with settings for a forward.
 
     Raises:
         InputError: `distillation.teacher` names no folder of a supported model.
@@ -63,6 +63,7 @@ def make_teacher_config(config: Config) -> Config:
         # The numbers of layers in `pipeline.split` are those of the student.
         pipeline=replace(config.pipeline, split=()),
         remat=RematConfig("none"),
+        precision=config.precision.for_evaluation(),
     )
 
 
