@@ -136,13 +136,15 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
 
     They are: logits in float32, or the head's gradient, which is formed after the logits are gone; the logits'
     gradients in compute dtype; the head, unless it is stored in the form that matmuls read; the sum of the head's
-    gradient; the sum of gradients over microbatches.
+    gradient; the sum of gradients over microbatches; and for a teacher two more arrays of logits, and its table.
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
     rows, gradient = count_table_rows(config), _head_gradient(config, state)
     chunk = min(config.training.logit_tokens or tokens, tokens)
     summed = 4 * (state.layers.gradients + state.non_layer.gradients) if accumulates_gradients(config) else 0
     logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
+    if config.training.distills:  # the teacher's logits, and those of both together
+        logits += rows * (2 * 4 * chunk + compute * make_teacher_config(config).model.width)
     # XLA allocates the zeros that the layers' gradients are written into from the beginning.
     has_zeros = not (config.optimizer.in_backward or adds_in_place(config))
     reduced = has_zeros * BYTES[config.precision.reduce_dtype]
