@@ -2,7 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxopt_llm.config.data import DataConfig
 from jaxopt_llm.config.memory import OffloadConfig, RematConfig

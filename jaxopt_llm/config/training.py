@@ -331,8 +331,8 @@ class PreferenceConfig:
 @dataclass(frozen=True)
 class DistillationConfig:
     teacher: str = setting("", resume="freely")
-    """With training.objective distill: Hugging Face folder or hub id of the model to learn from. Its tokenizer must give
-    the ids of data.tokenizer. A resume needs the same weights; their path may change."""
+    """With training.objective distill: Hugging Face folder or hub id of the model to learn from. Its tokenizer must
+    give the ids of data.tokenizer. A resume needs the same weights; their path may change."""
     teacher_base: Literal["float", "int8", "nf4"] = "float"
     """Storage of the teacher's weights, as lora.base has it for a frozen base. float: precision.compute_dtype. int8:
     the matrices of the blocks as int8 codes. nf4: the matrices of the blocks as 4-bit NormalFloat."""

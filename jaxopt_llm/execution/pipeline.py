@@ -30,7 +30,15 @@ import jax.numpy as jnp
 from jaxopt_llm.config import PipelineConfig, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import mtp
-from jaxopt_llm.execution.executor import Executor, ReadTokens, Sums, add_gradients, constrain_gradients, sum_over_groups, zero_sums
+from jaxopt_llm.execution.executor import (
+    Executor,
+    ReadTokens,
+    Sums,
+    add_gradients,
+    constrain_gradients,
+    sum_over_groups,
+    zero_sums,
+)
 from jaxopt_llm.execution.pipeline_residuals import Chunks, Kept, PullBack, put_row, select_row
 from jaxopt_llm.execution.pipeline_stage import (
     PipelineStage,

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from jaxopt_llm.kernels import products
 
-# Targets, int [B, S]; the tokens that count: bool, or float32 weights, [B, S]; and what else a loss reads of each token.
+# Targets, int [B, S]; the tokens that count: bool, or float32 weights, [B, S]; what else a loss reads of each token.
 Tokens = tuple[jax.Array, ...]
-# Objective and what is reported, such as the cross-entropy: float32 [B, S], times the tokens' weights; 0 for tokens that
-# do not count.
+# Objective and what is reported, such as the cross-entropy: float32 [B, S], times the tokens' weights; 0 for tokens
+# that do not count.
 Losses = tuple[jax.Array, ...]
 Arrays = Sequence[jax.Array]  # an input or a table each
 
@@ -166,9 +166,7 @@ class Chunk:
     label_logit: jax.Array  # [T]
 
     @classmethod
-    def make(
-        cls, classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...]
-    ) -> "Chunk":
+    def make(cls, classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...]) -> "Chunk":
         targets, counts = tokens
         logits, column = form_logits(classifier, xs, tables, axes)
         # By comparison: with a gather, every device would ask for columns of other devices.

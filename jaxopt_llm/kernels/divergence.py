@@ -82,13 +82,10 @@ class DistilledChunk:
     @property
     def losses(self) -> Losses:
         """Objective, divergence and cross-entropy."""
-        beta, difference = self.settings.beta, self._difference
-        if beta == 0:
-            of_class = -jnp.exp(self.log_q) * difference
-        else:
-            of_class = jnp.exp(self.log_p) * difference
+        beta, p, q = self.settings.beta, jnp.exp(self.log_p), jnp.exp(self.log_q)
+        of_class = p * self._difference if beta else -q * self._difference
         if 0 < beta < 1:
-            of_class = (1 - beta) * of_class + beta * jnp.exp(self.log_q) * (self.log_q - self._log_mixture)
+            of_class = (1 - beta) * of_class + beta * q * (self.log_q - self._log_mixture)
         divergence = weigh(self.student.counts, jax.lax.psum(jnp.sum(of_class, axis=-1), self.axes))
         cross_entropy = self.student.losses[1]
         return divergence + self.settings.next_token_weight * cross_entropy, divergence, cross_entropy
@@ -107,7 +104,7 @@ class DistilledChunk:
 
     @property
     def _difference(self) -> jax.Array:
-        """log p - log q for the two KL divergences, otherwise log p - log m, [T, V]."""
+        """The difference log p - log q for the two KL divergences, otherwise log p - log m, [T, V]."""
         return self.log_p - (self._log_mixture if 0 < self.settings.beta < 1 else self.log_q)
 
     @property

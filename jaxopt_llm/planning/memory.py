@@ -41,9 +41,9 @@ class Memory:
     """Bytes on each GPU, by kind. Their sum is the compiler's own peak, `hlo.Memory.peak`.
 
     The shardings give the bytes of the train state: `parameters` are the master weights, the compute copy, the frozen
-    parameters and those of a teacher, `optimizer` are the moments and the average. Temporaries are those that are alive when XLA holds
-    most. The scope that a temporary comes from tells its kind; for accumulated gradients its shape does. `activations`
-    are everything else that the forward and the backward hold, the gradients of activations included.
+    parameters and those of a teacher, `optimizer` are the moments and the average. Temporaries are those that are alive
+    when XLA holds most. The scope that a temporary comes from tells its kind; for accumulated gradients its shape does.
+    `activations` are everything else that the forward and the backward hold, the gradients of activations included.
     `gathered_weights` include weights that are brought from the host. `other` is the batch, copies without a source,
     and unused space between temporaries.
     """

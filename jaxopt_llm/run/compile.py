@@ -43,6 +43,7 @@ def make_held_out_loss(
         params = tree.merge(state.trainable, state.frozen)
         batch = add_reference(model, executor, params, batch, placement)
         if teacher is not None:
+            assert state.teacher is not None
             batch = teacher.add_inputs(state.teacher, batch, placement)
             params = teacher.extend_frozen(params, state.teacher)
         return executor.loss(extended, params, batch, placement)[0], model.objective.count(batch)
@@ -115,9 +116,7 @@ def lower_programs(setup: Setup) -> Executables:
     program, held_out = setup.program, None
     step = program.step.lower(program.state, program.batch)
     if setup.config.evaluation.every:
-        loss = make_held_out_loss(
-            program.model, program.executor, setup.placement, setup.config.xla, program.teacher
-        )
+        loss = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla, program.teacher)
         held_out = loss.lower(program.state, program.batch)
     return Executables(step, held_out, program.outer_step and program.outer_step.lower(program.state))
 

@@ -168,7 +168,8 @@ def check_tokenizer_of_teacher(config: Config, tokenizer: Tokenizer) -> None:
     remedy = "distillation compares the models id by id, so name a teacher with the same tokenizer"
     if tokenizer.vocabulary_size > (size := make_teacher_config(config).model.vocabulary_size):
         raise InputError(
-            f"{name} has {size} token ids, and the tokenizer {config.data.tokenizer} {tokenizer.vocabulary_size}: {remedy}"
+            f"{name} has {size} token ids, and the tokenizer {config.data.tokenizer} {tokenizer.vocabulary_size}: "
+            + remedy
         )
     folder = hub.find_folder(config.distillation.teacher, f"{TEACHER}=", weights=False)
     if config.data.uses_bytes or not (folder / VOCABULARY).exists():
@@ -176,7 +177,8 @@ def check_tokenizer_of_teacher(config: Config, tokenizer: Tokenizer) -> None:
     other = load_tokenizer(replace(config.data, tokenizer=str(folder), bos="", eos=""))
     special = {*tokenizer.special_tokens, *other.special_tokens}
     ours, theirs = (
-        {token: index for token, index in each.vocabulary.items() if token not in special} for each in (tokenizer, other)
+        {token: index for token, index in each.vocabulary.items() if token not in special}
+        for each in (tokenizer, other)
     )
     if ours != theirs:
         example = min({token for token, _ in ours.items() ^ theirs.items()})

@@ -145,9 +145,9 @@ class DecoderWorkload:
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""
         state, teacher = self._restore_student(checkpoints, start, say), self._initial.teacher
-        if teacher is None:
-            return state
         specs, placement = self._setup.program.specs.teacher, self._setup.placement
+        if teacher is None or specs is None:
+            return state
         say(f"learns from {teacher.path}")
         return replace(state, teacher=initial_weights.read_frozen(teacher, specs, placement))
 

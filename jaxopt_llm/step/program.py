@@ -22,13 +22,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.compiler.chips import Chip, chip_of
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.remat import name_recomputed
 from jaxopt_llm.execution.stage_layout import stack_by_stage
-from jaxopt_llm.kernels.attention import find_unsupported
+from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
 from jaxopt_llm.kernels.divergence import Divergence
@@ -331,13 +331,11 @@ def make_program(config: Config, placement: Placement, keep_frozen: bool = True)
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
-        make_advance=functools.partial(
-            make_decoder_advance, model, executor, inside_group(placement), teacher=teacher
-        ),
+        make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement), teacher=teacher),
         batch=Batch(tokens=ids, targets=ids, loss_mask=mask, segment_ids=ids, positions=ids),
         recomputed=name_recomputed(config.remat),
         keeps_largest=_keeps_largest(config, placement),
-        teacher=teacher and teacher.model.specs,
+        teacher=None if teacher is None else teacher.model.specs,
     )
     made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(
@@ -355,7 +353,7 @@ def make_teacher(config: Config, placement: Placement) -> Teacher:
     """Make the teacher of a configuration. It allocates nothing."""
     own, rows = make_teacher_config(config), pad_vocabulary_size(config.model.vocabulary_size)
     if isinstance(placement.mesh, Mesh):
-        own = replace(own, training=replace(own.training, attention=_choose_attention(own, placement)))
+        own = fields.replace_fields(own, {"training.attention": _choose_attention(own, placement)})
     model, executor = _lay_out(_make_model(own, placement)[0], own, placement)
     return Teacher(freeze_model(model, own.lora, placement.precision)[0], executor, rows)
 
@@ -364,7 +362,7 @@ def _choose_attention(config: Config, placement: Placement) -> str:
     """Return the attention of a teacher: that of the student, or another one if the teacher's sizes need it."""
     call, device = _describe_attention(config, placement), placement.mesh.devices.flat[0]
     requested = config.training.attention
-    unsupported = find_unsupported(call, kernel_choice.get_compute_capability(device))
+    unsupported = find_unsupported(call, get_compute_capability(device))
     if requested != "auto" and not unsupported[requested]:
         return requested
     # The limit of documents in a row, which cuDNN needs, belongs to the student's choice.
@@ -382,7 +380,8 @@ def _lay_out(model: Decoder, config: Config, placement: Placement) -> tuple[Deco
     stages = placement.size("pipeline")
     if stages == 1:
         return model, scan.make_executor(config.remat, unrolled=config.training.unroll == "all")
-    return stack_by_stage(model, stages, config.pipeline), pipeline.make_executor(config.remat, config.pipeline)
+    specs = stack_by_stage(model, stages, config.pipeline).specs
+    return model.with_specs(specs), pipeline.make_executor(config.remat, config.pipeline)
 
 
 def _keeps_largest(config: Config, placement: Placement) -> bool:
@@ -413,7 +412,9 @@ def _make_model(
             # For `plan`, which reads no data. A run has resolved the limit before (run/attention_choice.py).
             condition = f"if a limit of {documents} documents in a row turns few tokens into padding"
             attention = replace(attention, reason=f"{attention.reason}; {condition}")
-        products = kernel_choice.choose_grouped_matmul(device, training.grouped_matmul, placement.precision.compute_dtype)
+        products = kernel_choice.choose_grouped_matmul(
+            device, training.grouped_matmul, placement.precision.compute_dtype
+        )
         xla_options.check_options(config.xla, placement.mesh)
     return Decoder(
         config.model,
@@ -432,9 +433,7 @@ def _make_objective(config: Config, teacher: Teacher | None) -> Objective:
     if teacher is not None:
         settings = config.distillation
         return Distillation(
-            Divergence(
-                settings.beta, settings.temperature, settings.next_token_weight, teacher.model.make_classifier()
-            )
+            Divergence(settings.beta, settings.temperature, settings.next_token_weight, teacher.model.make_classifier())
         )
     return Preference(config.training.objective, config.preference) if config.training.compares else NextToken()
 

@@ -38,8 +38,8 @@ from jaxopt_llm.step import update
 from jaxopt_llm.step.guard import Guard, adjust_loss_scale, judge_step
 from jaxopt_llm.step.hyperparameters import Hyperparameters, make_rate_metrics, place_hyperparameters
 from jaxopt_llm.step.reference import add_reference
-from jaxopt_llm.step.teacher import Teacher, remove_table
 from jaxopt_llm.step.state import StateSpecs, TrainState, state_shardings
+from jaxopt_llm.step.teacher import Teacher, remove_table
 from jaxopt_llm.step.update import LossOptimizer, Scalars, SectionOptimizers, Updatable
 
 Metrics = dict[str, Any]  # arrays on the device, or `Metric`s of them
@@ -374,6 +374,7 @@ def differentiate_decoder(
             trainable = leaves.map_scaled(lambda weight, _: ScaledWeight(weight, None), largest, trainable)
             frozen = leaves.map_scaled(lambda _, magnitude: ScaledWeight(None, magnitude), largest, frozen)
         if teacher is not None:
+            assert state.teacher is not None
             batch = teacher.add_inputs(state.teacher, batch, placement)
             trainable, frozen = teacher.extend_trainable(trainable), teacher.extend_frozen(frozen, state.teacher)
         loss, _, auxiliary, gradients = executor.loss_and_gradients(

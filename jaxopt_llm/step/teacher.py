@@ -1,8 +1,8 @@
 """The teacher of a distillation: a frozen model, which runs forward before the loss of a step.
 
 Its forward returns the input of its head for all tokens of the step, which takes 2 bytes per token and unit of its
-width in 16 bits. The head of the model then forms the logits of both, chunk by chunk (model/objectives/distillation.py).
-For that, the executor gets the teacher's table as one more frozen parameter outside the segments. So every executor
+width in 16 bits. The head of the model then forms the logits of both, chunk by chunk (kernels/divergence.py). For that,
+the executor gets the teacher's table as one more frozen parameter outside the segments. So every executor
 places, gathers and divides it like the model's own.
 """
 
@@ -70,4 +70,3 @@ def remove_table(params: Params) -> Params:
 
 def _add_table(params: Mapping[str, Any], table: tree.Leaf) -> Params:
     return {**params, "non_layer": {**params["non_layer"], TEACHER_HEAD: {"table": table}}}
-

@@ -58,7 +58,10 @@ def _teacher_problems(config: Config) -> list[str]:
         *size_problems(model, own.training, own.mesh, own.sharding),
         *stage_layout.split_problems(list_segments(model), own.mesh.pipeline, own.pipeline),
         *own.crossing_problems(),
-        *(each.replace("lora.base", "distillation.teacher_base") for each in lora.base_problems(param_specs(model), own.lora)),
+        *(
+            each.replace("lora.base", "distillation.teacher_base")
+            for each in lora.base_problems(param_specs(model), own.lora)
+        ),
     ]
     if model.positions == "learned" and length > model.max_positions:
         found.append(

@@ -18,7 +18,6 @@ from jaxopt_llm.config import (
     Config,
     DistillationConfig,
     MeshConfig,
-    ModelConfig,
     PipelineConfig,
     PrecisionConfig,
     RematConfig,
@@ -40,9 +39,7 @@ from jaxopt_llm.step.validation import validate
 ROWS, LENGTH = 8, 24
 STUDENT = replace(toy.UNIFORM, layers=4)
 # Another width, depth, kind of block and head, and more ids: the tables of both are padded differently.
-TEACHER = replace(
-    folders.CONFIG, pattern=("global",), layers=2, vocabulary_size=400, rope=RopeConfig(theta=100.0)
-)
+TEACHER = replace(folders.CONFIG, pattern=("global",), layers=2, vocabulary_size=400, rope=RopeConfig(theta=100.0))
 SETTINGS = {"beta": 0.3, "temperature": 1.5, "next_token_weight": 0.5}
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp, tensor": {"mesh.fsdp": 2, "mesh.tensor": 2, "sharding.sequence_parallel": True},

@@ -21,7 +21,8 @@ COTANGENT = 0.25
 random = np.random.default_rng(0)
 X, TABLE = (random.normal(size=shape).astype(np.float32) for shape in ((BATCH, SEQUENCE, WIDTH), (PADDED, WIDTH)))
 TEACHER_X, TEACHER_TABLE = (
-    random.normal(size=shape).astype(np.float32) for shape in ((BATCH, SEQUENCE, TEACHER_WIDTH), (PADDED, TEACHER_WIDTH))
+    random.normal(size=shape).astype(np.float32)
+    for shape in ((BATCH, SEQUENCE, TEACHER_WIDTH), (PADDED, TEACHER_WIDTH))
 )
 TOKENS = random.integers(5, size=(BATCH, SEQUENCE)), random.random((BATCH, SEQUENCE)) < 0.7
 STUDENT, TEACHER = Classifier(6, 2.5, 0.0, 5), Classifier(5, 1.5, 0.0, 5)
@@ -115,9 +116,7 @@ def test_a_split_vocabulary_gives_the_same(name: str) -> None:
         losses, (dx,), (d_table,) = run(SETTINGS[name], table, teacher, ("v",))
         return losses, jax.lax.psum(dx, "v"), d_table
 
-    split = jax.shard_map(
-        on_device, mesh=mesh, in_specs=rows, out_specs=(whole, whole, rows), check_vma=False
-    )
+    split = jax.shard_map(on_device, mesh=mesh, in_specs=rows, out_specs=(whole, whole, rows), check_vma=False)
     losses, dx, d_table = jax.jit(split)(TABLE, TEACHER_TABLE)
     for found, wanted in zip((*losses, dx, d_table), jax.tree.leaves(run(SETTINGS[name])), strict=True):
         assert_near(found, np.asarray(wanted, np.float64))

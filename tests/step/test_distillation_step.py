@@ -152,9 +152,7 @@ def test_a_teacher_costs_its_forward_and_its_weights(teacher: Path) -> None:
         ({"mesh.pipeline": 3, "training.accumulation": 4}, "distillation.teacher=.*: mesh.pipeline=3 exceeds the 2"),
     ],
 )
-def test_what_a_distillation_does_not_support_is_refused(
-    settings: dict[str, Any], message: str, teacher: Path
-) -> None:
+def test_what_a_distillation_does_not_support_is_refused(settings: dict[str, Any], message: str, teacher: Path) -> None:
     if "mesh.tensor" in settings:  # that the student supports
         settings = settings | {"model": replace(toy.UNIFORM, heads=8, kv_heads=8)}
     with pytest.raises(InputError, match=message):
@@ -163,5 +161,7 @@ def test_what_a_distillation_does_not_support_is_refused(
 
 def test_a_teacher_in_nf4_needs_whole_blocks(tmp_path: Path) -> None:
     narrow = folders.folder(tmp_path, replace(TEACHER, width=24))
-    with pytest.raises(InputError, match="distillation.teacher_base=nf4: model.width=24 .* --distillation.teacher_base int8"):
+    with pytest.raises(
+        InputError, match="distillation.teacher_base=nf4: model.width=24 .* --distillation.teacher_base int8"
+    ):
         validate(configure(narrow, **{"distillation.teacher_base": "nf4"}))

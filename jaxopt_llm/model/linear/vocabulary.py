@@ -45,7 +45,7 @@ def look_up(table: Weight | jax.Array, ids: jax.Array, placement: Placement) -> 
 
 @struct.dataclass
 class TeacherLogits:
-    """What gives the logits of a teacher: its head's input [B, S, D], and the table [V, D]. They have no gradient."""
+    """The operands of a teacher's logits: its head's input [B, S, D], and the table [V, D]. They have no gradient."""
 
     x: tree.Leaf
     table: tree.Leaf
@@ -251,9 +251,7 @@ def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tok
             tuple(PartitionSpec(specs.rows, *spec) for spec in specs.tables),
         ),
     )
-    losses, d_xs, d_tables = run(
-        xs, tuple(map(gather_weight, tables)), tokens, loss_weight, _gather_table(teacher)
-    )
+    losses, d_xs, d_tables = run(xs, tuple(map(gather_weight, tables)), tokens, loss_weight, _gather_table(teacher))
     return _sum_losses(losses, loss_weight), (d_xs, d_tables, tables)
 
 

@@ -91,7 +91,11 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
 
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
     # An objective over pairs first computes log-probabilities, and so does its reference.
-    of_head = (2 + 4 * (passes.backwards > 0) + 2 * config.training.compares + 2 * config.training.has_reference) * logits * model.width
+    of_head = (
+        (2 + 4 * (passes.backwards > 0) + 2 * config.training.compares + 2 * config.training.has_reference)
+        * logits
+        * model.width
+    )
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(

@@ -147,7 +147,9 @@ def test_a_teacher_counts_as_its_forward_and_its_weights(stages: int, teacher: s
     scores = 4 * tokens * ticks * 12 * 2048 * (plain.training.sequence_length + 1) / 2
     assert works[1].attention_flops - works[0].attention_flops == pytest.approx(scores, rel=0.01)
     norms = 25 * 2048
-    assert states[1].parameters - states[0].parameters == pytest.approx(2 * (matrices + 2 * table + norms) / 8, rel=0.01)
+    assert states[1].parameters - states[0].parameters == pytest.approx(
+        2 * (matrices + 2 * table + norms) / 8, rel=0.01
+    )
     footprints = [compute_footprint(each, state) for each, state in zip((plain, taught), states, strict=True)]
     assert footprints[1].teacher == 2 * tokens * stages * 2048 and footprints[0].teacher == 0
 
