@@ -111,22 +111,23 @@ def test_a_recipe_is_valid_and_has_the_parameters_that_it_says(name: str) -> Non
     )
 
 
-@pytest.mark.parametrize("name", ["finetune", "finetune_full", "pretrain", "dpo", "reward"])
+@pytest.mark.parametrize("name", ["finetune", "finetune_full", "pretrain", "dpo", "reward", "distill"])
 def test_a_recipe_without_sizes_takes_those_of_any_folder(name: str, tmp_path: Path) -> None:
     folder = folders.folder(tmp_path / "folder")
     small = ["--lora.rank", "2"] if name in ("finetune", "dpo", "reward") else []
-    arguments = ["--config", f"{name}.py", "--model.pretrained", str(folder), *small]
+    taught = ["--distillation.teacher", str(folder)] if name == "distill" else []
+    arguments = ["--config", f"{name}.py", "--model.pretrained", str(folder), *small, *taught]
     config = pretrained.resolve_pretrained(cli.parse_config(arguments, "train"))
     validate(config)
     assert config.model.width == folders.CONFIG.width and config.data.tokenizer == str(folder)
     assert bool(config.lora.rank) == bool(small)
-    with pytest.raises(InputError, match="model.pretrained=FOLDER: no such folder; name a downloaded model"):
+    with pytest.raises(InputError, match="model.pretrained=(FOLDER|STUDENT): no such folder; name a downloaded"):
         pretrained.resolve_pretrained(cli.load_recipe(f"{name}.py"))
     with pytest.raises(InputError, match=r"take a recipe without sizes, --config finetune.py .* and \d+ more"):
         pretrained.resolve_pretrained(cli.parse_config(["--config", "10b.py", *arguments[2:4]], "train"))
 
 
-@pytest.mark.parametrize("name", ["finetune", "finetune_full", "dpo", "reward"])
+@pytest.mark.parametrize("name", ["finetune", "finetune_full", "dpo", "reward", "distill"])
 def test_fine_tuning_saves_every_step_whose_loss_is_compared(name: str) -> None:
     config = cli.load_recipe(f"{name}.py")
     assert config.checkpoint.every == config.evaluation.every < 50 and config.checkpoint.keep_best == 1

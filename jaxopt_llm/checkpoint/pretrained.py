@@ -1,5 +1,7 @@
 """Settings that depend on a pretrained model or adapter: `model.pretrained` and `lora.pretrained`."""
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, DataConfig, ModelConfig, cli, fields
+from jaxopt_llm.config import Config, DataConfig, LoraConfig, ModelConfig, RematConfig, cli, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 
 SCORES = "non_layer/score/table"  # path of the head of scores
+TEACHER = "distillation.teacher"
 
 
 def resolve_pretrained(config: Config) -> Config:
@@ -36,6 +39,10 @@ def resolve_pretrained(config: Config) -> Config:
         stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
         config = fields.replace_fields(config, {"model": resolved, "model.pretrained": name})
+    if config.training.distills and config.distillation.teacher:
+        name = hub.absolute_name(config.distillation.teacher)
+        config = fields.replace_fields(config, {"distillation.teacher": name})
+        _read_teacher(name)
     config = fields.replace_fields(config, {"data": _resolve_tokenizer(config.data, config.model.pretrained)})
     if config.lora.pretrained and not config.model.problems():
         config = fields.replace_fields(config, {"lora.pretrained": hub.absolute_name(config.lora.pretrained)})
@@ -60,6 +67,41 @@ def _train_scores(config: Config) -> Config:
     if not (config.model.scores and selects) or tree.first_match(SCORES, trainable):
         return config
     return fields.replace_fields(config, {"training.trainable": (*trainable, SCORES)})
+
+
+def make_teacher_config(config: Config) -> Config:
+    """Return the configuration of the teacher of a distillation: its model, frozen, with settings for a forward.
+
+    Raises:
+        InputError: `distillation.teacher` names no folder of a supported model.
+    """
+    teacher = config.distillation
+    return replace(
+        config,
+        model=_read_teacher(teacher.teacher),
+        training=replace(config.training, objective="next_token", trainable=(), unroll="none"),
+        lora=LoraConfig(base=teacher.teacher_base),
+        # The numbers of layers in `pipeline.split` are those of the student.
+        pipeline=replace(config.pipeline, split=()),
+        remat=RematConfig("none"),
+        precision=config.precision.for_evaluation(),
+    )
+
+
+@functools.cache
+def _read_teacher(name: str) -> ModelConfig:
+    path = hub.find_folder(name, f"{TEACHER}=", weights=False)
+    if not path.exists():
+        raise InputError(f"{TEACHER}={name}: no such folder; name a downloaded model, or an id of the Hugging Face hub")
+    if is_run_directory(path):
+        raise InputError(
+            f"{TEACHER}={name}: this is a run directory; export it first: python -m jaxopt_llm.convert export "
+            f"--checkpoint {name} --to FOLDER"
+        )
+    model = huggingface.read_config(path)[1]
+    stored = {field: fields.get_field(model, field) for field in PRETRAINED_FIELDS}
+    read: ModelConfig = fields.replace_fields(ModelConfig(pretrained=name), stored)
+    return read
 
 
 def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:

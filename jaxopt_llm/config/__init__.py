@@ -28,6 +28,7 @@ from jaxopt_llm.config.run import (
     XlaConfig,
 )
 from jaxopt_llm.config.training import (
+    DistillationConfig,
     EvaluationConfig,
     LoraConfig,
     OptimizerConfig,

@@ -13,6 +13,7 @@ from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
     NEXT_TOKEN,
     OF_SCORES,
+    DistillationConfig,
     EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
@@ -198,6 +199,7 @@ class Config:
     data: DataConfig = section(DataConfig)
     training: TrainingConfig = section(TrainingConfig)
     preference: PreferenceConfig = section(PreferenceConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     lora: LoraConfig = section(LoraConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
@@ -314,10 +316,16 @@ class Config:
         if training.objective == NEXT_TOKEN:
             return found
         name = f"training.objective={training.objective}"
+        if training.distills and not self.distillation.teacher:
+            found.append(f"{name} needs a model to learn from: name its folder or hub id with --distillation.teacher")
         refused = {
             f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
             f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
             f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
+            f"optimizer.in_backward={self.optimizer.in_backward}": (
+                training.distills and self.optimizer.in_backward,
+                "--optimizer.in-backward False",
+            ),
         }
         return found + [
             f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies

@@ -22,11 +22,11 @@ def choose_accumulation(rows: int, most: int, least: int) -> int:
     return next((count for count in counts if rows % count == 0 and rows // count <= most), rows)
 
 
-NEXT_TOKEN = "next_token"
-Objective = Literal["next_token", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "reward", "classify"]
+NEXT_TOKEN, DISTILL, CLASSIFY = "next_token", "distill", "classify"
+Objective = Literal["next_token", "distill", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "reward", "classify"]
 WITH_REFERENCE = ("dpo", "ipo", "hinge")
-OF_SCORES = ("reward", "classify")  # they read the scores of documents (model.scores)
-OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, "classify"))
+OF_SCORES = ("reward", CLASSIFY)  # they read the scores of documents (model.scores)
+OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, DISTILL, CLASSIFY))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class TrainingConfig:
     num_train_epochs). The start of the run resolves them to training.steps in config.json. A flag of one of the two
     sets the other to 0. 0 = as training.steps says."""
     objective: Objective = setting("next_token")
-    """What is learned. next_token: the next token of each document. classify: the label of each document
+    """What is learned. next_token: the next token of each document. distill: the probabilities of another model,
+    distillation.teacher, for each next token (docs/distillation.md). classify: the label of each document
     (data.label_field), by its scores (model.scores, docs/rewards.md). The others prefer the chosen answer of a pair to
     the rejected one, and read data.content=preference (docs/preferences.md). dpo (Rafailov et al. 2023), ipo (Azar et
     al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with a reference: the model of prepare --reference, or the
@@ -131,6 +132,11 @@ class TrainingConfig:
     def reads_scores(self) -> bool:
         """True if the objective reads the scores of documents, and no log-probabilities of tokens."""
         return self.objective in OF_SCORES
+
+    @property
+    def distills(self) -> bool:
+        """True if the objective reads the logits of a teacher."""
+        return self.objective == DISTILL
 
     @property
     def has_reference(self) -> bool:
@@ -331,6 +337,27 @@ class PreferenceConfig:
     def problems(self) -> list[str]:
         """List the errors in these settings."""
         return find_out_of_range("preference", self)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    teacher: str = setting("", resume="freely")
+    """With training.objective distill: Hugging Face folder or hub id of the model to learn from. Its tokenizer must
+    give the ids of data.tokenizer. A resume needs the same weights; their path may change."""
+    teacher_base: Literal["float", "int8", "nf4"] = "float"
+    """Storage of the teacher's weights, as lora.base has it for a frozen base. float: precision.compute_dtype. int8:
+    the matrices of the blocks as int8 codes. nf4: the matrices of the blocks as 4-bit NormalFloat."""
+    beta: float = setting(0.5, bounds=Bounds(minimum=0, maximum=1))
+    """Divergence (TRL: beta). 0: the forward KL divergence, KL(teacher || student). 1: the reverse one, KL(student ||
+    teacher). Between: the generalised Jensen-Shannon divergence (Agarwal et al. 2023)."""
+    temperature: float = setting(1.0, bounds=POSITIVE)
+    """Number by which the logits of both models are divided for the divergence (TRL: temperature)."""
+    next_token_weight: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Weight of the cross-entropy of the next token, added to the divergence."""
+
+    def problems(self) -> list[str]:
+        """List the errors in these settings."""
+        return find_out_of_range("distillation", self)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,15 @@ import jax.numpy as jnp
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Auxiliary, Model, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import reduce_groups
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import GROUP_AXIS, divides_masters, gradient_group_axes, gradient_sharding
+
+# (parameters outside the segments, the last block's output [B, S, D], batch, context) -> [B, S, ...]
+ReadTokens = Callable[[Params, jax.Array, Batch, Context], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Executor:
     loss_and_gradients: (model, trainable, frozen, batch, loss_weight, placement)
         -> (loss, tokens, auxiliary, gradients).
     loss: (model, params, batch, placement) -> (loss, auxiliary).
-    log_probabilities: (model, params, batch, placement) -> those of the targets, float32 [M, B, S].
+    read_tokens: (read, model, params, batch, placement) -> what `read` returns of each token, [M, B, S, ...].
+        read: a method of the model that takes what `Model.log_probabilities` takes.
 
     trainable, frozen: the two halves of a `tree.partition` of the parameters; no gradient is formed for `frozen`.
     batch: fields [M, B, S], M microbatches.
@@ -45,7 +50,7 @@ class Executor:
         [Model, Params, Params, Batch, jax.Array, Placement], tuple[jax.Array, jax.Array, Auxiliary, Params]
     ]
     loss: Callable[[Model, Params, Batch, Placement], tuple[jax.Array, Auxiliary]]
-    log_probabilities: Callable[[Model, Params, Batch, Placement], jax.Array]
+    read_tokens: Callable[[ReadTokens, Model, Params, Batch, Placement], jax.Array]
 
 
 Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over tokens
@@ -128,7 +133,7 @@ def sum_of_squares(gradients: Params, specs: Params, by_period: bool = False) ->
 def split_into_groups(batch: Batch, placement: Placement) -> Batch:
     """Return fields [B, S] as [G, B / G, S], or as they are without groups."""
     groups = gradient_group_axes(placement)
-    return jax.tree.map(lambda x: x.reshape(placement.size(*groups), -1, x.shape[-1]), batch) if groups else batch
+    return jax.tree.map(lambda x: x.reshape(placement.size(*groups), -1, *x.shape[1:]), batch) if groups else batch
 
 
 def vmap_over_groups(function: Callable[..., Any], placement: Placement, in_axes: int = 0) -> Callable[..., Any]:
@@ -151,7 +156,7 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
     if not groups:
         return one_group(batch)
     count = placement.size(*groups)
-    grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, x.shape[-1]), batch)  # [M, G, B / G, S]
+    grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, *x.shape[2:]), batch)  # [M, G, B / G, S]
     loss, auxiliary, gradients = vmap_over_groups(one_group, placement, in_axes=1)(grouped)
     loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
     return loss, auxiliary, {name: _reduce_by_period(specs[name], gradients[name], placement) for name in gradients}

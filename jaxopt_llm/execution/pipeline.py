@@ -30,7 +30,15 @@ import jax.numpy as jnp
 from jaxopt_llm.config import PipelineConfig, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import mtp
-from jaxopt_llm.execution.executor import Executor, Sums, add_gradients, constrain_gradients, sum_over_groups, zero_sums
+from jaxopt_llm.execution.executor import (
+    Executor,
+    ReadTokens,
+    Sums,
+    add_gradients,
+    constrain_gradients,
+    sum_over_groups,
+    zero_sums,
+)
 from jaxopt_llm.execution.pipeline_residuals import Chunks, Kept, PullBack, put_row, select_row
 from jaxopt_llm.execution.pipeline_stage import (
     PipelineStage,
@@ -58,7 +66,7 @@ def make_executor(remat: RematConfig, pipeline: PipelineConfig) -> Executor:
     return Executor(
         loss_and_gradients=functools.partial(loss_and_gradients, remat=remat, pipeline=pipeline),
         loss=functools.partial(loss, remat=remat, pipeline=pipeline),
-        log_probabilities=functools.partial(log_probabilities, remat=remat, pipeline=pipeline),
+        read_tokens=functools.partial(read_tokens, remat=remat, pipeline=pipeline),
     )
 
 
@@ -124,18 +132,26 @@ def _evaluate_stage(stage: PipelineStage, batch: Batch) -> tuple[jax.Array, Auxi
     return zero_unless(stage.is_last, loss), auxiliary  # all stages have the loss
 
 
-def log_probabilities(
-    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig, pipeline: PipelineConfig
+def read_tokens(
+    read: ReadTokens,
+    model: Model,
+    params: Params,
+    batch: Batch,
+    placement: Placement,
+    remat: RematConfig,
+    pipeline: PipelineConfig,
 ) -> jax.Array:
-    """Return the log-probabilities of the targets; see executor.py."""
+    """Return what `read` returns of each token; see executor.py."""
 
     def run_stage(stage: PipelineStage, batch: Batch) -> jax.Array:
         def put(found: jax.Array, y: jax.Array, index: jax.Array) -> jax.Array:
             microbatch = select_microbatch(batch, index)
-            added = stage.log_probabilities(y, microbatch)
+            added = stage.read_tokens(read, y, microbatch)
             return jax.lax.dynamic_update_index_in_dim(found, added, index, 0)
 
-        found, _ = _run_forward(stage, batch, put, jnp.zeros(batch.tokens.shape, jnp.float32))
+        y = jax.eval_shape(stage.zero_activation, batch)
+        one = jax.eval_shape(lambda y: stage.read_tokens(read, y, select_microbatch(batch, jnp.int32(0))), y)
+        found, _ = _run_forward(stage, batch, put, jnp.zeros((batch.tokens.shape[0], *one.shape), one.dtype))
         return zero_unless(stage.is_last, found)
 
     table = make_forward_table(placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)

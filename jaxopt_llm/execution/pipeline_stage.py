@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.execution import mtp
+from jaxopt_llm.execution.executor import ReadTokens
 from jaxopt_llm.execution.schedules import Ends, Table, Work
 from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, mtp_segments, no_perturbations, run_segments
 from jaxopt_llm.model import param
@@ -147,9 +148,9 @@ class PipelineStage:
         non_layer = attach_non_layer(self.specs, self.params, perturbations, self.placement)
         return non_layer, x, microbatch, context
 
-    def log_probabilities(self, y: jax.Array, microbatch: Batch) -> jax.Array:
-        """Return the log-probability of each target, given the last stage's output y [B, S, D], on all stages."""
-        return self.model.log_probabilities(*self._enter_head(no_perturbations(self.specs), y, microbatch))
+    def read_tokens(self, read: ReadTokens, y: jax.Array, microbatch: Batch) -> jax.Array:
+        """Return what `read` returns of each token, given the last stage's output y [B, S, D], on all stages."""
+        return read(*self._enter_head(no_perturbations(self.specs), y, microbatch))
 
     def send(self, x: jax.Array, to: int) -> jax.Array:
         """Send x to a neighbour, and return what the other neighbour sent.

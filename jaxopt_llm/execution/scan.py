@@ -15,6 +15,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import (
     Executor,
+    ReadTokens,
     Sums,
     add_sums,
     constrain_gradients,
@@ -48,7 +49,7 @@ def make_executor(remat: RematConfig, unrolled: bool = False) -> Executor:
     return Executor(
         loss_and_gradients=functools.partial(loss_and_gradients, remat=remat, unrolled=unrolled),
         loss=functools.partial(loss, remat=remat),
-        log_probabilities=functools.partial(log_probabilities, remat=remat),
+        read_tokens=functools.partial(read_tokens, remat=remat),
     )
 
 
@@ -153,10 +154,10 @@ def loss(
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))
 
 
-def log_probabilities(
-    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
+def read_tokens(
+    read: ReadTokens, model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
 ) -> jax.Array:
-    """Return the log-probabilities of the targets; see executor.py."""
+    """Return what `read` returns of each token; see executor.py."""
     nothing = no_perturbations(model.specs)
 
     def one_microbatch(batch: Batch) -> jax.Array:
@@ -165,7 +166,7 @@ def log_probabilities(
         x = model.embed(non_layer, batch.tokens, context)
         context = model.add_layer_inputs(non_layer, batch.tokens, x, context)
         x, _, _ = run_segments(model, model_segments(model), params, nothing, x, context, remat)
-        return model.log_probabilities(non_layer, x, batch, context)
+        return read(non_layer, x, batch, context)
 
     return jax.lax.map(one_microbatch, batch)
 

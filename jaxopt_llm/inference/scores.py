@@ -152,7 +152,11 @@ class Scorer:
         self._sharding = placement.activation(None, "batch", "sequence")
         self._rows = placement.size(*BATCH_AXES) * max(TOKENS_PER_DEVICE // length, 1)
         self._log_probabilities = jax.jit(
-            functools.partial(scan.log_probabilities, source.model, placement=placement, remat=RematConfig("none")),
+            functools.partial(
+                *(scan.read_tokens, source.model.log_probabilities, source.model),
+                placement=placement,
+                remat=RematConfig("none"),
+            ),
             out_shardings=placement.replicated,
             compiler_options=compiler_options(placement.mesh),
         )

@@ -9,19 +9,20 @@ Letters: B batch, S sequence, T tokens of a chunk, V rows of a table, D columns 
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.kernels import products
 
-# Targets, int [B, S], and the tokens that count: bool, or float32 weights, [B, S].
-Tokens = tuple[jax.Array, jax.Array]
-# Objective and cross-entropy, float32 [B, S], times the tokens' weights; 0 for tokens that do not count.
-Losses = tuple[jax.Array, jax.Array]
+# Targets, int [B, S]; the tokens that count: bool, or float32 weights, [B, S]; what else a loss reads of each token.
+Tokens = tuple[jax.Array, ...]
+# Objective and what is reported, such as the cross-entropy: float32 [B, S], times the tokens' weights; 0 for tokens
+# that do not count.
+Losses = tuple[jax.Array, ...]
 Arrays = Sequence[jax.Array]  # an input or a table each
 
 
@@ -44,18 +45,40 @@ class Classifier:
     on_one_cpu: bool = False
 
 
+class Loss(Protocol):
+    """The loss of one chunk of tokens."""
+
+    @property
+    def losses(self) -> Losses:
+        """Objective and what is reported, each [T]."""
+
+    def gradient(self, loss_weight: jax.Array) -> jax.Array:
+        """Return the gradient of loss_weight × objective for the logits before the soft-cap, float32 [T, V]."""
+
+
+# (classifier, xs, tables, tokens, axes) of a chunk -> its loss
+MakeLoss = Callable[[Classifier, Arrays, Arrays, Tokens, tuple[str, ...]], Loss]
+
+
 def compute_losses(
-    classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...] = ()
+    classifier: Classifier,
+    xs: Arrays,
+    tables: Arrays,
+    tokens: Tokens,
+    axes: tuple[str, ...] = (),
+    make_loss: MakeLoss | None = None,
 ) -> Losses:
-    """Compute the objective and the cross-entropy. The logits are the sum of the matmuls of each x with its table.
+    """Compute the objective and what is reported. The logits are the sum of the matmuls of each x with its table.
 
     xs: [B, S, D], each with its own D; tables: [V, D].
     axes: mesh axes that split the rows of the tables; empty if they are not split.
+    make_loss: the loss of a chunk; by default the cross-entropy, which is also what is reported.
     """
+    make_loss = make_loss or Chunk.make
 
     def chunk(_: None, arrays: Any) -> tuple[None, Losses]:
         xs, tokens = arrays
-        return None, _Chunk.make(classifier, xs, tables, tokens, axes).losses
+        return None, make_loss(classifier, xs, tables, tokens, axes).losses
 
     _, losses = _scan_chunks(classifier.chunk, chunk, None, (tuple(xs), tokens))
     return losses
@@ -69,6 +92,7 @@ def compute_losses_and_gradients(
     tokens: Tokens,
     loss_weight: jax.Array,
     axes: tuple[str, ...] = (),
+    make_loss: MakeLoss | None = None,
 ) -> tuple[Losses, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
     """Compute the losses and the gradients of loss_weight × the sum of the objective.
 
@@ -78,10 +102,11 @@ def compute_losses_and_gradients(
         The losses; the gradients of the xs, in their dtypes; and the gradients of the tables, float32, None for a table
         that needs none. The gradients of the xs are the contribution of this device's rows of the tables.
     """
+    make_loss = make_loss or Chunk.make
 
     def chunk(totals: Any, arrays: Any) -> Any:
         xs, tokens = arrays
-        part = _Chunk.make(classifier, xs, tables, tokens, axes)
+        part = make_loss(classifier, xs, tables, tokens, axes)
         gradient = part.gradient(loss_weight).astype(xs[0].dtype)
         d_xs = tuple(
             products.einsum("TV,VD->TD", gradient, table, table.dtype, classifier.on_one_cpu) for table in tables
@@ -100,9 +125,38 @@ def compute_losses_and_gradients(
     return losses, d_xs, d_tables
 
 
+def form_logits(
+    classifier: Classifier, xs: Arrays, tables: Arrays, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the logits of a chunk, float32 [T, V], -inf in columns of padding; and the index of each column."""
+    terms = (
+        jnp.einsum("TD,VD->TV", x, table, preferred_element_type=jnp.float32)
+        for x, table in zip(xs, tables, strict=True)
+    )
+    logits = functools.reduce(operator.add, terms)
+    if classifier.softcap:
+        logits = classifier.softcap * jnp.tanh(logits / classifier.softcap)
+    first = jax.lax.axis_index(axes) * logits.shape[-1]
+    column = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    # Without padding, XLA would still compute the comparison.
+    if classifier.vocabulary_size < logits.shape[-1] * jax.lax.axis_size(axes):
+        logits = jnp.where(column < classifier.vocabulary_size, logits, -jnp.inf)
+    return logits, column
+
+
+def weigh(counts: jax.Array, values: jax.Array) -> jax.Array:
+    """Return values of tokens times their weights. The value of a token that does not count may be anything.
+
+    counts: bool, or float32 weights.
+    """
+    if counts.dtype == jnp.bool:
+        return jnp.where(counts, values, 0.0)
+    return jnp.where(counts != 0, counts * values, 0.0)
+
+
 @dataclass(frozen=True)
-class _Chunk:
-    """Logits and loss of one chunk of tokens."""
+class Chunk:
+    """Logits and cross-entropy of one chunk of tokens."""
 
     classifier: Classifier
     logits: jax.Array  # [T, V], -inf in columns of padding
@@ -112,22 +166,9 @@ class _Chunk:
     label_logit: jax.Array  # [T]
 
     @classmethod
-    def make(
-        cls, classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...]
-    ) -> "_Chunk":
+    def make(cls, classifier: Classifier, xs: Arrays, tables: Arrays, tokens: Tokens, axes: tuple[str, ...]) -> "Chunk":
         targets, counts = tokens
-        terms = (
-            jnp.einsum("TD,VD->TV", x, table, preferred_element_type=jnp.float32)
-            for x, table in zip(xs, tables, strict=True)
-        )
-        logits = functools.reduce(operator.add, terms)
-        if classifier.softcap:
-            logits = classifier.softcap * jnp.tanh(logits / classifier.softcap)
-        first = jax.lax.axis_index(axes) * logits.shape[-1]
-        column = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        # Without padding, XLA would still compute the comparison.
-        if classifier.vocabulary_size < logits.shape[-1] * jax.lax.axis_size(axes):
-            logits = jnp.where(column < classifier.vocabulary_size, logits, -jnp.inf)
+        logits, column = form_logits(classifier, xs, tables, axes)
         # By comparison: with a gather, every device would ask for columns of other devices.
         is_label = column == targets[:, None]
         peak = jax.lax.pmax(jnp.max(logits, axis=-1), axes)
@@ -139,24 +180,25 @@ class _Chunk:
     def losses(self) -> Losses:
         loss = self.log_sum - self.label_logit
         objective = loss + self.classifier.z_loss * jnp.square(self.log_sum) if self.classifier.z_loss else loss
-        return self._weigh(objective), self._weigh(loss)
-
-    def _weigh(self, values: jax.Array) -> jax.Array:
-        """Return values of the tokens times their weights. The value of a token that does not count may be anything."""
-        if self.counts.dtype == jnp.bool:
-            return jnp.where(self.counts, values, 0.0)
-        return jnp.where(self.counts != 0, self.counts * values, 0.0)
+        return weigh(self.counts, objective), weigh(self.counts, loss)
 
     def gradient(self, loss_weight: jax.Array) -> jax.Array:
         """Return the gradient of loss_weight × objective for the logits before the soft-cap, float32 [T, V]."""
-        d_loss = self._weigh(loss_weight)
+        return self.before_softcap(self.capped_gradient(loss_weight))
+
+    def capped_gradient(self, loss_weight: jax.Array) -> jax.Array:
+        """Return the gradient of loss_weight × objective for the logits, float32 [T, V]."""
+        d_loss = weigh(self.counts, loss_weight)
         d_log_sum = d_loss * (1 + 2 * self.classifier.z_loss * self.log_sum)
         gradient = d_log_sum[:, None] * jnp.exp(self.logits - self.log_sum[:, None])
-        gradient -= jnp.where(self.is_label, d_loss[:, None], 0.0)
-        if self.classifier.softcap:
-            slope = 1 - jnp.square(self.logits / self.classifier.softcap)
-            gradient *= jnp.maximum(slope, 0.0)  # in columns of padding the slope is -inf
-        return gradient
+        return gradient - jnp.where(self.is_label, d_loss[:, None], 0.0)
+
+    def before_softcap(self, gradient: jax.Array) -> jax.Array:
+        """Return the gradient for the logits before the soft-cap, of that for the logits; both [T, V]."""
+        if not self.classifier.softcap:
+            return gradient
+        slope = 1 - jnp.square(self.logits / self.classifier.softcap)
+        return gradient * jnp.maximum(slope, 0.0)  # in columns of padding the slope is -inf
 
 
 def _scan_chunks(size: int, chunk: Any, carry: Any, arrays: Any) -> tuple[Any, Any]:

@@ -9,8 +9,8 @@ from jaxopt_llm.core.tree import Leaf
 class Batch:
     """Packed token sequences.
 
-    All fields have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S
-    tokens.
+    All fields but `teacher` have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B
+    sequences of S tokens.
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.
@@ -21,6 +21,8 @@ class Batch:
     reference:   float32, log-probability of each target by a reference model, or anything with the same sum over the
                  counted targets of each document; None if the objective needs none, or the data have none.
     labels:      float32, label of each token's document; None if the objective needs none.
+    teacher:     compute dtype [..., S, D], input of the teacher's head, in the order and the sharding of the residual
+                 stream; None without a teacher.
     noise:       uint32, random bits of the step for dropout; None without dropout.
     """
 
@@ -31,4 +33,5 @@ class Batch:
     positions: Leaf
     reference: Leaf = None
     labels: Leaf = None
+    teacher: Leaf = None
     noise: Leaf = None

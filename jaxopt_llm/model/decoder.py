@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.config.model import WINDOWED
+from jaxopt_llm.core import tree
 from jaxopt_llm.kernels.attention_types import attention_scope, make_document_ranges
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
@@ -25,7 +26,7 @@ from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.model import Auxiliary, Params, Segment
+from jaxopt_llm.model.model import TEACHER_HEAD, Auxiliary, Params, Segment
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.rotary import Rotary
@@ -312,26 +313,27 @@ class Decoder:
     def _head(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> Head:
         """Return the head over the last block's output x [B, S, D]."""
         placement = context.placement
-        classifier = Classifier(
-            self.config.vocabulary_size,
-            self.config.logit_softcap,
-            self.z_loss,
-            self.loss_chunk,
-            on_one_cpu=runs_on_one_cpu(placement.mesh),
-        )
+        classifier = self.make_classifier(on_one_cpu=runs_on_one_cpu(placement.mesh))
         x = all_gather_sequence(self.final_norm(non_layer, x), placement)
-        return Head(x, self.head_table(non_layer), batch, classifier, placement)
+        teacher_table = non_layer[TEACHER_HEAD]["table"] if TEACHER_HEAD in non_layer else None
+        return Head(x, self.head_table(non_layer), batch, classifier, placement, teacher_table)
+
+    def make_classifier(self, on_one_cpu: bool = False) -> Classifier:
+        config = self.config
+        return Classifier(config.vocabulary_size, config.logit_softcap, self.z_loss, self.loss_chunk, on_one_cpu)
+
+    def head_input(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
+        x = self.final_norm(non_layer, x)
+        return context.placement.constrain(x, "batch", "residual_sequence", "embed")
 
     def final_norm(self, non_layer: Params, x: jax.Array) -> jax.Array:
         """Return the head's input, multiplied with `logit_scale` in place of the logits. Scores have no such factor."""
         x, scale = self.normalise(non_layer, x), self.config.logit_scale
         return x if scale == 1 or self.config.scores else x * scale
 
-    def head_table(self, non_layer: Params) -> Weight:
-        """Return the table of the head: [V, D], or with scores [N, D]."""
-        name = "score" if self.config.scores else "embedding" if self.config.tied_head else "head"
-        table: Weight = non_layer[name]["table"]
-        return table
+    def head_table(self, non_layer: Params) -> tree.Leaf:
+        """Return the head's table, [V, D] or with scores [N, D], or what a tree of parameters holds in its place."""
+        return non_layer["score" if self.config.scores else "embedding" if self.config.tied_head else "head"]["table"]
 
 
 def _document_lengths(batch: Batch) -> jax.Array:

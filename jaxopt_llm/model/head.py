@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.kernels.cross_entropy import Classifier
+from jaxopt_llm.kernels.divergence import Divergence
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.parallel.activations import to_device_order, to_sequence_order
+from jaxopt_llm.parallel.activations import all_gather_sequence, to_device_order, to_sequence_order
 from jaxopt_llm.parallel.placement import Placement
 
 
@@ -21,7 +22,7 @@ class Head:
     """The head over one microbatch. Its methods take and return tokens in the order of the sequence.
 
     x: the head's input [B, S, D], in the order of the devices, with all positions of a device's sequence.
-    table: [V, D]; of a model with scores, [N, D].
+    table: [V, D]; of a model with scores, [N, D]. teacher_table: of the teacher, with its own D; None without one.
     """
 
     x: jax.Array
@@ -29,6 +30,7 @@ class Head:
     batch: Batch
     classifier: Classifier
     placement: Placement
+    teacher_table: Weight | None = None
 
     def cross_entropy(self, weights: jax.Array, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return loss_weight × (cross-entropy with z-loss), and the cross-entropy without gradients: sums over tokens.
@@ -36,7 +38,27 @@ class Head:
         weights: of the tokens, bool or float32 [B, S]. loss_weight: float32 scalar.
         """
         tokens = self._targets, to_device_order(weights, self.placement)
-        return vocabulary.cross_entropy(self.x, self.table, tokens, loss_weight, self.classifier, self.placement)
+        objective, loss = vocabulary.cross_entropy(
+            self.x, self.table, tokens, loss_weight, self.classifier, self.placement
+        )
+        return objective, loss
+
+    def divergence(
+        self, settings: Divergence, weights: jax.Array, loss_weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return loss_weight × (divergence with a part of the cross-entropy), the divergence and the cross-entropy.
+
+        They are sums over tokens. Only the first has gradients. Arguments as in `cross_entropy`.
+        """
+        tokens = self._targets, to_device_order(weights, self.placement)
+        # The teacher's input rests as the residual stream, already in the order of the devices.
+        teacher = vocabulary.TeacherLogits(
+            all_gather_sequence(self.batch.teacher, self.placement), self.teacher_table, settings
+        )
+        objective, divergence, cross_entropy = vocabulary.cross_entropy(
+            self.x, self.table, tokens, loss_weight, self.classifier, self.placement, teacher
+        )
+        return objective, divergence, cross_entropy
 
     def log_probabilities(self) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], without gradients."""

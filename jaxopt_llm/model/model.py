@@ -38,6 +38,7 @@ class Auxiliary:
 
 Params = dict[str, Any]
 Keys = Literal["own", "given", "taken"]
+TEACHER_HEAD = "teacher_head"  # name outside the segments of the table that gives the logits of a teacher
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class Model(Protocol):
 
     def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], of the last block's output x [B, S, D]."""
+
+    def head_input(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
+        """Return what the head's table multiplies, [B, S, D] as the residual stream, of the last block's output x."""
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         """Return the empty cache of a layer of this kind, for `batch` sequences of up to `slots` tokens.

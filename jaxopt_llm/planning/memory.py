@@ -40,10 +40,10 @@ Shape = tuple[int, ...]
 class Memory:
     """Bytes on each GPU, by kind. Their sum is the compiler's own peak, `hlo.Memory.peak`.
 
-    The shardings give the bytes of the train state: `parameters` are the master weights, the compute copy and the
-    frozen parameters, `optimizer` are the moments and the average. Temporaries are those that are alive when XLA holds
-    most. The scope that a temporary comes from tells its kind; for accumulated gradients its shape does. `activations`
-    are everything else that the forward and the backward hold, the gradients of activations included.
+    The shardings give the bytes of the train state: `parameters` are the master weights, the compute copy, the frozen
+    parameters and those of a teacher, `optimizer` are the moments and the average. Temporaries are those that are alive
+    when XLA holds most. The scope that a temporary comes from tells its kind; for accumulated gradients its shape does.
+    `activations` are everything else that the forward and the backward hold, the gradients of activations included.
     `gathered_weights` include weights that are brought from the host. `other` is the batch, copies without a source,
     and unused space between temporaries.
     """
@@ -119,7 +119,7 @@ class KnownShapes:
                     gradients.setdefault(_squeezed(shape), {})[f"{section}/{path}"] = None
         fetched = {
             _squeezed(parameter_sharding(spec, placement).shard_shape(spec.shape)[spec.leading :])
-            for spec in jax.tree.leaves((specs.masters, specs.frozen))
+            for spec in jax.tree.leaves((specs.masters, specs.frozen, specs.teacher))
             if placement.offload.parameters and spec.leading
         }
         return cls(_join_names(gradients), {}, fetched)
@@ -189,6 +189,7 @@ def find_largest(state: TrainState, known: KnownShapes, temporaries: Sequence[Bu
         "master weights of": (state.masters, "parameters"),
         "compute copy of": (state.compute, "parameters"),
         "frozen": (state.frozen, "parameters"),
+        "teacher's": (state.teacher, "parameters"),
         "moments": (state.moments, "optimizer"),
         "average of": (state.average, "optimizer"),
         "master weights of a group of": (state.groups.get("masters"), "parameters"),

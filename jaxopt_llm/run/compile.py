@@ -21,21 +21,32 @@ from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.reference import add_reference
 from jaxopt_llm.step.state import TrainState
+from jaxopt_llm.step.teacher import Teacher
 
 
-def make_held_out_loss(model: Model, executor: Executor, placement: Placement, xla: XlaConfig = NO_USER_OPTIONS) -> Any:
+def make_held_out_loss(
+    model: Model,
+    executor: Executor,
+    placement: Placement,
+    xla: XlaConfig = NO_USER_OPTIONS,
+    teacher: Teacher | None = None,
+) -> Any:
     """Return a jitted (state, batch) -> (sum of the loss, number of tokens or other units in it).
 
     The sum is what `Objective.compute` reports: of the next token in nats.
 
     Batch fields: [M, B, S].
     """
-    placement = placement.for_evaluation()
+    placement, extended = placement.for_evaluation(), teacher.extend(model) if teacher else model
 
     def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         params = tree.merge(state.trainable, state.frozen)
         batch = add_reference(model, executor, params, batch, placement)
-        return executor.loss(model, params, batch, placement)[0], model.objective.count(batch)
+        if teacher is not None:
+            assert state.teacher is not None
+            batch = teacher.add_inputs(state.teacher, batch, placement)
+            params = teacher.extend_frozen(params, state.teacher)
+        return executor.loss(extended, params, batch, placement)[0], model.objective.count(batch)
 
     options = compiler_options(placement.mesh, user=xla)
     return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)
@@ -105,7 +116,7 @@ def lower_programs(setup: Setup) -> Executables:
     program, held_out = setup.program, None
     step = program.step.lower(program.state, program.batch)
     if setup.config.evaluation.every:
-        loss = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla)
+        loss = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla, program.teacher)
         held_out = loss.lower(program.state, program.batch)
     return Executables(step, held_out, program.outer_step and program.outer_step.lower(program.state))
 

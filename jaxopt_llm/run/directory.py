@@ -2,14 +2,15 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.peft import token_rows
+from jaxopt_llm.checkpoint.pretrained import TEACHER, make_teacher_config
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
-from jaxopt_llm.core import errors, json_files
+from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.tokens.corpus import Corpus
@@ -17,6 +18,7 @@ from jaxopt_llm.data.tokens.pieces import ReferenceScores
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
@@ -27,6 +29,7 @@ _WRITTEN_FIRST = re.compile(
 )
 TOKEN_ROWS = "token_rows.safetensors"
 ROWS_SHA256 = "token_rows_sha256"  # in corpus.json, if there are rows
+TEACHER_SHA256 = "teacher_sha256"  # in corpus.json, if there is a teacher
 DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 
 
@@ -82,6 +85,12 @@ def stores_frozen_weights(config: Config) -> bool:
 def read_base_digest(directory: Path) -> str | None:
     """Return the digest of the Hugging Face folder that a run started from, or None if there is no folder."""
     digest: str | None = _read_identity(directory, "base_sha256", "base model")
+    return digest
+
+
+def read_teacher_digest(directory: Path) -> str | None:
+    """Return the digest of the folder of the teacher that a run learns from, or None without a teacher."""
+    digest: str | None = _read_identity(directory, TEACHER_SHA256, "teacher", needed=False)
     return digest
 
 
@@ -148,6 +157,36 @@ def check_tokenizer_of_run(config: Config, tokenizer: Tokenizer) -> None:
         raise InputError(
             f"data.tokenizer={name}: it does not have every token of {source} under the same id; name a tokenizer that "
             "only adds tokens"
+        )
+
+
+def check_tokenizer_of_teacher(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise InputError unless the teacher of a distillation reads the ids of the tokenizer.
+
+    Special tokens may have other names. A teacher without a tokenizer can only be checked for its number of ids.
+    """
+    name = f"{TEACHER}={config.distillation.teacher}"
+    remedy = "distillation compares the models id by id, so name a teacher with the same tokenizer"
+    if tokenizer.vocabulary_size > (size := make_teacher_config(config).model.vocabulary_size):
+        raise InputError(
+            f"{name} has {size} token ids, and the tokenizer {config.data.tokenizer} {tokenizer.vocabulary_size}: "
+            + remedy
+        )
+    folder = hub.find_folder(config.distillation.teacher, f"{TEACHER}=", weights=False)
+    if config.data.uses_bytes or not (folder / VOCABULARY).exists():
+        return
+    other = load_tokenizer(replace(config.data, tokenizer=str(folder), bos="", eos=""))
+    special = {*tokenizer.special_tokens, *other.special_tokens}
+    ours, theirs = (
+        {token: index for token, index in each.vocabulary.items() if token not in special}
+        for each in (tokenizer, other)
+    )
+    if ours != theirs:
+        example = min({token for token, _ in ours.items() ^ theirs.items()})
+        ids = [f"{each[example]}" if example in each else "no id" for each in (ours, theirs)]
+        raise InputError(
+            f"{name}: its tokenizer differs from {config.data.tokenizer}, which gives {example!r} {ids[0]}, and the "
+            f"teacher's {ids[1]}: {remedy}"
         )
 
 
@@ -220,6 +259,7 @@ def write_run_files(
     base_sha256: str | None,
     rows: token_rows.Rows,
     reference: ReferenceScores | None = None,
+    teacher_sha256: str | None = None,
 ) -> None:
     """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
 
@@ -229,6 +269,7 @@ def write_run_files(
         device: kind of the devices.
         base_sha256, rows: see `InitialWeights`.
         reference: the reference model whose scores the corpus holds; None: it holds none, or they are not used.
+        teacher_sha256: digest of the teacher's folder; None without a teacher.
     """
     directory = Path(config.run.directory)
     description: dict[str, Any] = {
@@ -241,6 +282,8 @@ def write_run_files(
     if reference:
         description["reference"] = {"model": reference.model, "sha256": reference.sha256}
     keep_tokenizer(config.data, tokenizer, directory, find_prepared(corpus.files))
+    if teacher_sha256:
+        description[TEACHER_SHA256] = teacher_sha256
     if rows:
         description[ROWS_SHA256] = token_rows.digest(rows)
         token_rows.write_rows(directory / TOKEN_ROWS, rows)

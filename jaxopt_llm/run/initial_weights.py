@@ -31,7 +31,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.run.directory import read_base_digest, read_token_rows
+from jaxopt_llm.run.directory import read_base_digest, read_teacher_digest, read_token_rows
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs, state_shardings
 
@@ -46,12 +46,14 @@ class InitialWeights:
         adapter: adapter of `lora.pretrained`, for a new run.
         base_sha256: digest of the Hugging Face folder that the run started from; None if it started from no folder.
         rows: rows in place of those of the folder's tables.
+        teacher: the model that the run learns from, if any.
     """
 
     weights: ModelFolder | RunWeights | None
     adapter: AdapterFolder | None
     base_sha256: str | None
     rows: token_rows.Rows
+    teacher: ModelFolder | None = None
 
 
 def open_initial_weights(
@@ -66,10 +68,11 @@ def open_initial_weights(
         InputError, CheckpointError: the weights cannot be used.
     """
     directory = Path(config.run.directory)
+    teacher = open_teacher(config, start) if config.training.distills else None
     if start:
         needs_base = jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen
         base = open_frozen_base(directory, config) if needs_base else None
-        return InitialWeights(base, None, read_base_digest(directory), read_token_rows(directory))
+        return InitialWeights(base, None, read_base_digest(directory), read_token_rows(directory), teacher)
     weights = open_pretrained(config, say, processes) if config.model.pretrained else None
     base = weights if isinstance(weights, ModelFolder) else None
     adapter = pretrained.open_pretrained_adapter(config) if config.lora.pretrained else None
@@ -84,7 +87,24 @@ def open_initial_weights(
                     "--model.pretrained"
                 )
             weights, rows = adapter.whole.replace_in(base, adapter.model), adapter.whole.rows
-    return InitialWeights(weights, adapter, base.sha256 if base else None, rows)
+    return InitialWeights(weights, adapter, base.sha256 if base else None, rows, teacher)
+
+
+def open_teacher(config: Config, start: int) -> ModelFolder:
+    """Open the folder of `distillation.teacher`. start: see `open_initial_weights`.
+
+    Raises:
+        InputError: its weights differ from those with which the run started.
+    """
+    name, own = config.distillation.teacher, pretrained.make_teacher_config(config)
+    folder = huggingface.open_model_folder(hub.find_folder(name, f"{pretrained.TEACHER}="), "", own.model.mtp_layers)
+    if start and folder.sha256 != read_teacher_digest(Path(config.run.directory)):
+        raise InputError(
+            f"{pretrained.TEACHER}={name}: its weights differ from those that {config.run.directory} started with: "
+            "restore the original weights, name their revision of a hub id, org/name@commit, or set another "
+            "--run.directory"
+        )
+    return folder.for_model(own.model)
 
 
 def open_pretrained(config: Config, say: Callable[[str], None], processes: Processes) -> ModelFolder | RunWeights:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxopt_llm.checkpoint.pretrained import TEACHER
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.metadata import AUTO
@@ -34,6 +35,7 @@ from jaxopt_llm.run.directory import (
     check_directory_is_free,
     check_run_directory,
     check_tokenizer_of_run,
+    check_tokenizer_of_teacher,
     read_decay_steps,
     read_started,
     stores_frozen_weights,
@@ -162,7 +164,12 @@ def check_hub_commits(config: Config, processes: Processes) -> None:
     Raises:
         InputError: a model cannot be downloaded, or a branch changed between the downloads of two processes.
     """
-    for setting, name in (("model.pretrained", config.model.pretrained), ("lora.pretrained", config.lora.pretrained)):
+    names = {
+        "model.pretrained": config.model.pretrained,
+        "lora.pretrained": config.lora.pretrained,
+        TEACHER: config.distillation.teacher if config.training.distills else "",
+    }
+    for setting, name in names.items():
         if hub.is_hub_id(name):
             commit = hub.find_folder(name, f"{setting}=", pulse=processes.main).name
             processes.check_same(setting, commit, f"name a commit: {hub.repository(name)}@{commit}")
@@ -206,6 +213,8 @@ def open_documents(config: Config, processes: Processes) -> Documents:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
+    if config.training.distills:
+        check_tokenizer_of_teacher(config, tokenizer)
     evaluation = config.evaluation
     sets = open_validation_sets(evaluation, config.data, tokenizer, processes.main) if evaluation.every else ()
     corpus = open_corpus(config.data, tokenizer, evaluation.holds_out, processes.main)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,6 +144,14 @@ class DecoderWorkload:
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""
+        state, teacher = self._restore_student(checkpoints, start, say), self._initial.teacher
+        specs, placement = self._setup.program.specs.teacher, self._setup.placement
+        if teacher is None or specs is None:
+            return state
+        say(f"learns from {teacher.path}")
+        return replace(state, teacher=initial_weights.read_frozen(teacher, specs, placement))
+
+    def _restore_student(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         specs, placement, initial = self._setup.program.specs, self._setup.placement, self._initial
         weights = initial.weights
         if start:
@@ -213,8 +222,13 @@ class DecoderWorkload:
 
     def write_files(self) -> None:
         data, device = self._setup.data, self._setup.placement.mesh.devices.flat[0].device_kind
-        base, rows = self._initial.base_sha256, self._initial.rows
-        write_run_files(self.config, data.corpus, data.tokenizer, device, base, rows, data.reference)
+        initial = self._initial
+        teacher = initial.teacher.sha256 if initial.teacher else None
+        write_run_files(
+            *(self.config, data.corpus, data.tokenizer, device, initial.base_sha256, initial.rows),
+            reference=data.reference,
+            teacher_sha256=teacher,
+        )
 
 
 def load_state(

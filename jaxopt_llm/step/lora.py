@@ -179,13 +179,18 @@ def adapt_model(
     return model.with_specs(specs), masters, frozen
 
 
+def base_problems(specs: Params, config: LoraConfig) -> list[str]:
+    """Find problems in the storage of a frozen base. specs: of the model without adapters."""
+    return _nf4_problems(specs, config, is_block_matrix)
+
+
 def freeze_model(model: M, config: LoraConfig, precision: PrecisionConfig) -> tuple[M, Params]:
     """Return a model without trained parameters, and the specs of its parameters, stored as `lora.base` says.
 
     Raises:
         InputError: the sizes of the model do not support `lora.base`.
     """
-    if mistakes := _nf4_problems(model.specs, config, is_block_matrix):
+    if mistakes := base_problems(model.specs, config):
         raise InputError(mistakes[0])
     specs = tree.map_with_path(lambda path, spec: _freeze(path, spec, config, precision, is_block_matrix), model.specs)
     return model.with_specs(specs), specs

@@ -19,22 +19,27 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.compiler.chips import Chip, chip_of
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.remat import name_recomputed
 from jaxopt_llm.execution.stage_layout import stack_by_stage
-from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionChoice
+from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
+from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
+from jaxopt_llm.kernels.divergence import Divergence
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.objectives import NextToken, Objective
+from jaxopt_llm.model.objectives.distillation import Distillation
 from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.model.self_attention import count_segments, describe_call
@@ -53,7 +58,7 @@ from jaxopt_llm.step.local_steps import (
     make_group_specs,
     place_groups,
 )
-from jaxopt_llm.step.lora import adapt_model
+from jaxopt_llm.step.lora import adapt_model, freeze_model
 from jaxopt_llm.step.optimizer import is_elementwise, make_optimizer
 from jaxopt_llm.step.state import StateSpecs, TrainState
 from jaxopt_llm.step.step import (
@@ -67,6 +72,7 @@ from jaxopt_llm.step.step import (
     jit_step,
     make_decoder_advance,
 )
+from jaxopt_llm.step.teacher import Teacher
 from jaxopt_llm.step.update import LossOptimizer, Optimizers, Share, Shares, WholeOptimizer
 
 MakeAdvance = Callable[[BindOptimizers, StateSpecs, StepSettings], Advance]
@@ -86,6 +92,7 @@ class ModelParts:
         others: the shares of the other losses, by name. `trained` are then the parameters of this loss, and `frozen`
             all other parameters. See the docstring of this module.
         keeps_largest: whether the state holds the largest magnitudes of the trained matrices (TrainState).
+        teacher: specs of the teacher's parameters, if there is one.
     """
 
     trained: Params
@@ -97,6 +104,7 @@ class ModelParts:
     loss: str = ""
     others: Shares = field(default_factory=dict)
     keeps_largest: bool = False
+    teacher: Params | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ def make_step_program(
             trained, frozen, optimizers, placement.precision, keep_frozen, averages=training.ema_decay > 0
         )
         largest = leaves.largest_specs(trained) if parts.keeps_largest else None
-        return replace(specs, variables=parts.variables, largest=largest)
+        return replace(specs, variables=parts.variables, largest=largest, teacher=parts.teacher)
 
     specs = make_specs(parts.trained, parts.frozen, optimizers)
     advance = parts.make_advance(bind, specs, _make_settings(config, whole is None))
@@ -287,6 +295,7 @@ class Program(StepProgram):
         attention: the implementation that `training.attention` resolved to, and the reason.
         to_checkpoint: state -> its checkpoint trees.
         batch_sharding: sharding of the batch fields [M, B, S].
+        teacher: the model that it learns from, if any.
     """
 
     model: Model
@@ -294,6 +303,7 @@ class Program(StepProgram):
     executor: Executor
     to_checkpoint: Callable[[TrainState], dict[str, Params]]
     batch_sharding: NamedSharding
+    teacher: Teacher | None
 
 
 def make_program(
@@ -314,14 +324,10 @@ def make_program(
             or their compiler does not know the options of `xla`.
     """
     placement = place_groups(config, placement)
-    training, stages = config.training, placement.size("pipeline")
-    model, attention = _make_model(config, placement)
-    if stages > 1:
-        model = stack_by_stage(model, stages, config.pipeline)
-    if stages > 1:
-        executor = pipeline.make_executor(config.remat, config.pipeline)
-    else:
-        executor = scan.make_executor(config.remat, unrolled=training.unroll == "all")
+    training = config.training
+    teacher = make_teacher(config, placement) if training.distills else None
+    model, attention = _make_model(config, placement, teacher)
+    model, executor = _lay_out(model, config, placement)
     model, trainable, frozen = adapt_model(model, config.lora, placement.precision, training.trainable)
     batch_sharding = placement.activation(None, "batch", "sequence")
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
@@ -334,10 +340,11 @@ def make_program(
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
-        make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement)),
+        make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement), teacher=teacher),
         batch=Batch(ids, ids, mask, ids, ids, reference=reference, labels=labels),
         recomputed=name_recomputed(config.remat),
         keeps_largest=_keeps_largest(config, placement),
+        teacher=None if teacher is None else teacher.model.specs,
     )
     made = make_step_program(config, placement, parts, keep_frozen=keep_frozen)
     return Program(
@@ -347,7 +354,43 @@ def make_program(
         executor=executor,
         to_checkpoint=training_state.make_checkpoint_converter(made.specs, placement),
         batch_sharding=batch_sharding,
+        teacher=teacher,
     )
+
+
+def make_teacher(config: Config, placement: Placement) -> Teacher:
+    """Make the teacher of a configuration. It allocates nothing."""
+    own, rows = make_teacher_config(config), pad_vocabulary_size(config.model.vocabulary_size)
+    if isinstance(placement.mesh, Mesh):
+        own = fields.replace_fields(own, {"training.attention": _choose_attention(own, placement)})
+    model, executor = _lay_out(_make_model(own, placement)[0], own, placement)
+    return Teacher(freeze_model(model, own.lora, placement.precision)[0], executor, rows)
+
+
+def _choose_attention(config: Config, placement: Placement) -> str:
+    """Return the attention of a teacher: that of the student, or another one if the teacher's sizes need it."""
+    call, device = _describe_attention(config, placement), placement.mesh.devices.flat[0]
+    requested = config.training.attention
+    unsupported = find_unsupported(call, get_compute_capability(device))
+    if requested != "auto" and not unsupported[requested]:
+        return requested
+    # The limit of documents in a row, which cuDNN needs, belongs to the student's choice.
+    limited = {} if requested == "auto" else {"cudnn": "the rows have no limit of documents"}
+    return kernel_choice.choose_attention(device, "auto", call, limited).name
+
+
+def _describe_attention(config: Config, placement: Placement) -> AttentionCall:
+    documents, dtype = config.data.documents_per_row or DOCUMENTS_PER_ROW, placement.precision.compute_dtype
+    return describe_call(config.model, dtype, config.training.sequence_length, documents, count_key_parts(placement))
+
+
+def _lay_out(model: Decoder, config: Config, placement: Placement) -> tuple[Decoder, Executor]:
+    """Return the model as it lies on the stages, if there are stages, and its executor."""
+    stages = placement.size("pipeline")
+    if stages == 1:
+        return model, scan.make_executor(config.remat, unrolled=config.training.unroll == "all")
+    specs = stack_by_stage(model, stages, config.pipeline).specs
+    return model.with_specs(specs), pipeline.make_executor(config.remat, config.pipeline)
 
 
 def _keeps_largest(config: Config, placement: Placement) -> bool:
@@ -361,7 +404,9 @@ def _keeps_largest(config: Config, placement: Placement) -> bool:
     return placement.precision.matmul == "fp8" and not special and placement.size("pipeline") == 1
 
 
-def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionChoice]:
+def _make_model(
+    config: Config, placement: Placement, teacher: Teacher | None = None
+) -> tuple[Decoder, AttentionChoice]:
     """Make the model with the kernels that its devices support. Return it and the choice of the attention."""
     training = config.training
     attention = AttentionChoice(FALLBACK if training.attention == "auto" else training.attention)
@@ -370,14 +415,15 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         device = placement.mesh.devices.flat[0]
         kernel_choice.check_matmul(device, placement.precision.matmul)
         kernel_choice.check_expert_exchange(device, placement.sharding.expert_exchange)
-        dtype, parts = placement.precision.compute_dtype, count_key_parts(placement)
-        call = describe_call(config.model, dtype, training.sequence_length, documents, parts)
+        call = _describe_attention(config, placement)
         attention = kernel_choice.choose_attention(device, training.attention, call)
         if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:
             # For `plan`, which reads no data. A run has resolved the limit before (run/attention_choice.py).
             condition = f"if a limit of {documents} documents in a row turns few tokens into padding"
             attention = replace(attention, reason=f"{attention.reason}; {condition}")
-        products = kernel_choice.choose_grouped_matmul(device, training.grouped_matmul, dtype)
+        products = kernel_choice.choose_grouped_matmul(
+            device, training.grouped_matmul, placement.precision.compute_dtype
+        )
         xla_options.check_options(config.xla, placement.mesh)
     return Decoder(
         config.model,
@@ -387,13 +433,16 @@ def _make_model(config: Config, placement: Placement) -> tuple[Model, AttentionC
         attention=attention.name,
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
-        objective=_make_objective(config),
+        objective=_make_objective(config, teacher),
         counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
 
 
-def _make_objective(config: Config) -> Objective:
+def _make_objective(config: Config, teacher: Teacher | None) -> Objective:
     name = config.training.objective
+    if teacher is not None:
+        of, settings = teacher.model.make_classifier(), config.distillation
+        return Distillation(Divergence(settings.beta, settings.temperature, settings.next_token_weight, of))
     if name == "reward":
         return Reward(config.preference)
     if name == "classify":

@@ -23,6 +23,8 @@ def add_reference(model: Model, executor: Executor, params: Params, batch: Batch
         return batch
     without = model.with_specs(leaves.remove_adapters(model.specs))
     with jax.named_scope(SCOPE):
-        found = executor.log_probabilities(without, leaves.remove_adapters(params), batch, placement)
+        found = executor.read_tokens(
+            without.log_probabilities, without, leaves.remove_adapters(params), batch, placement
+        )
     sharding = placement.activation(None, "batch", "sequence")
     return replace(batch, reference=jax.lax.with_sharding_constraint(jax.lax.stop_gradient(found), sharding))

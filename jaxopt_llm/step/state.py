@@ -65,6 +65,7 @@ class TrainState:
             `masters` and `moments` another meaning.
         largest: largest magnitude of each master that fp8 rounds, from which comes the scale of its codes: the update
             finds it, and no other kernel reads the masters for it. None where the step does not need it.
+        teacher: parameters of the model that the trained one learns from (teacher.py); None without a teacher.
     """
 
     step: tree.Leaf
@@ -78,6 +79,7 @@ class TrainState:
     average: Params | None = None
     groups: dict[str, tree.Tree] = field(default_factory=dict)
     largest: Params | None = None
+    teacher: Params | None = None
 
     @property
     def trainable(self) -> Params:
@@ -86,8 +88,8 @@ class TrainState:
 
     @property
     def all_parameters(self) -> tree.Tree:
-        """Parameters in all their copies."""
-        return self.masters, self.compute, self.frozen, self.groups.get("masters")
+        """Parameters in all their copies, and those of the teacher."""
+        return self.masters, self.compute, self.frozen, self.groups.get("masters"), self.teacher
 
     @property
     def optimizer_state(self) -> tree.Tree:
@@ -113,6 +115,7 @@ class StateSpecs:
         keep_frozen: checkpoints also hold the frozen parameters. If False, a resume reads them from their source.
         one_group: with local steps, specs of the state of one group; otherwise None.
         largest: None if the state has none. Checkpoints never hold them: a resume finds them in the masters.
+        teacher: None without a teacher. Checkpoints never hold it: it is read from its folder.
     """
 
     masters: Params
@@ -126,6 +129,7 @@ class StateSpecs:
     groups: dict[str, tree.Tree] = field(default_factory=dict)
     one_group: "StateSpecs | None" = None
     largest: Params | None = None
+    teacher: Params | None = None
 
 
 def make_state_specs(
@@ -167,6 +171,7 @@ def state_shardings(specs: StateSpecs, placement: Placement) -> TrainState:
         average=zero.optimizer_state_sharding(specs.average, placement),
         groups=zero.master_sharding(specs.groups, placement),
         largest=zero.parameter_sharding(specs.largest, placement),
+        teacher=zero.resting_parameter_sharding(specs.teacher, placement),
     )
 
 
@@ -181,7 +186,7 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
 
     compute = jax.tree.map(copy_shape, specs.masters) if zero.has_compute_copy(placement) else None
     stored = {name: jax.tree.map(shape, getattr(specs, name)) for name in STORED}
-    stored["largest"] = jax.tree.map(shape, specs.largest)
+    stored |= {name: jax.tree.map(shape, getattr(specs, name)) for name in ("largest", "teacher")}
     state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), compute=compute, **stored)
     # Devices of a topology have no memory spaces, and a sharding over them loses the host memory kind. A sharding over
     # the abstract mesh keeps it.
@@ -244,7 +249,7 @@ def initialize_state(
     given: Params | None = None,
     make_values: Callable[[], tuple[Params, Params]] | None = None,
 ) -> TrainState:
-    """Return the state before the first step. Each device makes its own shards.
+    """Return the state before the first step, without the teacher. Each device makes its own shards.
 
     Args:
         given: parameters from another source, with their final sharding, and None for those that are drawn at random.
@@ -270,7 +275,7 @@ def initialize_state(
         )
 
     shardings = state_shardings(specs, placement)
-    drawn = replace(shardings, compute=None, average=None, largest=None)
+    drawn = replace(shardings, compute=None, average=None, largest=None, teacher=None)
     sharding_by_path = dict(tree.leaves_with_path(drawn))
     given_halves = {"masters": tree.restrict(given, specs.masters), "frozen": tree.restrict(given, specs.frozen)}
     state = dict(tree.leaves_with_path(given_halves))
@@ -421,6 +426,8 @@ def _layout_only(spec: ParamSpec) -> ParamSpec:
 def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tree.Tree) -> TrainState:
     """Return the state after `step` from its checkpoint trees, and make again what is a function of the masters.
 
+    It has no teacher, which comes from its own folder.
+
     It deletes the arrays that it receives one by one, because the devices cannot hold the state twice.
 
     Args:
@@ -459,7 +466,7 @@ def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tr
         expected = getattr(specs, name)  # without leaves if the checkpoint has no such tree
         return jax.tree.map(convert, expected, getattr(shardings, name), trees.get(name, expected))
 
-    shardings = state_shardings(specs, placement)
+    shardings = replace(state_shardings(specs, placement), teacher=None)
     converted = {name: convert_tree(name) for name in STORED}
     compute = make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
     largest = find_largest_masters(specs, converted["masters"], shardings.largest)

@@ -39,6 +39,7 @@ from jaxopt_llm.step.guard import Guard, adjust_loss_scale, judge_step
 from jaxopt_llm.step.hyperparameters import Hyperparameters, make_rate_metrics, place_hyperparameters
 from jaxopt_llm.step.reference import add_reference
 from jaxopt_llm.step.state import StateSpecs, TrainState, state_shardings
+from jaxopt_llm.step.teacher import Teacher, remove_table
 from jaxopt_llm.step.update import LossOptimizer, Scalars, SectionOptimizers, Updatable
 
 Metrics = dict[str, Any]  # arrays on the device, or `Metric`s of them
@@ -218,6 +219,7 @@ class ModelStep:
             guard=outcome.guard,
             loss_scale=adjust_loss_scale(state.loss_scale, outcome.overflow, precision.loss_scale_growth_interval),
             variables=outcome.variables,
+            teacher=offload.store_like(state.teacher, state.teacher),
         )
         metrics = {
             "loss": outcome.loss,
@@ -296,15 +298,18 @@ def make_decoder_advance(
     bind: BindOptimizers,
     specs: StateSpecs,
     settings: StepSettings,
+    teacher: Teacher | None = None,
 ) -> Advance:
     """Return the loss, the backward and the update of a model of tokens, for a `ModelStep`.
+
+    teacher: None unless the model's objective needs one.
 
     Batch fields: [M, B, S], M microbatches. `_make_metrics` makes further metrics.
     """
     if settings.in_backward:
         advance = update_in_backward(model, bind, specs, placement, settings)
     else:
-        differentiate = differentiate_decoder(model, executor, placement, specs.largest)
+        differentiate = differentiate_decoder(model, executor, placement, specs.largest, teacher)
         advance = update_after_backward(differentiate, bind, specs, placement, settings)
     if model.objective.needs_reference:
         advance = _with_reference(advance, model, executor, placement)
@@ -350,14 +355,16 @@ def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
 
 
 def differentiate_decoder(
-    model: Model, executor: Executor, placement: Placement, largest_specs: Params | None
+    model: Model, executor: Executor, placement: Placement, largest_specs: Params | None, teacher: Teacher | None
 ) -> Differentiate:
     """Return the function that computes the gradients of the mean loss over tokens or pairs.
 
-    largest_specs: specs of `TrainState.largest`.
+    largest_specs: specs of `TrainState.largest`. teacher: see `make_decoder_advance`.
     """
     if largest_specs is not None:
         model = model.with_specs(leaves.map_scaled(ScaledWeight, largest_specs, model.specs))
+    if teacher is not None:
+        model = teacher.extend(model)
 
     def differentiate(state: TrainState, batch: Batch, scale: jax.Array | float) -> Differentiated:
         weight = _invert_count(model, batch)
@@ -366,9 +373,15 @@ def differentiate_decoder(
         if largest is not None:
             trainable = leaves.map_scaled(lambda weight, _: ScaledWeight(weight, None), largest, trainable)
             frozen = leaves.map_scaled(lambda _, magnitude: ScaledWeight(None, magnitude), largest, frozen)
+        if teacher is not None:
+            assert state.teacher is not None
+            batch = teacher.add_inputs(state.teacher, batch, placement)
+            trainable, frozen = teacher.extend_trainable(trainable), teacher.extend_frozen(frozen, state.teacher)
         loss, _, auxiliary, gradients = executor.loss_and_gradients(
             model, trainable, frozen, batch, scale * weight, placement
         )
+        if teacher is not None:
+            gradients = remove_table(gradients)
         if largest is not None:
             gradients = leaves.map_scaled(lambda gradient, _: gradient.array, largest, gradients)
         loss, metrics = split_loss(model.objective, loss * weight)

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import get_args
 
+from jaxopt_llm.checkpoint.pretrained import TEACHER, make_teacher_config
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import METADATA, WITH_IN_BACKWARD, get_field, normalize_names, wrong_types
 from jaxopt_llm.config.memory import Policy
@@ -43,8 +44,30 @@ def validate(config: Config) -> None:
             *moments.problems(config.optimizer.state_dtype, trained, placement),
             *quantised.problems(config.precision.matmul, decoder.specs, placement),
         ]
+    if not problems and config.training.distills:
+        problems = _teacher_problems(config)
     if problems:
         raise InputError("; ".join(problems))
+
+
+def _teacher_problems(config: Config) -> list[str]:
+    """Check the sizes of the teacher against the mesh, its stages, the sequence and its storage."""
+    own, name = make_teacher_config(config), f"{TEACHER}={config.distillation.teacher}"
+    model, length = own.model, own.training.sequence_length
+    found = [
+        *size_problems(model, own.training, own.mesh, own.sharding),
+        *stage_layout.split_problems(list_segments(model), own.mesh.pipeline, own.pipeline),
+        *own.crossing_problems(),
+        *(
+            each.replace("lora.base", "distillation.teacher_base")
+            for each in lora.base_problems(param_specs(model), own.lora)
+        ),
+    ]
+    if model.positions == "learned" and length > model.max_positions:
+        found.append(
+            f"it has {model.max_positions} positions: set --training.sequence-length to at most {model.max_positions}"
+        )
+    return [f"{name}: {each}" for each in found]
 
 
 def _allow_change_problems(config: Config) -> list[str]:

@@ -66,7 +66,8 @@ def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
         weight = 1 / model.objective.count(batch).astype(jnp.float32)
         loss, count, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
         evaluated, _ = executor.loss(model, params, batch, placement)
-        return loss, evaluated, count, executor.log_probabilities(model, params, batch, placement), gradients
+        found = executor.read_tokens(model.log_probabilities, model, params, batch, placement)
+        return loss, evaluated, count, found, gradients
 
     jitted = jax.jit(run, compiler_options=compiler_options(placement.mesh, 2))
     loss, evaluated, count, found, gradients = jax.tree.map(np.asarray, jitted(params, batch))

@@ -5,15 +5,18 @@ docstring of `__init__.py` explains the design.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import cross_entropy as kernel
-from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, Tokens
+from jaxopt_llm.kernels.cross_entropy import Classifier, Losses, MakeLoss, Tokens
+from jaxopt_llm.kernels.divergence import DistilledChunk, Divergence
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.weights import BaseWeight, Weight, einsum, gather_weight, shardings_of, split_perturbation
@@ -40,10 +43,28 @@ def look_up(table: Weight | jax.Array, ids: jax.Array, placement: Placement) -> 
     return _look_up(*split_perturbation(table), ids)
 
 
+@struct.dataclass
+class TeacherLogits:
+    """The operands of a teacher's logits: its head's input [B, S, D], and the table [V, D]. They have no gradient."""
+
+    x: tree.Leaf
+    table: tree.Leaf
+    divergence: Divergence = struct.field(pytree_node=False)
+
+
 def cross_entropy(
-    x: jax.Array, table: Weight, tokens: Tokens, loss_weight: jax.Array, classifier: Classifier, placement: Placement
+    x: jax.Array,
+    table: Weight,
+    tokens: Tokens,
+    loss_weight: jax.Array,
+    classifier: Classifier,
+    placement: Placement,
+    teacher: TeacherLogits | None = None,
 ) -> Losses:
     """Return loss_weight × objective, and the cross-entropy, both summed over the tokens that count.
+
+    With a teacher, the objective is the divergence from it, with a part of the cross-entropy, and the sums are those of
+    the divergence and of the cross-entropy.
 
     The logits are x · tableᵀ. Only the objective has gradients, with respect to x and to the table. The table is
     gathered once, and its gradient reduced once (see kernels/cross_entropy.py).
@@ -59,8 +80,9 @@ def cross_entropy(
     xs, tables = zip(*_list_terms(x, table), strict=True)
     tables, perturbations = zip(*map(split_perturbation, tables), strict=True)
     loss_weight = jax.lax.stop_gradient(jnp.asarray(loss_weight, jnp.float32))
-    objective, loss = _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, loss_weight)
-    return objective, jax.lax.stop_gradient(loss)
+    teacher = jax.lax.stop_gradient(teacher)
+    objective, *sums = _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, loss_weight, teacher)
+    return objective, *jax.lax.stop_gradient(sums)
 
 
 def log_probabilities(
@@ -184,37 +206,52 @@ def _divides_sequence(sent: NamedSharding) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, loss_weight):
+def _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, loss_weight, teacher):
     specs = _TableSpecs.make(placement, tables)
+
+    def on_device(xs, tables, tokens, teacher):
+        make_loss, tokens = _bind_teacher(teacher, tokens)
+        return kernel.compute_losses(classifier, xs, tables, tokens, specs.vocabulary, make_loss)
+
     run = placement.shard_map(
-        functools.partial(kernel.compute_losses, classifier, axes=specs.vocabulary),
-        (specs.xs, specs.tables, specs.tokens),
-        specs.tokens,
+        on_device, (specs.xs, specs.tables, specs.tokens, specs.of_teacher(teacher)), specs.tokens
     )
-    return _sum_losses(run(xs, tuple(map(gather_weight, tables)), tokens), loss_weight)
+    return _sum_losses(run(xs, tuple(map(gather_weight, tables)), tokens, _gather_table(teacher)), loss_weight)
 
 
-def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tokens, loss_weight):
+def _bind_teacher(teacher: TeacherLogits | None, tokens: Tokens) -> tuple[MakeLoss | None, Tokens]:
+    """Return the loss of a chunk on a device, and what it reads of each token."""
+    if teacher is None:
+        return None, tokens
+    return functools.partial(DistilledChunk.make, teacher.divergence, teacher.table), (*tokens, teacher.x)
+
+
+def _gather_table(teacher: TeacherLogits | None) -> TeacherLogits | None:
+    return teacher and replace(teacher, table=gather_weight(split_perturbation(teacher.table)[0]))
+
+
+def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tokens, loss_weight, teacher):
     specs = _TableSpecs.make(placement, tables)
     trainable = tuple(shardings_of(table).trainable for table in tables)
 
-    def on_device(xs, tables, tokens, loss_weight):
+    def on_device(xs, tables, tokens, loss_weight, teacher):
+        make_loss, tokens = _bind_teacher(teacher, tokens)
         losses, *gradients = kernel.compute_losses_and_gradients(
-            classifier, xs, tables, trainable, tokens, loss_weight, specs.vocabulary
+            classifier, xs, tables, trainable, tokens, loss_weight, specs.vocabulary, make_loss
         )
         return losses, *jax.tree.map(lambda part: part[None], gradients)
 
     # Gradients leave the manual region as each device's partial sums: outside, XLA reduces them to their shardings.
     run = placement.shard_map(
         on_device,
-        (specs.xs, specs.tables, specs.tokens, PartitionSpec()),
+        (specs.xs, specs.tables, specs.tokens, PartitionSpec(), specs.of_teacher(teacher)),
         (
             specs.tokens,
             PartitionSpec(specs.tensor, *specs.xs),
             tuple(PartitionSpec(specs.rows, *spec) for spec in specs.tables),
         ),
     )
-    losses, d_xs, d_tables = run(xs, tuple(map(gather_weight, tables)), tokens, loss_weight)
+    losses, d_xs, d_tables = run(xs, tuple(map(gather_weight, tables)), tokens, loss_weight, _gather_table(teacher))
     return _sum_losses(losses, loss_weight), (d_xs, d_tables, tables)
 
 
@@ -231,15 +268,15 @@ def _cross_entropy_backward(classifier, placement, residuals, cotangents):
             return None
         return reduce_parts(_scale(gradient, scale, shardings.reduce_dtype), rows, shardings)
 
-    return d_xs, None, tuple(map(perturbation_gradient, tables, d_tables)), None, None
+    return d_xs, None, tuple(map(perturbation_gradient, tables, d_tables)), None, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _sum_losses(losses: Losses, loss_weight: jax.Array) -> Losses:
-    objective, loss = map(jnp.sum, losses)
-    return loss_weight * objective, loss
+    objective, *sums = map(jnp.sum, losses)
+    return loss_weight * objective, *sums
 
 
 def _scale(parts: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -263,6 +300,9 @@ class _TableSpecs:
             tables=tuple(shardings_of(table).gathered.spec for table in tables),
             staged=shardings_of(tables[0]).pipeline_stage_rows,
         )
+
+    def of_teacher(self, teacher: TeacherLogits | None) -> TeacherLogits | None:
+        return teacher and replace(teacher, x=self.xs, table=shardings_of(teacher.table).gathered.spec)
 
     @property
     def tensor(self) -> str | None:

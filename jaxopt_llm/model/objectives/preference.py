@@ -22,7 +22,7 @@ Letters: B batch, S sequence.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ class Preference:
 
     name: str
     settings: PreferenceConfig
+    needs_teacher: ClassVar[bool] = False
 
     @property
     def needs_reference(self) -> bool:

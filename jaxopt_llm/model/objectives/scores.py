@@ -32,6 +32,7 @@ class Reward:
 
     settings: PreferenceConfig
     needs_reference: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
@@ -62,6 +63,7 @@ class Classify:
 
     scores: int
     needs_reference: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler import xla_options
 from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
@@ -45,6 +46,7 @@ class Footprint:
     loss: additional bytes while the loss is computed.
     reduction: additional bytes while gradients are summed over devices.
     host: bytes of host memory.
+    teacher: inputs of a teacher's head for all tokens of the step.
     """
 
     parameters: float
@@ -55,12 +57,13 @@ class Footprint:
     loss: float
     reduction: float
     host: float
+    teacher: float = 0.0
 
     @property
     def peak(self) -> float:
         in_layer = self.gradients + self.activations + self.working
         at_loss, in_reduction = self.activations + self.loss, self.gradients + self.reduction
-        return self.parameters + self.optimizer + max(in_layer, at_loss, in_reduction)
+        return self.parameters + self.optimizer + self.teacher + max(in_layer, at_loss, in_reduction)
 
 
 def compute_footprint(config: Config, state: StateSizes) -> Footprint:
@@ -78,7 +81,13 @@ def compute_footprint(config: Config, state: StateSizes) -> Footprint:
         loss=_loss(config, state, tokens, block, passes),
         reduction=4 * (state.layers.masters + state.non_layer.masters) if config.sharding.zero_stage == 1 else 0,
         host=state.host + on_host,
+        teacher=_teacher(config, tokens, compute) if config.training.distills else 0.0,
     )
+
+
+def _teacher(config: Config, tokens: int, compute: int) -> float:
+    split = config.mesh.tensor if config.sharding.sequence_parallel else 1
+    return compute * config.training.accumulation * tokens * make_teacher_config(config).model.width / split
 
 
 def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) -> float:
@@ -127,13 +136,15 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
 
     They are: logits in float32, or the head's gradient, which is formed after the logits are gone; the logits'
     gradients in compute dtype; the head, unless it is stored in the form that matmuls read; the sum of the head's
-    gradient; the sum of gradients over microbatches.
+    gradient; the sum of gradients over microbatches; and for a teacher two more arrays of logits, and its table.
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
     rows, gradient = count_table_rows(config), _head_gradient(config, state)
     chunk = min(config.training.logit_tokens or tokens, tokens)
     summed = 4 * (state.layers.gradients + state.non_layer.gradients) if accumulates_gradients(config) else 0
     logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
+    if config.training.distills:  # the teacher's logits, and those of both together
+        logits += rows * (2 * 4 * chunk + compute * make_teacher_config(config).model.width)
     # XLA allocates the zeros that the layers' gradients are written into from the beginning.
     has_zeros = not (config.optimizer.in_backward or adds_in_place(config))
     reduced = has_zeros * BYTES[config.precision.reduce_dtype]

@@ -64,6 +64,12 @@ class Passes:
         return cls(kinds, 1, microbatches, repeated, microbatches, microbatches, 0, 0, False, False, in_loops, 0.0)
 
     @property
+    def only_forward(self) -> "Passes":
+        """The passes of a model that runs forward once and saves nothing."""
+        nothing = {"repeated_forwards": 0, "backwards": 0, "waiting_chunks": 0, "waiting_streams": 0}
+        return replace(self, **nothing, paired=False)  # type: ignore[arg-type]
+
+    @property
     def layers(self) -> float:
         """Layers of a chunk."""
         return sum(number for _, number in self.kinds)

@@ -3,11 +3,12 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.config import Config, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution.stage_layout import stack_by_stage
@@ -19,7 +20,7 @@ from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding
 from jaxopt_llm.step import moments, state, update
 from jaxopt_llm.step.local_steps import has_groups, make_group_specs, place_groups
-from jaxopt_llm.step.lora import adapt_model
+from jaxopt_llm.step.lora import adapt_model, freeze_model
 from jaxopt_llm.step.optimizer import make_optimizer
 from jaxopt_llm.step.state import StateSpecs
 
@@ -86,9 +87,32 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     placement = place_groups(config, Placement(mesh, config.sharding, config.precision, config.offload))
     if has_groups(config):
         specs = make_group_specs(specs, config.mesh.data)
+    if config.training.distills:
+        specs = replace(specs, teacher=_teacher_specs(make_teacher_config(config)))
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None
     return count_state(specs, placement)
+
+
+def compute_teacher_sizes(config: Config) -> StateSizes:
+    """Return the size of the teacher of a distillation, as that of a state that trains nothing."""
+    own = make_teacher_config(config)
+    placement = Placement(make_abstract_mesh(own.mesh), own.sharding, own.precision, own.offload)
+    frozen = _teacher_specs(own)
+    nothing = jax.tree.map(lambda spec: None, frozen)
+    return count_state(StateSpecs(nothing, {}, frozen, {}, {}), placement)
+
+
+def _teacher_specs(own: Config) -> Params:
+    return _frozen_specs(own.model, own.lora, own.precision, own.mesh.pipeline, own.pipeline)
+
+
+@functools.cache
+def _frozen_specs(
+    model: ModelConfig, lora: LoraConfig, precision: PrecisionConfig, stages: int, pipeline: PipelineConfig
+) -> Params:
+    parts: Model = Decoder(model)
+    return freeze_model(stack_by_stage(parts, stages, pipeline) if stages > 1 else parts, lora, precision)[1]
 
 
 def count_state(specs: StateSpecs, placement: Placement, trained: Params | None = None) -> StateSizes:

@@ -1,7 +1,9 @@
 """Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
@@ -19,7 +21,7 @@ from jaxopt_llm.planning.search.roofline import (
     Work,
     kernel_efficiency,
 )
-from jaxopt_llm.planning.search.state_sizes import StateSizes
+from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_teacher_sizes
 from jaxopt_llm.planning.search.transfers import estimate_transfers
 
 # Bytes that `xla`'s attention reads and writes for each score, counted in a compiled program (jax 0.10.2). Forward:
@@ -36,7 +38,35 @@ LOGIT_BYTES = 14
 
 def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     """Return the work of one GPU in a step. Call `resolve_attention` first."""
-    model, block, passes = config.model, BlockCost.from_config(config), Passes.from_config(config)
+    work = _estimate_passes(config, state, cluster, Passes.from_config(config))
+    if not config.training.distills:
+        return work
+    own = make_teacher_config(config)
+    forward = Passes.from_config(own).only_forward
+    return _add(work, _estimate_passes(own, compute_teacher_sizes(config), cluster, forward))
+
+
+def _add(work: Work, teacher: Work) -> Work:
+    """Return the work of a step with the forward of a teacher, which multiplies no codes.
+
+    What rests on the host counts in `work`, with the rest of the state.
+    """
+    attention = work.attention_flops + teacher.attention_flops
+    seconds = sum(each.attention_flops / each.attention_efficiency for each in (work, teacher))
+    return replace(
+        work,
+        flops=work.flops + teacher.flops + (teacher.grouped.flops if teacher.grouped else 0.0),
+        attention_flops=attention,
+        attention_bytes=work.attention_bytes + teacher.attention_bytes,
+        attention_efficiency=attention / seconds,
+        bytes=work.bytes + teacher.bytes,
+        transfers=(*work.transfers, *teacher.transfers),
+    )
+
+
+def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes: Passes) -> Work:
+    """Return the work of one GPU in these passes, with that of the update if there is a backward."""
+    model, block = config.model, BlockCost.from_config(config)
     tokens = count_tokens(config)
     layers, compute = passes.layers, BYTES[config.precision.compute_dtype]
 
@@ -62,7 +92,8 @@ def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
     # An objective over pairs first computes log-probabilities, and so does the forward of its reference.
     again = config.training.compares and not config.training.reads_scores
-    of_head = (6 + 2 * again + 2 * config.runs_reference) * logits * model.width
+    forwards = 1 + 2 * (passes.backwards > 0) + again + config.runs_reference
+    of_head = 2 * forwards * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(
@@ -190,6 +221,8 @@ def _streamed_bytes(
         streamed += (config.mesh.context - 1) * PAIR_BYTES * copied
     rows = count_table_rows(config)
     streamed += LOGIT_BYTES * passes.microbatches * tokens * rows * config.model.losses
+    if not passes.backwards:
+        return streamed
     # The update reads and writes the train state, and reads the gradients twice: first for their norm.
     streamed += 2 * (state.parameters + state.optimizer + state.host)
     streamed += 8 * (state.layers.masters + state.non_layer.masters)

@@ -1,5 +1,6 @@
 """Work of a step by arithmetic: experts, and the time of each family of models against the compiler."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from jaxopt_llm.config import Config, ModelConfig, cli
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
+from jaxopt_llm.planning.search.footprint import compute_footprint
 from jaxopt_llm.planning.search.grouped_rate import LEGS, Groups, find_efficiency
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster, Work, compute_step_time
@@ -115,11 +118,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder of a model without weights."""
+    folder = tmp_path_factory.mktemp("teacher")
+    model = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+        **{"vocab_size": SMALL.model.vocabulary_size, "hidden_size": 2048, "intermediate_size": 6144},
+        **{"num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+        **{"rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "hidden_act": "silu"},
+    }
+    (folder / "config.json").write_text(json.dumps(model))
+    return str(folder)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_teacher_counts_as_its_forward_and_its_weights(stages: int, teacher: str) -> None:
+    given = {"mesh.fsdp": 8 // stages, "mesh.pipeline": stages, "training.attention": "cudnn", "remat.policy": "full"}
+    given |= {"training.accumulation": stages} if stages > 1 else {}
+    plain = replace_fields(SMALL, given)
+    taught = replace_fields(plain, {"training.objective": "distill", "distillation.teacher": teacher})
+    works, states = zip(*((work_of(each), compute_state_sizes(each)) for each in (plain, taught)), strict=True)
+    tokens = plain.training.batch_size * plain.training.sequence_length / 8
+    matrices = 12 * 2048 * (2 * 128 * (16 + 4) + 3 * 6144)
+    table = pad_vocabulary_size(plain.model.vocabulary_size) * 2048
+    ticks = (2 * stages - 1) / stages  # stages also compute while they have no microbatch
+    assert works[1].flops - works[0].flops == pytest.approx(2 * tokens * (ticks * matrices + table), rel=1e-3)
+    scores = 4 * tokens * ticks * 12 * 2048 * (plain.training.sequence_length + 1) / 2
+    assert works[1].attention_flops - works[0].attention_flops == pytest.approx(scores, rel=0.01)
+    norms = 25 * 2048
+    assert states[1].parameters - states[0].parameters == pytest.approx(
+        2 * (matrices + 2 * table + norms) / 8, rel=0.01
+    )
+    footprints = [compute_footprint(each, state) for each, state in zip((plain, taught), states, strict=True)]
+    assert footprints[1].teacher == 2 * tokens * stages * 2048 and footprints[0].teacher == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_memory_and_time_match_the_compiler(family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "a teacher"])
+def test_memory_and_time_match_the_compiler(family: str, teacher: str) -> None:
     """Check small models, of whose step a fifth and more is memory traffic."""
-    config = replace_fields(SMALL, FAMILIES[family])
+    taught = {"mesh.fsdp": 8, "training.objective": "distill", "distillation.teacher": teacher}
+    config = replace_fields(SMALL, FAMILIES.get(family, taught))
     validate(config)
     plan, state = make_plan(config, "h200", 1, 8), compute_state_sizes(config)
     assert state is not None
