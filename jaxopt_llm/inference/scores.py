@@ -153,7 +153,9 @@ class Scorer:
         self._rows = placement.size(*BATCH_AXES) * max(TOKENS_PER_DEVICE // length, 1)
         self._log_probabilities = jax.jit(
             functools.partial(
-                *(scan.read_tokens, source.model.log_probabilities, source.model),
+                scan.read_tokens,
+                source.model.log_probabilities,
+                source.model,
                 placement=placement,
                 remat=RematConfig("none"),
             ),
