@@ -15,7 +15,7 @@ from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
 from jaxopt_llm.distributed.activity import Activity
 from jaxopt_llm.model.batch import Batch
 
-READ = fields(Batch)[:-2]  # data have neither a reference nor noise
+READ = fields(Batch)[:-3]  # data have no reference, no noise and here no labels
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
 
