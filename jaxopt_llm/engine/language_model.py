@@ -6,7 +6,7 @@ gathers, adapts and quantises the weights as the decoder's own executors do.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,48 @@ class LanguageModel:
                 context = replace(context, caches=context.caches | jax.tree.map(lambda x: x[0], given))
         return decoder.final_norm(parameters["non_layer"], x)
 
+    def log_probabilities(
+        self,
+        parameters: Params,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        hidden: jax.Array | None = None,
+        chunk: int = 256,
+    ) -> jax.Array:
+        """Return the log-probability of each next token, float32 [batch, sequence].
+
+        Entry s is that of token s + 1 after tokens up to s. It is 0 if token s + 1 does not exist or belongs to another
+        document. The logits of one chunk exist at a time, and the backward computes them again.
+
+        Args:
+            parameters, tokens, segment_ids, positions: see `logits`.
+            hidden: the states of these tokens, if the loss has them already; see `hidden`.
+            chunk: number of tokens of each row whose logits exist at a time.
+        """
+        if chunk < 1:
+            raise InputError(f"chunk={chunk}: must be at least 1, the number of tokens whose logits exist at a time")
+        x = self.hidden(parameters, tokens, segment_ids, positions) if hidden is None else hidden
+        table = self._decoder.head_table(_to_arrays(parameters)["non_layer"])
+        last = jnp.zeros_like(tokens[:, :1])
+        score = functools.partial(self._score, table)
+        scores = _map_chunks(score, chunk, x, jnp.concatenate([tokens[:, 1:], last], axis=1))
+        exists = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1
+        if segment_ids is not None:
+            exists &= segment_ids == jnp.roll(segment_ids, -1, axis=1)
+        return jnp.where(exists, scores, 0)
+
+    def _score(self, table: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Return the log-probability of each target, float32 [B, C], for states x [B, C, D]; table: [V, D]."""
+        logits = self._decoder.classify(x, table, _PLACEMENT)  # [B, C, V]
+        classes = jnp.arange(logits.shape[-1])
+        if self.config.vocabulary_size < len(classes):
+            logits = jnp.where(classes < self.config.vocabulary_size, logits, -jnp.inf)
+        # By comparison: of rows of the table that `tensor` divides, a look-up would gather the logits.
+        of_targets = jnp.sum(jnp.where(classes == targets[..., None], logits, 0), axis=-1)
+        return of_targets - jax.nn.logsumexp(logits, axis=-1)
+
     def head(self, parameters: Params, hidden: jax.Array) -> jax.Array:
         """Return the logits of hidden states, float32 [batch, sequence, vocabulary]."""
         table = self._decoder.head_table(_to_arrays(parameters)["non_layer"])
@@ -157,6 +199,24 @@ class LanguageModel:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - make_document_ranges(segments).first
         batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions)
         return self._decoder.make_context(batch, _PLACEMENT)
+
+
+def _map_chunks(function: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
+    """Return function(*arrays) [B, S], of arrays [B, S, ...], by chunks of at most `size` along S.
+
+    The backward computes each chunk again. A chunk has all rows, so that it is divided over devices as the batch is.
+    """
+    batch, length = arrays[0].shape[:2]
+    count = -(-length // size)
+    size = -(-length // count)
+
+    def split(x: jax.Array) -> jax.Array:  # [B, S, ...] -> [chunks, B, size, ...]
+        padded = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+    run = jax.checkpoint(function, prevent_cse=False)
+    _, chunks = jax.lax.scan(lambda _, each: (None, run(*each)), None, tuple(map(split, arrays)))
+    return jnp.moveaxis(chunks, 0, 1).reshape(batch, -1)[:, :length]
 
 
 def _run_period(

@@ -10,6 +10,8 @@ wherever the user's code reads a parameter: nothing moves until an equation need
 - a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
   the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
   backward gathers the weight again instead of keeping it;
+- a weight that each iteration of another loop multiplies, such as a head in chunks, is gathered before the loop, and
+  its gradient is summed over devices after it;
 - with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one (blocks.py);
 - a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
   weight that is repeated, such as a bias;
@@ -33,9 +35,18 @@ from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p,
 
 from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
 from jaxopt_llm.execution.blocks import Block, find_blocks
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, find_uses
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
-from jaxopt_llm.model.linear.weights import GATHERED_NAME, Weight, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.model.linear.weights import (
+    GATHERED_NAME,
+    Weight,
+    einsum,
+    gather_before_loop,
+    gather_for_use,
+    keep_gathered,
+    shardings_of,
+)
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
@@ -245,6 +256,8 @@ class _Evaluation:
                 return read_array(value)  # the loop is not over the layers of a stack
             return replace(value, leading=value.leading - 1) if isinstance(value, Lazy) else value
 
+        if not any(_is_stack(value) for value in scanned):
+            fixed = _gather_before_loop(closed, fixed)
         remat = self._rematerialises and any(_is_stack(value) for value in scanned)
         inside = replace(self, in_remat=True) if remat else self
 
@@ -348,6 +361,21 @@ def _can_move(eqn: JaxprEqn, value: Value) -> bool:
     if len(eqn.invars) > 1 or value.leading or not isinstance(value.weight, PlacedWeight):
         return False
     return eqn.primitive is not jax.lax.transpose_p or bool(value.moves)
+
+
+def _gather_before_loop(closed: ClosedJaxpr, fixed: list[Value]) -> list[Value]:
+    """Gather the weights that each iteration of a loop multiplies, such as a head in chunks or a recurrent layer.
+
+    closed: the body of the loop, whose first arguments these values are.
+    """
+    uses, _ = find_uses(closed, len(fixed))
+
+    def gather(value: Value, uses: list[Use]) -> Value:
+        if not isinstance(value, Lazy) or value.leading or value.moves or any(use.kind != PRODUCT for use in uses):
+            return value
+        return replace(value, weight=gather_before_loop(offload.fetch_to_device(value.weight)))
+
+    return [gather(*pair) for pair in zip(fixed, uses, strict=True)]
 
 
 def _is_stack(value: Value) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxopt_llm.model.linear.leaves import (
 )
 from jaxopt_llm.model.linear.outliers import SplitInputs
 from jaxopt_llm.model.linear.quantised import Operand, Quantised
-from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient, reduce_parts
+from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient, reduce_parts, sum_after_loop
 from jaxopt_llm.parallel.placement import Placement
 
 BaseWeight = PlacedWeight | QuantisedWeight  # a weight without an adapter: one matrix to compute with
@@ -129,6 +130,23 @@ def gather_once(params: tree.Tree) -> tree.Tree:
         return replace(weight, array=gather_array(weight), shardings=shardings)
 
     return jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
+
+
+def gather_before_loop(weight: Weight) -> Weight:
+    """Return a weight for the iterations of a loop: gathered before it, with a gradient that is summed after it."""
+
+    def enter(placed: PlacedWeight, dtype: Any = None) -> PlacedWeight:
+        shardings = replace(placed.shardings, resting=placed.shardings.gathered, gather_block=None)
+        return sum_after_loop(replace(placed, array=gather_array(placed, dtype), shardings=shardings))
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, QuantisedWeight):
+            return jax.tree.map(lambda codes: enter(codes, codes.array.dtype), leaf, is_leaf=_is_placed)
+        is_gathered = isinstance(leaf, PlacedWeight) and leaf.shardings.matmul == "compute_dtype"
+        return enter(leaf) if is_gathered else leaf
+
+    gathered: Weight = jax.tree.map(gather, weight, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
+    return gathered
 
 
 def cast_to_compute(params: tree.Tree) -> tree.Tree:
