@@ -19,13 +19,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, write_model_folder
-from jaxopt_llm.config import AXES, Config, Kind, ModelConfig, PrecisionConfig, ShardingConfig
+from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
+from jaxopt_llm.config import AXES, BATCH_AXES, Config, Kind, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.fields import wrong_types
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.engine.frontends import unbox
+from jaxopt_llm.engine.user_model import AttentionSelector
 from jaxopt_llm.execution.segments import LocalSegment, model_segments
 from jaxopt_llm.inference.exported import copy_origin
+from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.kernels.attention_types import make_document_ranges
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
@@ -65,11 +68,6 @@ class LanguageModel:
             raise InputError(f"LanguageModel: {'; '.join(found)}")
         if self.config.pretrained:
             raise InputError(f"LanguageModel: give the folder itself, LanguageModel({str(self.config.pretrained)!r})")
-        if self.config.moe.experts:
-            raise InputError(
-                f"LanguageModel: model.moe.experts={self.config.moe.experts}: experts exchange tokens between devices, "
-                "which only the step of `train` does; use a dense model"
-            )
         self._decoder = Decoder(self.config, attention="auto")
 
     @property
@@ -117,24 +115,50 @@ class LanguageModel:
 
         A loss that needs the logits of some tokens only gives their states to `head`. Arguments: see `logits`.
         """
+        return self.hidden_with_balance(parameters, tokens, segment_ids, positions)[0]
+
+    def hidden_with_balance(
+        self,
+        parameters: Params,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the hidden states, as `hidden` does, and the losses that balance the load of the experts.
+
+        The second is a float32 scalar to be added to the loss: the mean over tokens of `model.moe.balance_loss` × the
+        load-balancing loss and `model.moe.router_z_loss` × the z-loss, summed over layers. It is 0 without experts.
+
+        Args:
+            parameters, tokens, segment_ids, positions: see `logits`.
+            mask: bool [batch, sequence], the tokens whose load is balanced; all by default.
+        """
         if len(tokens.shape) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise InputError(f"tokens: must be integers [batch, sequence], not {tokens.dtype}{list(tokens.shape)}")
         if self.config.positions == "learned" and tokens.shape[1] > self.config.max_positions:
             raise InputError(
                 f"tokens: {tokens.shape[1]} of them exceed {self.config.max_positions} learned positions; shorten them"
             )
-        parameters, context = _to_arrays(parameters), self._make_context(tokens, segment_ids, positions)
-        decoder = replace(self._decoder, max_segments=1 if segment_ids is None else None)
+        mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+        parameters = self._fix_load_biases(_to_arrays(parameters))
+        placement, products = self._place_experts(tokens, parameters)
+        context = self._make_context(tokens, segment_ids, positions, mask, placement)
+        decoder = replace(
+            self._decoder, max_segments=1 if segment_ids is None else None, grouped_matmul=products
+        )
         x = decoder.embed(parameters["non_layer"], tokens, context)
         context = decoder.add_layer_inputs(parameters["non_layer"], tokens, x, context)
         inputs, context = context.layer_inputs, replace(context, layer_inputs=None)
+        balance = jnp.zeros((), jnp.float32)
         for name, segment in model_segments(decoder).items():
             segment = segment if inputs is None else segment.with_inputs(inputs)
             run = functools.partial(_run_period, decoder, segment, context)
-            x, given = jax.lax.scan(run, x, (parameters[name], segment.per_layer))
+            x, (given, losses) = jax.lax.scan(run, x, (parameters[name], segment.per_layer))
+            balance += jnp.sum(losses)
             if given:  # by a single period
                 context = replace(context, caches=context.caches | jax.tree.map(lambda x: x[0], given))
-        return decoder.final_norm(parameters["non_layer"], x)
+        return decoder.final_norm(parameters["non_layer"], x), balance / jnp.maximum(jnp.sum(mask), 1)
 
     def log_probabilities(
         self,
@@ -193,12 +217,47 @@ class LanguageModel:
         named = jax.tree.map(_name_sharding, unbox(parameters))
         write_model_folder(Path(path), named, self.config, origin)
 
-    def _make_context(self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None) -> Context:
+    def _fix_load_biases(self, parameters: Params) -> Params:
+        """Return the parameters with biases of routers that have no gradient: only `train` moves them by the load."""
+
+        def fix(spec: ParamSpec, array: jax.Array) -> jax.Array:
+            return jax.lax.stop_gradient(array) if spec.sign_rate else array
+
+        fixed: Params = jax.tree.map(fix, self._decoder.specs, parameters)
+        return fixed
+
+    def _place_experts(self, tokens: jax.Array, parameters: Params) -> tuple[Placement, str]:
+        """Return the placement of the forward, and the implementation of the experts' matmuls."""
+        selector, experts = SELECT.value, self.config.moe.experts
+        dtype = jax.tree.leaves(parameters)[0].dtype.name
+        if not experts:
+            return _PLACEMENT, "xla"
+        if not isinstance(selector, AttentionSelector):
+            return _PLACEMENT, choose_grouped_matmul(jax.devices()[0], "auto", dtype)
+        placement = _place(selector.placement.mesh)
+        if experts % placement.size("expert"):
+            raise InputError(
+                f"mesh.expert={placement.size('expert')}: does not divide model.moe.experts={experts}; set mesh.expert=1"
+            )
+        rows, length = tokens.shape
+        if rows % placement.size(*BATCH_AXES) or length % placement.size("tensor"):
+            return _PLACEMENT, "xla"  # XLA divides its own operations
+        return placement, choose_grouped_matmul(selector.device, "auto", dtype)
+
+    def _make_context(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None,
+        positions: jax.Array | None,
+        mask: jax.Array,
+        placement: Placement,
+    ) -> Context:
         segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - make_document_ranges(segments).first
-        batch = Batch(tokens, tokens, jnp.ones(tokens.shape, bool), segments, positions)
-        return self._decoder.make_context(batch, _PLACEMENT)
+        batch = Batch(tokens, tokens, mask, segments, positions)
+        # No id of a document stands for padding here.
+        return replace(self._decoder.make_context(batch, placement), token_mask=None)
 
 
 def _map_chunks(function: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
@@ -221,24 +280,47 @@ def _map_chunks(function: Callable[..., jax.Array], size: int, *arrays: jax.Arra
 
 def _run_period(
     decoder: Decoder, segment: LocalSegment, context: Context, x: jax.Array, layers: Any
-) -> tuple[jax.Array, dict[Kind, Any]]:
-    """Run the blocks of a period. Return x, and for each kind of layers the cache that it gives to later segments."""
+) -> tuple[jax.Array, tuple[dict[Kind, Any], jax.Array]]:
+    """Run the blocks of a period.
+
+    Return x, for each kind of layers the cache that it gives to later segments, and the sum of the auxiliary losses.
+    """
+    loss = jnp.zeros((), jnp.float32)
     blocks, constants = layers
     caches: dict[str, Any] = {block: NewCache() for block in segment.giving.values()}
     for position, kind in enumerate(segment.kinds):
         block, layer = f"block_{position}", {name: values[position] for name, values in constants.items()}
-        x, caches[block], _ = decoder.block(kind, blocks[block], x, context, layer, caches.get(block))
-    return x, {kind: caches[block] for kind, block in segment.giving.items()}
+        x, caches[block], auxiliary = decoder.block(kind, blocks[block], x, context, layer, caches.get(block))
+        loss += auxiliary.loss
+    return x, ({kind: caches[block] for kind, block in segment.giving.items()}, loss)
 
 
 class _Unplaced(Placement):
-    """Placement of a forward that an engine traces for any devices: it pins no sharding."""
+    """Placement of a forward that an engine traces for any devices: it pins no sharding.
+
+    Only experts work on each device apart, with its rows and, if `tensor` divides a row, its part of each row.
+    """
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         return x
 
+    def replicate(self, x: jax.Array) -> jax.Array:
+        return x
 
-_PLACEMENT = _Unplaced(AbstractMesh((1,) * len(AXES), AXES), ShardingConfig(), PrecisionConfig())
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return function if self.mesh.size == 1 else super().shard_map(function, in_specs, out_specs)
+
+    @property
+    def _activation_table(self) -> dict[str, tuple[str, ...]]:
+        parts = dict.fromkeys(("sequence", "residual_sequence"), ("tensor",))
+        return super()._activation_table | parts
+
+
+def _place(mesh: Mesh | AbstractMesh) -> _Unplaced:
+    return _Unplaced(mesh, ShardingConfig(expert_exchange="gather"), PrecisionConfig())
+
+
+_PLACEMENT = _place(AbstractMesh((1,) * len(AXES), AXES))
 
 
 def _to_arrays(parameters: Params) -> Params:
@@ -254,10 +336,12 @@ def _name_sharding(array: Any) -> jax.Array:
 
 
 def _box(spec: ParamSpec, array: jax.Array) -> linen.Partitioned[jax.Array]:
-    """Return an array with the names of the dimensions that `tensor` may divide."""
-    return linen.Partitioned(
-        array, tuple(axis if axis and "tensor" in PARAMETER_AXES[axis] else None for axis in spec.axes)
-    )
+    """Return an array with the names of the dimensions that `tensor` may divide.
+
+    Those of experts are whole: there `tensor` divides the tokens (see `_Unplaced`).
+    """
+    names = (axis if axis and "tensor" in PARAMETER_AXES[axis] else None for axis in spec.axes)
+    return linen.Partitioned(array, tuple(None if name == "expert_mlp" else name for name in names))
 
 
 @dataclass(frozen=True)

@@ -509,6 +509,8 @@ def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
     products = [*itertools.chain(*kinds)]
     axes = [rules.get(name) if name else None for name in info.axes or ()]
     axes[:leading] = ["layers"] * leading
+    for dim in {dim for use in uses for dim in use.groups}:
+        axes[dim] = "experts"
     return ParamSpec(
         info.shape,
         tuple(axes),

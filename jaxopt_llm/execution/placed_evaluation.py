@@ -36,6 +36,7 @@ from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p,
 from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
 from jaxopt_llm.execution.blocks import Block, find_blocks
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, find_uses
+from jaxopt_llm.model.linear import plain_groups
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
 from jaxopt_llm.model.linear.weights import (
@@ -44,6 +45,7 @@ from jaxopt_llm.model.linear.weights import (
     einsum,
     gather_before_loop,
     gather_for_use,
+    grouped_matmul,
     keep_gathered,
     shardings_of,
 )
@@ -217,6 +219,8 @@ class _Evaluation:
             return bind_equation(eqn, inputs)
         if eqn.primitive in MOVES and _can_move(eqn, inputs[0]):
             return [replace(inputs[0], moves=(*inputs[0].moves, Move(eqn)))]
+        if plain_groups.find_grouped_matmul(eqn) and isinstance(inputs[1], Lazy):
+            return self._multiply_groups(eqn, inputs)
         special = {
             jit_p: self._call,
             remat_p: self._rematerialise,
@@ -295,6 +299,23 @@ class _Evaluation:
         # What came from the host is not kept on the device for the backward.
         fetches_again = not self.in_remat and offload.any_on_host(weight.weight)
         return [(jax.checkpoint(multiply) if fetches_again else multiply)(array, weight.weight)]
+
+    def _multiply_groups(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Multiply rows with the matrices of their experts as the decoder does."""
+        rows, lazy, sizes = inputs
+        call = plain_groups.find_grouped_matmul(eqn)
+        if call is None or lazy.leading or lazy.moves or lazy.order != (0, 1, 2):
+            return self._use(eqn, inputs)
+        kernel, placement, transposed = (call.params[name] for name in ("kernel", "placement", "transposed"))
+
+        def multiply(rows: jax.Array, weight: Weight) -> jax.Array:
+            placed = offload.fetch_to_device(keep_gathered(weight) if self.in_remat else weight)
+            return grouped_matmul(rows, placed, sizes, kernel, placement, transposed)
+
+        fetches_again = not self.in_remat and offload.any_on_host(lazy.weight)
+        narrow = read_array(rows).astype(compute_dtype(lazy.weight))
+        result = (jax.checkpoint(multiply) if fetches_again else multiply)(narrow, lazy.weight)
+        return [result.astype(typeof(eqn.outvars[0]).dtype)]
 
     def _convolve(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Convolve an array with a weight in the compute dtype, as `_multiply` multiplies."""

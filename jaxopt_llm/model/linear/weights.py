@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import products
 from jaxopt_llm.kernels.grouped_matmul import Implementation, OneByOne
-from jaxopt_llm.model.linear import dropout, outliers, quantised
+from jaxopt_llm.model.linear import dropout, outliers, plain_groups, quantised
 from jaxopt_llm.model.linear.leaves import (
     Int8Weight,
     LoraWeight,
@@ -65,7 +65,7 @@ def add_adapter(
 
 def grouped_matmul(
     rows: jax.Array,
-    weight: Weight,
+    weight: Weight | jax.Array,
     sizes: jax.Array,
     kernel: Implementation,
     placement: Placement,
@@ -80,6 +80,8 @@ def grouped_matmul(
     Returns:
         [N, R, F], or [N, R, D] if transposed, in the dtype of rows.
     """
+    if isinstance(weight, jax.Array):
+        return plain_groups.multiply(kernel, placement, transposed, rows, weight, sizes)
     if isinstance(weight, LoraWeight):
         assert weight.magnitude is None and weight.noise is None and not transposed, "lora.problems refuses others"
         low = weight.scale * grouped_matmul(rows, weight.lora_a, sizes, kernel, placement)
@@ -88,11 +90,14 @@ def grouped_matmul(
     return _grouped_matmul(kernel, placement, transposed, rows, *split_perturbation(weight), sizes)
 
 
-def add_grouped_bias(rows: jax.Array, bias: Weight, sizes: jax.Array, placement: Placement) -> jax.Array:
+def add_grouped_bias(rows: jax.Array, bias: Weight | jax.Array, sizes: jax.Array, placement: Placement) -> jax.Array:
     """Add to each row the bias of its group. Arguments as those of `grouped_matmul`, for rows [N, R, F].
 
     bias: [groups, F]. Nothing is added to the rows after the groups.
     """
+    if isinstance(bias, jax.Array):
+        groups = jax.vmap(functools.partial(_find_groups, rows.shape[1]))(sizes)
+        return rows + bias.at[groups].get(mode="fill", fill_value=0)
     assert isinstance(bias, PlacedWeight), "only weights with contracting dimensions have adapters or are quantised"
     return _add_grouped_bias(placement, rows, *split_perturbation(bias), sizes)
 
