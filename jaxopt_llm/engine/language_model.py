@@ -44,8 +44,11 @@ class LanguageModel:
     """A decoder, such as Llama or Qwen, as functions of its parameters, for losses that are given to `initialize`.
 
     The parameters are nested dicts, with the layers stacked. The functions compute in the dtype of the parameters.
-    For `rules`, dimensions are named `heads`, `kv_heads`, `mlp` and `vocabulary`. Models with experts are not
-    supported. Nothing is allocated.
+    For `rules`, dimensions are named `heads`, `kv_heads`, `mlp` and `vocabulary`. Nothing is allocated.
+
+    Experts (Mixtral, Qwen3-MoE) run on each device, with the tokens of its rows. If `tensor` divides the length of a
+    row, each device along it takes a part of the row, and no rule divides the experts' matrices. If the
+    mesh does not divide the rows or the length, every device sorts the tokens of the whole batch.
 
     Args:
         model: settings of the section `model` of a `Config`, as an object or as a dict; or a Hugging Face folder or hub
@@ -144,9 +147,7 @@ class LanguageModel:
         parameters = self._fix_load_biases(_to_arrays(parameters))
         placement, products = self._place_experts(tokens, parameters)
         context = self._make_context(tokens, segment_ids, positions, mask, placement)
-        decoder = replace(
-            self._decoder, max_segments=1 if segment_ids is None else None, grouped_matmul=products
-        )
+        decoder = replace(self._decoder, max_segments=1 if segment_ids is None else None, grouped_matmul=products)
         x = decoder.embed(parameters["non_layer"], tokens, context)
         context = decoder.add_layer_inputs(parameters["non_layer"], tokens, x, context)
         inputs, context = context.layer_inputs, replace(context, layer_inputs=None)
@@ -237,7 +238,7 @@ class LanguageModel:
         placement = _place(selector.placement.mesh)
         if experts % placement.size("expert"):
             raise InputError(
-                f"mesh.expert={placement.size('expert')}: does not divide model.moe.experts={experts}; set mesh.expert=1"
+                f"mesh.expert={placement.size('expert')}: it does not divide model.moe.experts={experts}; set it to 1"
             )
         rows, length = tokens.shape
         if rows % placement.size(*BATCH_AXES) or length % placement.size("tensor"):

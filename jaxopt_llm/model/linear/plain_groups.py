@@ -30,9 +30,7 @@ def multiply(
 
     sizes: int32 [N, E]. transposed: from [N, R, F] to [N, R, D].
     """
-    result: jax.Array = grouped_matmul_p.bind(
-        rows, w, sizes, kernel=kernel, placement=placement, transposed=transposed
-    )
+    result: jax.Array = grouped_matmul_p.bind(rows, w, sizes, kernel=kernel, placement=placement, transposed=transposed)
     return result
 
 

@@ -25,7 +25,14 @@ from jaxopt_llm.model.linear.leaves import (
 )
 from jaxopt_llm.model.linear.outliers import SplitInputs
 from jaxopt_llm.model.linear.quantised import Operand, Quantised
-from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient, reduce_parts, sum_after_loop
+from jaxopt_llm.parallel.gathering import (
+    PlacedWeight,
+    WeightShardings,
+    gather_array,
+    reduce_gradient,
+    reduce_parts,
+    sum_after_loop,
+)
 from jaxopt_llm.parallel.placement import Placement
 
 BaseWeight = PlacedWeight | QuantisedWeight  # a weight without an adapter: one matrix to compute with
