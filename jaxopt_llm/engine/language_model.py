@@ -48,7 +48,8 @@ class LanguageModel:
 
     Experts (Mixtral, Qwen3-MoE) run on each device, with the tokens of its rows. If `tensor` divides the length of a
     row, each device along it takes a part of the row, and no rule divides the experts' matrices. If the
-    mesh does not divide the rows or the length, every device sorts the tokens of the whole batch.
+    mesh does not divide the rows or the length, every device sorts the tokens of the whole batch. All tokens are routed:
+    with `model.moe.capacity_factor`, padding takes room, too.
 
     Args:
         model: settings of the section `model` of a `Config`, as an object or as a dict; or a Hugging Face folder or hub
@@ -236,10 +237,6 @@ class LanguageModel:
         if not isinstance(selector, AttentionSelector):
             return _PLACEMENT, choose_grouped_matmul(jax.devices()[0], "auto", dtype)
         placement = _place(selector.placement.mesh)
-        if experts % placement.size("expert"):
-            raise InputError(
-                f"mesh.expert={placement.size('expert')}: it does not divide model.moe.experts={experts}; set it to 1"
-            )
         rows, length = tokens.shape
         if rows % placement.size(*BATCH_AXES) or length % placement.size("tensor"):
             return _PLACEMENT, "xla"  # XLA divides its own operations
@@ -318,7 +315,7 @@ class _Unplaced(Placement):
 
 
 def _place(mesh: Mesh | AbstractMesh) -> _Unplaced:
-    return _Unplaced(mesh, ShardingConfig(expert_exchange="gather"), PrecisionConfig())
+    return _Unplaced(mesh, ShardingConfig(), PrecisionConfig())
 
 
 _PLACEMENT = _place(AbstractMesh((1,) * len(AXES), AXES))

@@ -50,13 +50,13 @@ CONFIGS = {
     "learned": replace(toy.UNIFORM, positions="learned", max_positions=16, norm="layer", mlp="gelu"),
     "latent": LATENT,
     "shared keys": replace(toy.CONFIG, shared_key_layers=2, wide_mlp=True, layer_input_size=8),
-    # A dense layer, and experts with biases and capacity, a shared expert, and both auxiliary losses.
+    # A dense layer, and experts with biases, a shared expert, and both auxiliary losses.
     "experts": replace(
         toy.UNIFORM,
         biases="mlp",
         moe=MoEConfig(
             **dict(experts=4, experts_per_token=2, expert_width=16, shared_expert_width=8, dense_layers=1),
-            **dict(router_bias=True, router_z_loss=0.1, capacity_factor=1.0),
+            **dict(router_bias=True, router_z_loss=0.1),
         ),
     ),
 }
@@ -172,34 +172,31 @@ def test_log_probabilities_are_those_of_the_logits(name: str, changed: dict[str,
 @pytest.mark.core
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_logits_of_one_chunk_exist(devices: int) -> None:
-    """The head is gathered once and its gradient reduced once, in spite of the loop over chunks."""
-    config, shape, chunk = replace(describe_model(1), vocabulary_size=8 * VOCABULARY, tied_head=False), (16, 1024), 64
+    """The head is gathered once and its gradient is reduced once, in spite of the loop over chunks."""
+    rows, length, chunk = 16 * devices, 1024, 64
+    config = replace(describe_model(1), vocabulary_size=8 * VOCABULARY, tied_head=False)
     model = jaxopt_llm.LanguageModel(config)
 
     def loss(parameters: Any, batch: Any) -> jax.Array:
         return -model.log_probabilities(parameters, batch["tokens"], chunk=chunk).mean()
 
-    mesh_config = MeshConfig(fsdp=devices)
-    engine = jaxopt_llm.initialize(
-        *(functools.partial(model.initialize, 0), loss, {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}),
-        Config(mesh=mesh_config, training={"attention": "xla"}),
-    )
+    batch, mesh_config = {"tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32)}, MeshConfig(fsdp=devices)
+    sections: Any = {"mesh": mesh_config, "training": {"attention": "xla"}}
+    engine = jaxopt_llm.initialize(functools.partial(model.initialize, 0), loss, batch, Config(**sections))
     mesh = make_mesh(mesh_config, topology.gpu_topology("h200", 1, devices))
     program = make_engine_program(engine._job, mesh)
     lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
     step = topology.compile_without_gpu(lowered, {"xla_gpu_enable_triton_gemm": False})
-    head = config.vocabulary_size * config.width
-    logits = 4 * config.vocabulary_size * shape[0] * shape[1] // devices
-    # Three arrays of a chunk, the gradients of the tables, the gathered head, and the layer.
-    assert hlo.read_memory(step).temporaries < 3 * logits * chunk // shape[1] + 4 * 4 * head < logits / 2 or devices > 1
-    if devices == 1:
-        return
+    logits = 4 * config.vocabulary_size * 16 * length  # of a device; a step that forms them holds 2.8 times as much
+    assert hlo.read_memory(step).temporaries < logits / 2
     moved: Counter[Any] = Counter()
-    for each in hlo.list_collectives(step.as_text(), mesh):
+    for each in hlo.list_collectives(step.as_text(), mesh) if devices > 1 else ():
         moved[each.kind] += each.array_bytes * each.times
-    others = 3 * 4 * config.width * config.mlp_width + 4 * 4 * config.width**2  # of the layer, float32 at most
-    assert moved["all-gather"] < 2 * 2 * head + 2 * others, "the embedding and the head in bfloat16"
-    assert moved["reduce-scatter"] < 2 * 4 * head + others, "the gradients of both in float32"
+    tables = 2 * config.vocabulary_size * config.width
+    matrices = 3 * config.width * (config.mlp_width + config.width)  # of the layer, at most
+    small = 2**15  # norms and tokens
+    assert moved["all-gather"] <= 2 * (tables + 2 * matrices) + small, "in bfloat16; the layer's backward gathers again"
+    assert moved["reduce-scatter"] <= 4 * (tables + matrices) + small
 
 
 # --- bytes, of programs that are compiled for eight H200s
@@ -337,7 +334,7 @@ def test_a_folder_with_experts_is_read_by_devices_and_trained(family: str, tmp_p
         weights=model.weights,
     )
     found = jax.jit(model.logits)(engine.model(), jnp.asarray(tokens))
-    np.testing.assert_allclose(found, original.logits(tokens), atol=0.05 if lora else 1e-4)
+    assert toy.distance(found, original.logits(tokens)) < (0.1 if lora else 1e-5)
     if lora:
         up = engine.state.frozen["segment_0"]["segment_0"]["block_0"]["mlp"]["up"]
         assert up.base.codes.dtype == jnp.int8
