@@ -34,6 +34,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
@@ -47,9 +48,9 @@ class LanguageModel:
     For `rules`, dimensions are named `heads`, `kv_heads`, `mlp` and `vocabulary`. Nothing is allocated.
 
     Experts (Mixtral, Qwen3-MoE) run on each device, with the tokens of its rows. If `tensor` divides the length of a
-    row, each device along it takes a part of the row, and no rule divides the experts' matrices. If the
-    mesh does not divide the rows or the length, every device sorts the tokens of the whole batch. All tokens are routed:
-    with `model.moe.capacity_factor`, padding takes room, too.
+    row, each device along it takes a part of the row, and no rule divides the experts' matrices. If the mesh does not
+    divide the rows or the length, every device sorts the tokens of the whole batch. All tokens are routed: with
+    `model.moe.capacity_factor`, padding takes room, too.
 
     Args:
         model: settings of the section `model` of a `Config`, as an object or as a dict; or a Hugging Face folder or hub
@@ -194,7 +195,7 @@ class LanguageModel:
             exists &= segment_ids == jnp.roll(segment_ids, -1, axis=1)
         return jnp.where(exists, scores, 0)
 
-    def _score(self, table: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
+    def _score(self, table: Weight, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Return the log-probability of each target, float32 [B, C], for states x [B, C, D]; table: [V, D]."""
         logits = self._decoder.classify(x, table, _PLACEMENT)  # [B, C, V]
         classes = jnp.arange(logits.shape[-1])

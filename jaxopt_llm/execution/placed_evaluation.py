@@ -392,7 +392,8 @@ def _gather_before_loop(closed: ClosedJaxpr, fixed: list[Value]) -> list[Value]:
     uses, _ = find_uses(closed, len(fixed))
 
     def gather(value: Value, uses: list[Use]) -> Value:
-        if not isinstance(value, Lazy) or value.leading or value.moves or any(use.kind != PRODUCT for use in uses):
+        multiplied = bool(uses) and all(use.kind == PRODUCT and not use.groups for use in uses)
+        if not isinstance(value, Lazy) or value.leading or value.moves or not multiplied:
             return value
         return replace(value, weight=gather_before_loop(offload.fetch_to_device(value.weight)))
 
