@@ -194,7 +194,7 @@ class UserModel:
 
     @property
     def products(self) -> set[str]:
-        """Paths of the parameters that only matrix products over the same dimensions read.
+        """Paths of the parameters that only matrix products over the same dimensions read, in the compute dtype.
 
         They can have adapters and be quantised.
         """
@@ -202,7 +202,7 @@ class UserModel:
             path
             for path, found, section in zip(self.paths, self.uses, self.sections, strict=True)
             if found
-            and all(use.kind == PRODUCT and use.leading == (section != "non_layer") for use in found)
+            and all(use.kind == PRODUCT and not use.exact and use.leading == (section != "non_layer") for use in found)
             and len({use.contracting for use in found}) == 1
         }
 

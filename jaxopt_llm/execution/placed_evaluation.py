@@ -35,7 +35,7 @@ from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p,
 
 from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
 from jaxopt_llm.execution.blocks import Block, find_blocks
-from jaxopt_llm.execution.weight_uses import PRODUCT, Use, find_uses
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, find_uses
 from jaxopt_llm.model.linear import plain_groups
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
@@ -283,10 +283,9 @@ class _Evaluation:
         """Multiply an array with a weight as the decoder does."""
         left, right = inputs
         weight, array = (left, right) if isinstance(left, Lazy) else (right, left)
-        plain = eqn.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
         if isinstance(array, Lazy):
             array = read_array(array)
-        if weight.leading or weight.moves or not plain:
+        if weight.leading or weight.moves or asks_for_precision(eqn):
             return self._use(eqn, inputs)
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
@@ -392,7 +391,7 @@ def _gather_before_loop(closed: ClosedJaxpr, fixed: list[Value]) -> list[Value]:
     uses, _ = find_uses(closed, len(fixed))
 
     def gather(value: Value, uses: list[Use]) -> Value:
-        multiplied = bool(uses) and all(use.kind == PRODUCT and not use.groups for use in uses)
+        multiplied = bool(uses) and all(use.kind == PRODUCT and not use.exact and not use.groups for use in uses)
         if not isinstance(value, Lazy) or value.leading or value.moves or not multiplied:
             return value
         return replace(value, weight=gather_before_loop(offload.fetch_to_device(value.weight)))

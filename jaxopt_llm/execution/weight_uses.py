@@ -22,6 +22,7 @@ class Use:
     kind: PRODUCT, a matrix product; CONVOLUTION; LOOKUP, rows of a table; or OTHER.
     leading: number of leading dimensions that loops took before.
     contracting: the dimensions of the parameter that a product sums over, or that a row of a table has.
+    exact: whether the code asks for a precision of the product. It is then computed as it is written.
     groups: the dimension of the matrices of which each row is multiplied by one, as by that of its expert.
     in_remat: whether it is within a rematerialised function.
     dtype: dtype in which the equation sees it.
@@ -32,6 +33,7 @@ class Use:
     contracting: tuple[int, ...] = ()
     in_remat: bool = False
     dtype: str = ""
+    exact: bool = False
     groups: tuple[int, ...] = ()
 
 
@@ -79,7 +81,7 @@ class UseFinder:
                     for each in (dims, groups)
                 )
                 dtype = typeof(eqn.invars[position]).dtype.name
-                use = Use(kind, traced.leading, contracting, in_remat, dtype, groups)
+                use = Use(kind, traced.leading, contracting, in_remat, dtype, asks_for_precision(eqn), groups)
                 self.uses.setdefault(traced.parameter, []).append(use)
         return [None] * len(eqn.outvars)
 
@@ -104,6 +106,13 @@ class UseFinder:
         entered = [enter(position, traced) for position, traced in enumerate(inputs)]
         results = self.walk(eqn.params["jaxpr"].jaxpr, entered, in_remat)
         return [leave(position, result) for position, result in enumerate(results)]
+
+
+def asks_for_precision(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a product with a precision of its own, as `jax.lax.Precision.HIGHEST`."""
+    if eqn.primitive is not dot_general_p:
+        return False
+    return eqn.params["precision"] not in (None, (jax.lax.Precision.DEFAULT,) * 2)
 
 
 def _classify(eqn: JaxprEqn, position: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

@@ -281,6 +281,25 @@ def test_attention_is_a_kernel_that_the_engine_chooses() -> None:
     assert choice.name != "xla"  # pallas, or triton where it is installed
 
 
+@pytest.mark.core
+def test_experts_are_products_and_the_router_is_none() -> None:
+    """The router is computed in float32 as it is written: nothing to warn about, and no adapter for it."""
+    config = replace(describe_model(2), moe=MoEConfig(experts=8, expert_width=64))
+    model, batch = jaxopt_llm.LanguageModel(config), {"tokens": jax.ShapeDtypeStruct((8, 16), jnp.int32)}
+
+    def loss(parameters: Any, batch: Any) -> jax.Array:
+        hidden, balance = model.hidden_with_balance(parameters, batch["tokens"])
+        return balance - model.log_probabilities(parameters, batch["tokens"], hidden=hidden).mean()
+
+    engine = jaxopt_llm.initialize(functools.partial(model.initialize, 0), loss, batch, Config(mesh={"fsdp": 8}))
+    found = make_engine_program(engine._job, make_mesh(MESH, topology.gpu_topology("h200", 1, 8))).model
+    assert found.oddities == ()
+    prefix = "segment_0/segment_0/block_0/mlp/"
+    assert {path.removeprefix(prefix) for path in found.products if path.startswith(prefix)} == {"gate", "up", "down"}
+    spec = found.specs["segment_0"]["segment_0"]["block_0"]["mlp"]["up"]
+    assert (spec.axes[:2], spec.contracting) == (("layers", "experts"), (2,))
+
+
 # --- folders
 
 
