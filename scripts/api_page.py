@@ -39,7 +39,10 @@ FURTHER = (
 # Methods and properties that are meant for users, of the classes that have others too.
 MEMBERS = {
     "Config": (),
-    "LanguageModel": ("initialize", "logits", "hidden", "head", "weights", "save_pretrained"),
+    "LanguageModel": (
+        *("initialize", "logits", "log_probabilities", "hidden", "hidden_with_balance", "head", "weights"),
+        "save_pretrained",
+    ),
     "Engine": (
         *("step", "evaluate", "gradients", "predict", "learning_rate", "plan", "search", "model", "save", "restore"),
         *("example", "parameters"),

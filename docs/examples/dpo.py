@@ -7,7 +7,6 @@ compute dtype, divided over all devices. The model here is small and random. One
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxopt_llm
@@ -22,17 +21,11 @@ def make_pair():
     return {"policy": MODEL.initialize(0), "reference": MODEL.initialize(0)}
 
 
-def answer_log_probability(parameters, tokens):
-    """Return the log-probability of each answer: of the tokens after the prompt."""
-    hidden = MODEL.hidden(parameters, tokens)[:, PROMPT - 1 : -1]  # logits are formed of the answers only
-    log_probabilities = jax.nn.log_softmax(MODEL.head(parameters, hidden))
-    return jnp.take_along_axis(log_probabilities, tokens[:, PROMPT:, None], 2).sum((1, 2))
-
-
 def loss(pair, batch):
     tokens = batch["answers"].reshape(-1, LENGTH)
-    policy, reference = (answer_log_probability(pair[name], tokens) for name in ("policy", "reference"))
-    chosen, rejected = (policy - reference).reshape(-1, 2).T
+    policy, reference = (MODEL.log_probabilities(pair[name], tokens) for name in ("policy", "reference"))
+    answers = (policy - reference)[:, PROMPT - 1 :].sum(1)  # entry s belongs to token s + 1
+    chosen, rejected = answers.reshape(-1, 2).T
     margin = BETA * (chosen - rejected)
     return -jax.nn.log_sigmoid(margin).mean(), {"accuracy": (margin > 0).mean(), "margin": margin.mean()}
 

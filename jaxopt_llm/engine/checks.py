@@ -18,7 +18,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.jaxpr import list_constants, typeof
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
-from jaxopt_llm.execution.weight_uses import PRODUCT, Use, depends_on, list_equations
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, depends_on, list_equations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.update import WholeOptimizer
@@ -228,11 +228,12 @@ def find_oddities(
 
 
 def _find_wide_products(closed: ClosedJaxpr, uses: Sequence[Sequence[Use]], compute_dtype: str) -> Iterator[str]:
-    products = [use for found in uses for use in found if use.kind == PRODUCT]
+    products = [use for found in uses for use in found if use.kind == PRODUCT and not use.exact]
     promoted = sum(use.dtype == "float32" for use in products)
     wide = sum(
         eqn.primitive is dot_general_p and all(typeof(atom).dtype == jnp.float32 for atom in eqn.invars)
         for eqn in list_equations(closed.jaxpr)
+        if not asks_for_precision(eqn)
     )
     remedy = (
         f"a float32 array promotes what it meets: cast it in the loss, as in x.astype(jnp.{compute_dtype}), and give "

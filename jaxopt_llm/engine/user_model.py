@@ -194,7 +194,7 @@ class UserModel:
 
     @property
     def products(self) -> set[str]:
-        """Paths of the parameters that only matrix products over the same dimensions read.
+        """Paths of the parameters that only matrix products over the same dimensions read, in the compute dtype.
 
         They can have adapters and be quantised.
         """
@@ -202,7 +202,7 @@ class UserModel:
             path
             for path, found, section in zip(self.paths, self.uses, self.sections, strict=True)
             if found
-            and all(use.kind == PRODUCT and use.leading == (section != "non_layer") for use in found)
+            and all(use.kind == PRODUCT and not use.exact and use.leading == (section != "non_layer") for use in found)
             and len({use.contracting for use in found}) == 1
         }
 
@@ -509,6 +509,8 @@ def _make_spec(info: ArrayInfo, uses: Sequence[Use], rules: Rules) -> ParamSpec:
     products = [*itertools.chain(*kinds)]
     axes = [rules.get(name) if name else None for name in info.axes or ()]
     axes[:leading] = ["layers"] * leading
+    for dim in {dim for use in uses for dim in use.groups}:
+        axes[dim] = "experts"
     return ParamSpec(
         info.shape,
         tuple(axes),

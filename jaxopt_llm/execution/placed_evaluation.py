@@ -10,6 +10,8 @@ wherever the user's code reads a parameter: nothing moves until an equation need
 - a product with a weight (`dot_general`) is the `einsum` of model/linear/, as in the decoder: the gradient is formed in
   the reductions' dtype, adapters and quantised bases are multiplied as such, and outside a rematerialised function the
   backward gathers the weight again instead of keeping it;
+- a weight that each iteration of another loop multiplies, such as a head in chunks, is gathered before the loop, and
+  its gradient is summed over devices after it;
 - with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one (blocks.py);
 - a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
   weight that is repeated, such as a bias;
@@ -33,9 +35,20 @@ from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p,
 
 from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
 from jaxopt_llm.execution.blocks import Block, find_blocks
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, find_uses
+from jaxopt_llm.model.linear import plain_groups
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.linear.linear_function import apply_linear
-from jaxopt_llm.model.linear.weights import GATHERED_NAME, Weight, einsum, gather_for_use, keep_gathered, shardings_of
+from jaxopt_llm.model.linear.weights import (
+    GATHERED_NAME,
+    Weight,
+    einsum,
+    gather_before_loop,
+    gather_for_use,
+    grouped_matmul,
+    keep_gathered,
+    shardings_of,
+)
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
 
@@ -206,6 +219,8 @@ class _Evaluation:
             return bind_equation(eqn, inputs)
         if eqn.primitive in MOVES and _can_move(eqn, inputs[0]):
             return [replace(inputs[0], moves=(*inputs[0].moves, Move(eqn)))]
+        if plain_groups.find_grouped_matmul(eqn) and isinstance(inputs[1], Lazy):
+            return self._multiply_groups(eqn, inputs)
         special = {
             jit_p: self._call,
             remat_p: self._rematerialise,
@@ -245,6 +260,8 @@ class _Evaluation:
                 return read_array(value)  # the loop is not over the layers of a stack
             return replace(value, leading=value.leading - 1) if isinstance(value, Lazy) else value
 
+        if not any(_is_stack(value) for value in scanned):
+            fixed = _gather_before_loop(closed, fixed)
         remat = self._rematerialises and any(_is_stack(value) for value in scanned)
         inside = replace(self, in_remat=True) if remat else self
 
@@ -266,10 +283,9 @@ class _Evaluation:
         """Multiply an array with a weight as the decoder does."""
         left, right = inputs
         weight, array = (left, right) if isinstance(left, Lazy) else (right, left)
-        plain = eqn.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
         if isinstance(array, Lazy):
             array = read_array(array)
-        if weight.leading or weight.moves or not plain:
+        if weight.leading or weight.moves or asks_for_precision(eqn):
             return self._use(eqn, inputs)
         axes, other, result = _name_axes(eqn, weight_first=weight is left)
         stored = "".join(axes[weight.order.index(dim)] for dim in range(len(axes)))
@@ -282,6 +298,23 @@ class _Evaluation:
         # What came from the host is not kept on the device for the backward.
         fetches_again = not self.in_remat and offload.any_on_host(weight.weight)
         return [(jax.checkpoint(multiply) if fetches_again else multiply)(array, weight.weight)]
+
+    def _multiply_groups(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Multiply rows with the matrices of their experts as the decoder does."""
+        rows, lazy, sizes = inputs
+        call = plain_groups.find_grouped_matmul(eqn)
+        if call is None or lazy.leading or lazy.moves or lazy.order != (0, 1, 2):
+            return self._use(eqn, inputs)
+        kernel, placement, transposed = (call.params[name] for name in ("kernel", "placement", "transposed"))
+
+        def multiply(rows: jax.Array, weight: Weight) -> jax.Array:
+            placed = offload.fetch_to_device(keep_gathered(weight) if self.in_remat else weight)
+            return grouped_matmul(rows, placed, sizes, kernel, placement, transposed)
+
+        fetches_again = not self.in_remat and offload.any_on_host(lazy.weight)
+        narrow = read_array(rows).astype(compute_dtype(lazy.weight))
+        result = (jax.checkpoint(multiply) if fetches_again else multiply)(narrow, lazy.weight)
+        return [result.astype(typeof(eqn.outvars[0]).dtype)]
 
     def _convolve(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Convolve an array with a weight in the compute dtype, as `_multiply` multiplies."""
@@ -348,6 +381,22 @@ def _can_move(eqn: JaxprEqn, value: Value) -> bool:
     if len(eqn.invars) > 1 or value.leading or not isinstance(value.weight, PlacedWeight):
         return False
     return eqn.primitive is not jax.lax.transpose_p or bool(value.moves)
+
+
+def _gather_before_loop(closed: ClosedJaxpr, fixed: list[Value]) -> list[Value]:
+    """Gather the weights that each iteration of a loop multiplies, such as a head in chunks or a recurrent layer.
+
+    closed: the body of the loop, whose first arguments these values are.
+    """
+    uses, _ = find_uses(closed, len(fixed))
+
+    def gather(value: Value, uses: list[Use]) -> Value:
+        multiplied = bool(uses) and all(use.kind == PRODUCT and not use.exact and not use.groups for use in uses)
+        if not isinstance(value, Lazy) or value.leading or value.moves or not multiplied:
+            return value
+        return replace(value, weight=gather_before_loop(offload.fetch_to_device(value.weight)))
+
+    return [gather(*pair) for pair in zip(fixed, uses, strict=True)]
 
 
 def _is_stack(value: Value) -> bool:

@@ -10,6 +10,7 @@ from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.interpreters import partial_eval
 
 from jaxopt_llm.core.jaxpr import split_scan, typeof
+from jaxopt_llm.model.linear import plain_groups
 
 PRODUCT, CONVOLUTION, LOOKUP, OTHER = "product", "convolution", "lookup", "other"
 
@@ -21,6 +22,8 @@ class Use:
     kind: PRODUCT, a matrix product; CONVOLUTION; LOOKUP, rows of a table; or OTHER.
     leading: number of leading dimensions that loops took before.
     contracting: the dimensions of the parameter that a product sums over, or that a row of a table has.
+    exact: whether the code asks for a precision of the product. It is then computed as it is written.
+    groups: the dimension of the matrices of which each row is multiplied by one, as by that of its expert.
     in_remat: whether it is within a rematerialised function.
     dtype: dtype in which the equation sees it.
     """
@@ -30,6 +33,8 @@ class Use:
     contracting: tuple[int, ...] = ()
     in_remat: bool = False
     dtype: str = ""
+    exact: bool = False
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,13 @@ class UseFinder:
             return [first]
         for position, traced in enumerate(inputs):
             if traced is not None:
-                kind, dims = _classify(eqn, position)
-                contracting = sorted(traced.dims[dim] for dim in dims if traced.dims[dim] is not None)
-                use = Use(kind, traced.leading, tuple(contracting), in_remat, typeof(eqn.invars[position]).dtype.name)
+                kind, dims, groups = _classify(eqn, position)
+                contracting, groups = (
+                    tuple(sorted(traced.dims[dim] for dim in each if traced.dims[dim] is not None))
+                    for each in (dims, groups)
+                )
+                dtype = typeof(eqn.invars[position]).dtype.name
+                use = Use(kind, traced.leading, contracting, in_remat, dtype, asks_for_precision(eqn), groups)
                 self.uses.setdefault(traced.parameter, []).append(use)
         return [None] * len(eqn.outvars)
 
@@ -99,16 +108,25 @@ class UseFinder:
         return [leave(position, result) for position, result in enumerate(results)]
 
 
-def _classify(eqn: JaxprEqn, position: int) -> tuple[str, tuple[int, ...]]:
-    """Return the kind of a use, and the dimensions of the operand that are contracted or make up a row."""
+def asks_for_precision(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a product with a precision of its own, as `jax.lax.Precision.HIGHEST`."""
+    if eqn.primitive is not dot_general_p:
+        return False
+    return eqn.params["precision"] not in (None, (jax.lax.Precision.DEFAULT,) * 2)
+
+
+def _classify(eqn: JaxprEqn, position: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return the kind of a use, and the operand's dimensions that are contracted or make up a row, and its groups."""
     if eqn.primitive is dot_general_p:
-        return PRODUCT, tuple(eqn.params["dimension_numbers"][0][position])
+        return PRODUCT, tuple(eqn.params["dimension_numbers"][0][position]), ()
+    if position == 1 and plain_groups.find_grouped_matmul(eqn):
+        return PRODUCT, plain_groups.CONTRACTING, plain_groups.GROUPS
     if eqn.primitive.name == "conv_general_dilated" and position == 1:
-        return CONVOLUTION, tuple(eqn.params["dimension_numbers"].rhs_spec[1:])
+        return CONVOLUTION, tuple(eqn.params["dimension_numbers"].rhs_spec[1:]), ()
     if eqn.primitive.name == "gather" and position == 0:
         collapsed = eqn.params["dimension_numbers"].collapsed_slice_dims
-        return LOOKUP, tuple(dim for dim in range(len(typeof(eqn.invars[0]).shape)) if dim not in collapsed)
-    return OTHER, ()
+        return LOOKUP, tuple(dim for dim in range(len(typeof(eqn.invars[0]).shape)) if dim not in collapsed), ()
+    return OTHER, (), ()
 
 
 def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[list[list[Use]], list[int | None]]:

@@ -240,6 +240,7 @@ class RowSum:
 
     sizes: number of devices along each mesh axis that divides the rows, outermost first.
     parts: the sharding of the parts, [*sizes, *gradient].
+    steps: of the sum. Without steps, the parts stay apart: a loop adds to them, and they are summed after it.
     """
 
     sizes: tuple[int, ...]
@@ -268,6 +269,11 @@ class RowSum:
         """Sum over the first dimension, which has one entry for each device: [N, ...] -> [...]."""
         parts = jax.lax.with_sharding_constraint(parts.reshape(*self.sizes, *parts.shape[1:]), self.parts)
         return run_steps(parts, self.steps)
+
+    def as_parts(self, gradient: jax.Array) -> jax.Array:
+        """Return parts, [*sizes, ...], that have this sum: the first one is the gradient."""
+        parts = jnp.zeros((self.count, *gradient.shape), gradient.dtype).at[0].set(gradient)
+        return jax.lax.with_sharding_constraint(parts.reshape(*self.sizes, *gradient.shape), self.parts)
 
 
 def find_row_sum(spec: Spec, placement: Placement) -> RowSum | None:

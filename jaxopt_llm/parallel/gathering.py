@@ -9,6 +9,7 @@ move blocks of codes (codes.py). Vectors, exact parameters, and matrices whose l
 whole blocks on each device stay exact.
 """
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.config import Matmul
+from jaxopt_llm.config import BATCH_AXES, Matmul
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.parallel import codes, zero
@@ -57,6 +58,11 @@ class WeightShardings:
     trainable: bool
     grouped: bool
     pipeline_stage_rows: bool
+
+    @property
+    def sums_later(self) -> bool:
+        """True within a loop, for a gradient whose parts are summed after it; see `sum_after_loop`."""
+        return self.row_sum is not None and not self.row_sum.steps
 
     @property
     def on_one_cpu(self) -> bool:
@@ -190,6 +196,9 @@ def reduce_gradient(gradient: jax.Array, shardings: WeightShardings) -> jax.Arra
     It is `gather_array` transposed. For the devices' partial sums, XLA inserts a reduce-scatter or all-reduce over the
     mesh axes that divide the tokens, except the axes of the gradient groups.
     """
+    if shardings.sums_later:
+        assert shardings.row_sum is not None
+        return shardings.row_sum.as_parts(gradient.astype(shardings.reduce_dtype))
     return jax.lax.with_sharding_constraint(gradient.astype(shardings.reduce_dtype), shardings.gradient)
 
 
@@ -198,6 +207,43 @@ def reduce_parts(parts: jax.Array, axes: tuple[str, ...], shardings: WeightShard
     if shardings.coded_sum:
         return shardings.coded_sum.add(parts, axes).astype(shardings.reduce_dtype)
     return reduce_gradient(sum_parts(parts), shardings)
+
+
+def sum_after_loop(weight: PlacedWeight) -> PlacedWeight:
+    """Return a weight for the iterations of a loop. They add up each device's part of the gradient, in float32.
+
+    The parts are summed over devices after the loop. Otherwise each iteration would reduce the whole gradient.
+    """
+    shardings, mesh = weight.shardings, weight.shardings.gathered.mesh
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    if weight.perturbation is None or shardings.sums_later or not axes:
+        return weight
+    parts = NamedSharding(mesh, PartitionSpec(*axes, *shardings.gathered.spec))
+    rows = RowSum(tuple(mesh.shape[axis] for axis in axes), parts, steps=())
+    inside = replace(shardings, row_sum=rows, reduce_dtype="float32")
+    return replace(weight, perturbation=_split_perturbation(rows, shardings, weight.perturbation), shardings=inside)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _split_perturbation(rows: RowSum, shardings: WeightShardings, perturbation: jax.Array) -> jax.Array:
+    """Return zeros, [*sizes, ...], whose cotangent is the parts of the gradient."""
+    zeros = jnp.zeros((*rows.sizes, *perturbation.shape), jnp.float32)
+    return jax.lax.with_sharding_constraint(zeros, rows.parts)
+
+
+def _sum_parts_of_loop(
+    rows: RowSum, shardings: WeightShardings, shape: tuple[int, ...], parts: jax.Array
+) -> tuple[jax.Array]:
+    if shardings.row_sum:
+        return (shardings.row_sum.add(parts.reshape(rows.count, *shape)).astype(shardings.reduce_dtype),)
+    parts = parts.astype(shardings.reduce_dtype).reshape(rows.count, *shape)
+    return (reduce_gradient(sum_parts(parts), shardings),)
+
+
+_split_perturbation.defvjp(
+    lambda rows, shardings, perturbation: (_split_perturbation(rows, shardings, perturbation), perturbation.shape),
+    _sum_parts_of_loop,
+)
 
 
 def sum_parts(parts: jax.Array) -> jax.Array:

@@ -50,14 +50,26 @@ CONFIGS = {
     "learned": replace(toy.UNIFORM, positions="learned", max_positions=16, norm="layer", mlp="gelu"),
     "latent": LATENT,
     "shared keys": replace(toy.CONFIG, shared_key_layers=2, wide_mlp=True, layer_input_size=8),
+    # A dense layer, and experts with biases, a shared expert, and both auxiliary losses.
+    "experts": replace(
+        toy.UNIFORM,
+        biases="mlp",
+        moe=MoEConfig(
+            **dict(experts=4, experts_per_token=2, expert_width=16, shared_expert_width=8, dense_layers=1),
+            **dict(router_bias=True, router_z_loss=0.1),
+        ),
+    ),
 }
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
 
 
 def next_token_loss(model: jaxopt_llm.LanguageModel, parameters: Any, batch: Any) -> Any:
-    logits = model.logits(parameters, batch["tokens"], batch["segment_ids"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return (losses * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+    hidden, balance = model.hidden_with_balance(
+        *(parameters, batch["tokens"], batch["segment_ids"]), mask=batch["loss_mask"]
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(model.head(parameters, hidden), batch["targets"])
+    count = batch["loss_mask"].sum()
+    return (losses * batch["loss_mask"]).sum() + count * balance, count
 
 
 def make_engine(model: jaxopt_llm.LanguageModel, batch: Any, rules: Any = None, **sections: Any) -> Engine:
@@ -80,8 +92,11 @@ def of_the_decoder(name: str) -> tuple[float, Any]:
         scan.loss_and_gradients, decoder, placement=placement, remat=RematConfig("none"), loss_weight=weight
     )
     nothing = jax.tree.map(lambda _: None, parameters)
-    loss, tokens, _, gradients = jax.jit(run)(parameters, nothing, toy.microbatches(batch, 1))
-    return float(loss / tokens), gradients
+    loss, tokens, auxiliary, gradients = jax.jit(run)(parameters, nothing, toy.microbatches(batch, 1))
+    for path, spec in tree.leaves_with_path(decoder.specs):
+        if spec.sign_rate:  # it follows the load in `train` only
+            gradients = tree.map_with_path(lambda at, x, path=path: 0 * x if at == path else x, gradients)
+    return float((loss + auxiliary.loss) / tokens), gradients
 
 
 LANGUAGE = {name: jaxopt_llm.LanguageModel(config) for name, config in CONFIGS.items()}
@@ -100,6 +115,7 @@ TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocabulary"
         ),
         ("latent", {"mesh": {"fsdp": 8}, "remat": {"policy": "full"}}, None),
         ("shared keys", {"mesh": {"fsdp": 8}, "remat": {"policy": "full"}}, None),
+        ("experts", {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "remat": {"policy": "full"}}, TENSOR),
     ],
 )
 def test_losses_and_gradients_are_those_of_the_decoder(name: str, sections: Any, rules: Any) -> None:
@@ -115,9 +131,73 @@ def test_losses_and_gradients_are_those_of_the_decoder(name: str, sections: Any,
 
     (loss, gradients), (expected_loss, expected) = mean(engine.state, batch), of_the_decoder(name)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    jax.tree.map_with_path(
-        lambda path, *pair: np.testing.assert_array_less(toy.distance(*pair), 1e-5, path), gradients, expected
+    jax.tree.map_with_path(assert_close, gradients, expected)
+
+
+def assert_close(path: Any, found: Any, expected: Any) -> None:
+    distance = toy.distance(found, expected) if np.any(expected) else np.abs(found).max()
+    np.testing.assert_array_less(distance, 1e-5, str(path))
+
+
+# --- log-probabilities
+
+
+@pytest.mark.parametrize(("name", "changed"), [("switches", {"logit_scale": 0.5}), ("toy", {"tied_head": True})])
+def test_log_probabilities_are_those_of_the_logits(name: str, changed: dict[str, Any]) -> None:
+    """With a soft cap, a scale, rows that pad the table, several documents, and a last chunk that is padded."""
+    model, batch = jaxopt_llm.LanguageModel(replace(CONFIGS[name], **changed)), toy.packed(4, 16)
+    parameters = jax.jit(lambda: unbox(model.initialize(0)))()
+    tokens, segments, positions = batch.tokens, batch.segment_ids, batch.positions
+    weights = np.random.default_rng(0).normal(size=tokens.shape)  # of each token, as of an advantage
+
+    def of_logits(parameters: Any) -> Any:
+        every = jax.nn.log_softmax(model.logits(parameters, tokens, segments, positions))[:, :-1]
+        next_ones = jnp.take_along_axis(every, tokens[:, 1:, None], 2)[..., 0]
+        found = jnp.pad(jnp.where(segments[:, 1:] == segments[:, :-1], next_ones, 0), ((0, 0), (0, 1)))
+        return (found * weights).sum(), found
+
+    def in_chunks(parameters: Any) -> Any:
+        found = model.log_probabilities(parameters, tokens, segments, positions, chunk=6)
+        return (found * weights).sum(), found
+
+    (expected, found) = (jax.jit(jax.grad(each, has_aux=True))(parameters) for each in (of_logits, in_chunks))
+    assert found[1].dtype == jnp.float32 and (found[1][:, -1] == 0).all() and (found[1] != 0).any(0)[:-1].all()
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+    jax.tree.map_with_path(assert_close, found[0], expected[0])
+    given = model.log_probabilities(
+        *(parameters, tokens, segments), hidden=model.hidden(parameters, tokens, segments), chunk=64
     )
+    np.testing.assert_allclose(given, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_logits_of_one_chunk_exist(devices: int) -> None:
+    """The head is gathered once and its gradient is reduced once, in spite of the loop over chunks."""
+    rows, length, chunk = 16 * devices, 1024, 64
+    config = replace(describe_model(1), vocabulary_size=8 * VOCABULARY, tied_head=False)
+    model = jaxopt_llm.LanguageModel(config)
+
+    def loss(parameters: Any, batch: Any) -> jax.Array:
+        return -model.log_probabilities(parameters, batch["tokens"], chunk=chunk).mean()
+
+    batch, mesh_config = {"tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32)}, MeshConfig(fsdp=devices)
+    sections: Any = {"mesh": mesh_config, "training": {"attention": "xla"}}
+    engine = jaxopt_llm.initialize(functools.partial(model.initialize, 0), loss, batch, Config(**sections))
+    mesh = make_mesh(mesh_config, topology.gpu_topology("h200", 1, devices))
+    program = make_engine_program(engine._job, mesh)
+    lowered = topology.lower_without_gpu(program.step, program.state, program.batch)
+    step = topology.compile_without_gpu(lowered, {"xla_gpu_enable_triton_gemm": False})
+    logits = 4 * config.vocabulary_size * 16 * length  # of a device; a step that forms them holds 2.8 times as much
+    assert hlo.read_memory(step).temporaries < logits / 2
+    moved: Counter[Any] = Counter()
+    for each in hlo.list_collectives(step.as_text(), mesh) if devices > 1 else ():
+        moved[each.kind] += each.array_bytes * each.times
+    tables = 2 * config.vocabulary_size * config.width
+    matrices = 3 * config.width * (config.mlp_width + config.width)  # of the layer, at most
+    small = 2**15  # norms and tokens
+    assert moved["all-gather"] <= 2 * (tables + 2 * matrices) + small, "in bfloat16; the layer's backward gathers again"
+    assert moved["reduce-scatter"] <= 4 * (tables + matrices) + small
 
 
 # --- bytes, of programs that are compiled for eight H200s
@@ -201,6 +281,25 @@ def test_attention_is_a_kernel_that_the_engine_chooses() -> None:
     assert choice.name != "xla"  # pallas, or triton where it is installed
 
 
+@pytest.mark.core
+def test_experts_are_products_and_the_router_is_none() -> None:
+    """The router is computed in float32 as it is written: nothing to warn about, and no adapter for it."""
+    config = replace(describe_model(2), moe=MoEConfig(experts=8, expert_width=64))
+    model, batch = jaxopt_llm.LanguageModel(config), {"tokens": jax.ShapeDtypeStruct((8, 16), jnp.int32)}
+
+    def loss(parameters: Any, batch: Any) -> jax.Array:
+        hidden, balance = model.hidden_with_balance(parameters, batch["tokens"])
+        return balance - model.log_probabilities(parameters, batch["tokens"], hidden=hidden).mean()
+
+    engine = jaxopt_llm.initialize(functools.partial(model.initialize, 0), loss, batch, Config(mesh={"fsdp": 8}))
+    found = make_engine_program(engine._job, make_mesh(MESH, topology.gpu_topology("h200", 1, 8))).model
+    assert found.oddities == ()
+    prefix = "segment_0/segment_0/block_0/mlp/"
+    assert {path.removeprefix(prefix) for path in found.products if path.startswith(prefix)} == {"gate", "up", "down"}
+    spec = found.specs["segment_0"]["segment_0"]["block_0"]["mlp"]["up"]
+    assert (spec.axes[:2], spec.contracting) == (("layers", "experts"), (2,))
+
+
 # --- folders
 
 
@@ -222,15 +321,57 @@ def test_weights_of_a_folder_are_read_by_index(tmp_path: Path) -> None:
             np.testing.assert_array_equal(weight[(first, *inner)], array[first], err_msg=path)
 
 
-def log_probability(model: jaxopt_llm.LanguageModel, parameters: Any, batch: Any) -> jax.Array:
-    """Return the log-probability of each row after its fourth token, with the head's products of these tokens only."""
-    hidden = model.hidden(parameters, batch["tokens"])[:, 3:-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(model.head(parameters, hidden), batch["tokens"][:, 4:])
-    return -losses.sum(1)
+EXPERTS = replace(
+    folders.CONFIG, layers=2, pattern=("global",), biases="none", moe=MoEConfig(experts=4, expert_width=8)
+)
+FOLDERS = {
+    "mixtral": EXPERTS,
+    "qwen3_moe": replace(EXPERTS, qk_norm="head", moe=replace(EXPERTS.moe, router_renormalises=False)),
+}
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_a_folder_with_experts_is_read_by_devices_and_trained(family: str, tmp_path: Path) -> None:
+    """The experts of Mixtral as int8 codes, with adapters; those of Qwen3-MoE whole."""
+    path = folders.folder(tmp_path / "model", FOLDERS[family])
+    model, original = jaxopt_llm.LanguageModel(path), jaxopt_llm.load_pretrained(path)
+    lora = {"rank": 2, "base": "int8", "targets": ("*/mlp/up", "*/mlp/down")} if family == "mixtral" else {}
+    tokens = np.random.default_rng(0).integers(200, size=(8, 12))
+
+    def loss(parameters: Any, batch: Any) -> jax.Array:
+        hidden, balance = model.hidden_with_balance(parameters, batch["tokens"])
+        return balance - model.log_probabilities(parameters, batch["tokens"], hidden=hidden).mean()
+
+    engine = jaxopt_llm.initialize(
+        *(model.initialize, loss, {"tokens": tokens}),
+        Config(
+            mesh={"data": 2, "fsdp": 4},
+            precision={"compute_dtype": "float32"},
+            lora=lora,
+            optimizer={"learning_rate": 1e-2},
+            schedule={"kind": "constant", "warmup_steps": 0},
+        ),
+        weights=model.weights,
+    )
+    found = jax.jit(model.logits)(engine.model(), jnp.asarray(tokens))
+    assert toy.distance(found, original.logits(tokens)) < (0.1 if lora else 1e-5)
+    if lora:
+        up = engine.state.frozen["segment_0"]["segment_0"]["block_0"]["mlp"]["up"]
+        assert up.base.codes.dtype == jnp.int8
+        adapter = engine.state.masters["segment_0"]["segment_0"]["block_0"]["mlp"]["up"].lora_a
+        assert adapter.shape == (2, 4, model.config.width, 2), "layers, experts, width, rank"
+    losses = [float(engine.step({"tokens": tokens})["loss"]) for _ in range(5)]
+    assert losses[-1] < losses[0] - 0.01
+    if not lora:
+        model.save_pretrained(tmp_path / "trained", engine.model())
+        assert jaxopt_llm.load_pretrained(tmp_path / "trained").config == original.config
 
 
 def dpo_loss(model: jaxopt_llm.LanguageModel, pair: Any, batch: Any) -> Any:
-    policy, reference = (log_probability(model, pair[name], batch) for name in ("policy", "reference"))
+    """Return the loss of the answers after the fourth token."""
+    policy, reference = (
+        model.log_probabilities(pair[name], batch["tokens"], chunk=5)[:, 3:].sum(1) for name in ("policy", "reference")
+    )
     margin = jnp.where(batch["chosen"], 1, -1) * (policy - reference)
     return -jax.nn.log_sigmoid(margin).mean()
 
@@ -310,11 +451,10 @@ def test_a_new_head_keeps_its_initial_values_and_the_base_is_quantised(folder: P
         ({"heads": 3, "kv_heads": 2}, "LanguageModel: model.heads=3: must be a multiple of"),
         ({"width": "8"}, "LanguageModel: model.width='8': must be"),
         ({"pretrained": "models/llama"}, "LanguageModel: give the folder itself, LanguageModel\\('models/llama'\\)"),
-        (ModelConfig(moe=MoEConfig(experts=4)), "LanguageModel: model.moe.experts=4: experts exchange tokens"),
         ("no/such/folder", "no/such/folder"),
     ],
 )
-def test_a_model_that_is_no_dense_decoder_is_one_line(given: Any, message: str) -> None:
+def test_a_model_that_is_no_decoder_is_one_line(given: Any, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         jaxopt_llm.LanguageModel(given)
     assert "\n" not in str(caught.value)

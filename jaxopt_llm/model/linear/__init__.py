@@ -42,7 +42,8 @@ for activations.)
 
 Leaf classes (leaves.py). A weight of shape [D, F], contracted over D, is one of:
 
-    jax.Array     array [D, F], of a forward that knows no placement and that JAX differentiates (LanguageModel)
+    jax.Array     array [D, F], of a forward that knows no placement and that JAX differentiates (LanguageModel);
+                  grouped products of them are an equation of their own, which engines find (plain_groups.py)
     PlacedWeight  array [D, F]
     Int8Weight    codes int8 [D, F], scales float32 [1, F]
     Nf4Weight     codes uint8 [D/2, F], scales [D/64, F] (float32; uint8 with double quantisation), tops float32 [1, F]

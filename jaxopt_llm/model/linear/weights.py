@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels import products
 from jaxopt_llm.kernels.grouped_matmul import Implementation, OneByOne
-from jaxopt_llm.model.linear import dropout, outliers, quantised
+from jaxopt_llm.model.linear import dropout, outliers, plain_groups, quantised
 from jaxopt_llm.model.linear.leaves import (
     Int8Weight,
     LoraWeight,
@@ -24,7 +25,14 @@ from jaxopt_llm.model.linear.leaves import (
 )
 from jaxopt_llm.model.linear.outliers import SplitInputs
 from jaxopt_llm.model.linear.quantised import Operand, Quantised
-from jaxopt_llm.parallel.gathering import PlacedWeight, WeightShardings, gather_array, reduce_gradient, reduce_parts
+from jaxopt_llm.parallel.gathering import (
+    PlacedWeight,
+    WeightShardings,
+    gather_array,
+    reduce_gradient,
+    reduce_parts,
+    sum_after_loop,
+)
 from jaxopt_llm.parallel.placement import Placement
 
 BaseWeight = PlacedWeight | QuantisedWeight  # a weight without an adapter: one matrix to compute with
@@ -64,7 +72,7 @@ def add_adapter(
 
 def grouped_matmul(
     rows: jax.Array,
-    weight: Weight,
+    weight: Weight | jax.Array,
     sizes: jax.Array,
     kernel: Implementation,
     placement: Placement,
@@ -79,6 +87,8 @@ def grouped_matmul(
     Returns:
         [N, R, F], or [N, R, D] if transposed, in the dtype of rows.
     """
+    if isinstance(weight, jax.Array):
+        return plain_groups.multiply(kernel, placement, transposed, rows, weight, sizes)
     if isinstance(weight, LoraWeight):
         assert weight.magnitude is None and weight.noise is None and not transposed, "lora.problems refuses others"
         low = weight.scale * grouped_matmul(rows, weight.lora_a, sizes, kernel, placement)
@@ -87,11 +97,14 @@ def grouped_matmul(
     return _grouped_matmul(kernel, placement, transposed, rows, *split_perturbation(weight), sizes)
 
 
-def add_grouped_bias(rows: jax.Array, bias: Weight, sizes: jax.Array, placement: Placement) -> jax.Array:
+def add_grouped_bias(rows: jax.Array, bias: Weight | jax.Array, sizes: jax.Array, placement: Placement) -> jax.Array:
     """Add to each row the bias of its group. Arguments as those of `grouped_matmul`, for rows [N, R, F].
 
     bias: [groups, F]. Nothing is added to the rows after the groups.
     """
+    if isinstance(bias, jax.Array):
+        groups = jax.vmap(functools.partial(_find_groups, rows.shape[1]))(sizes)
+        return rows + bias.at[groups].get(mode="fill", fill_value=0)
     assert isinstance(bias, PlacedWeight), "only weights with contracting dimensions have adapters or are quantised"
     return _add_grouped_bias(placement, rows, *split_perturbation(bias), sizes)
 
@@ -129,6 +142,23 @@ def gather_once(params: tree.Tree) -> tree.Tree:
         return replace(weight, array=gather_array(weight), shardings=shardings)
 
     return jax.tree.map(gather, params, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
+
+
+def gather_before_loop(weight: Weight) -> Weight:
+    """Return a weight for the iterations of a loop: gathered before it, with a gradient that is summed after it."""
+
+    def enter(placed: PlacedWeight, dtype: Any = None) -> PlacedWeight:
+        shardings = replace(placed.shardings, resting=placed.shardings.gathered, gather_block=None)
+        return sum_after_loop(replace(placed, array=gather_array(placed, dtype), shardings=shardings))
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, QuantisedWeight):
+            return jax.tree.map(lambda codes: enter(codes, codes.array.dtype), leaf, is_leaf=_is_placed)
+        is_gathered = isinstance(leaf, PlacedWeight) and leaf.shardings.matmul == "compute_dtype"
+        return enter(leaf) if is_gathered else leaf
+
+    gathered: Weight = jax.tree.map(gather, weight, is_leaf=lambda leaf: isinstance(leaf, BaseWeight))
+    return gathered
 
 
 def cast_to_compute(params: tree.Tree) -> tree.Tree:

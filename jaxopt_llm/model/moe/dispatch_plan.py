@@ -244,5 +244,6 @@ class ExpertMesh:
         return jax.lax.all_gather(x, "expert", axis=0, tiled=True) if self.devices > 1 else x
 
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
-        """Sum x over `tensor`, whose devices have partial sums."""
-        return jax.lax.psum(x, "tensor") if self.placement.size("tensor") > 1 else x
+        """Sum x over `tensor`, whose devices have partial sums, unless they have other tokens."""
+        has_parts = self.placement.size("tensor") > 1 and "tensor" not in jax.tree.leaves(tuple(self.tokens))
+        return jax.lax.psum(x, "tensor") if has_parts else x

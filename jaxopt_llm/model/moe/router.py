@@ -152,7 +152,8 @@ def balance_loss(routing: Routing, loss_mask: jax.Array, moe: MoEConfig) -> jax.
     """
     tokens = jnp.sum(loss_mask, axis=1, dtype=jnp.float32)  # [B]
     loads = expert_loads(routing, loss_mask, moe)  # [B, E]
-    mean = jnp.einsum("BSE,BS->BE", normalise(routing.scores), loss_mask.astype(jnp.float32))
+    scores, mask = normalise(routing.scores), loss_mask.astype(jnp.float32)
+    mean = jnp.einsum("BSE,BS->BE", scores, mask, precision=jax.lax.Precision.HIGHEST)
     per_sequence = moe.experts * jnp.sum(loads * mean, axis=-1)
     return jnp.sum(per_sequence / jnp.maximum(tokens * moe.experts_per_token, 1))
 
