@@ -149,7 +149,7 @@ class PipelineStage:
 
     def log_probabilities(self, y: jax.Array, microbatch: Batch) -> jax.Array:
         """Return the log-probability of each target, given the last stage's output y [B, S, D], on all stages."""
-        return self.model.log_probabilities(*self._enter_head(no_perturbations(self.specs), y, microbatch))
+        return self.model.score_targets(*self._enter_head(no_perturbations(self.specs), y, microbatch))[0]
 
     def send(self, x: jax.Array, to: int) -> jax.Array:
         """Send x to a neighbour, and return what the other neighbour sent.

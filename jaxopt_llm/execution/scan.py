@@ -157,15 +157,22 @@ def log_probabilities(
     model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
 ) -> jax.Array:
     """Return the log-probabilities of the targets; see executor.py."""
+    return score_targets(model, params, batch, placement, remat)[0]
+
+
+def score_targets(
+    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each target, and whether no token is more likely, both [M, B, S]."""
     nothing = no_perturbations(model.specs)
 
-    def one_microbatch(batch: Batch) -> jax.Array:
+    def one_microbatch(batch: Batch) -> tuple[jax.Array, jax.Array]:
         context = model.make_context(batch, placement)
         non_layer = attach_non_layer(model.specs, params, nothing, placement)
         x = model.embed(non_layer, batch.tokens, context)
         context = model.add_layer_inputs(non_layer, batch.tokens, x, context)
         x, _, _ = run_segments(model, model_segments(model), params, nothing, x, context, remat)
-        return model.log_probabilities(non_layer, x, batch, context)
+        return model.score_targets(non_layer, x, batch, context)
 
     return jax.lax.map(one_microbatch, batch)
 

@@ -182,16 +182,19 @@ class Decoder:
         placement, head, counts = context.placement, self._head(non_layer, x, context), batch.loss_mask
         targets, classifier = to_device_order(batch.targets, placement), self._classifier(placement)
         if self.preference is not None:
-            found = vocabulary.log_probabilities(*head, targets, classifier, placement)
+            found, _ = vocabulary.score_targets(*head, targets, classifier, placement)
             counts, reported = self.preference.weigh_tokens(to_sequence_order(found, placement), batch)
         tokens = targets, to_device_order(counts, placement)
         objective, loss = vocabulary.cross_entropy(*head, tokens, loss_weight, classifier, placement)
         return objective, loss if self.preference is None else reported
 
-    def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
+    def score_targets(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
         placement, targets = context.placement, to_device_order(batch.targets, context.placement)
         head, classifier = self._head(non_layer, x, context), self._classifier(placement)
-        return to_sequence_order(vocabulary.log_probabilities(*head, targets, classifier, placement), placement)
+        found, most_likely = vocabulary.score_targets(*head, targets, classifier, placement)
+        return to_sequence_order(found, placement), to_sequence_order(most_likely, placement)
 
     @property
     def needs_reference(self) -> bool:

@@ -145,8 +145,13 @@ class Model(Protocol):
     def count(self, batch: Batch) -> jax.Array:
         """Return the number of tokens, or pairs, over which the loss of a batch is summed. batch: fields [..., S]."""
 
-    def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
-        """Return the log-probability of each target, float32 [B, S], of the last block's output x [B, S, D]."""
+    def score_targets(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what the last block's output x [B, S, D] says of the targets, without gradients.
+
+        These are the log-probability of each, float32 [B, S], and whether no token is more likely, bool [B, S].
+        """
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         """Return the empty cache of a layer of this kind, for `batch` sequences of up to `slots` tokens.
