@@ -89,11 +89,11 @@ from jaxopt_llm.inference import models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.self_attention import describe_call
+from jaxopt_llm.observe.report.run_files import EVALUATIONS
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.step.validation import validate
 
-EVALUATIONS = "evaluations"  # folder of a run directory
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 

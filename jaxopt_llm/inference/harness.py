@@ -101,14 +101,15 @@ class HarnessModel(TemplateLM):
         source: the model.
         length: maximum number of tokens of a request.
         batch_tokens: tokens that are computed at once, as far as several requests have them.
+        is_chat: whether prompts are conversations, so that an answer also ends where a turn does.
 
     Attributes:
         cut: number of requests of each kind that were longer than `length`, and lost their first tokens.
     """
 
-    def __init__(self, source: LoadedModel, length: int, batch_tokens: int) -> None:
+    def __init__(self, source: LoadedModel, length: int, batch_tokens: int, is_chat: bool = False) -> None:
         super().__init__()
-        self._source, self.max_length, self._batch_tokens = source, length, batch_tokens
+        self._source, self.max_length, self._batch_tokens, self._is_chat = source, length, batch_tokens, is_chat
         self._scorer = Scorer(source, length, batch_tokens)
         self.cut = defaultdict[str, int](int)
 
@@ -228,7 +229,7 @@ class HarnessModel(TemplateLM):
     def _ends(self) -> frozenset[int]:
         """Ids that end an answer."""
         source = self._source
-        turn_end = self._renderer.find_turn_end() if "_renderer" in self.__dict__ else None
+        turn_end = self._renderer.find_turn_end() if self._is_chat else None
         return find_eos_ids(source.config.data, source.tokenizer, turn_end)
 
     # --- Chat template
@@ -269,7 +270,10 @@ class Tasks(TaskManager):
 
     def __init__(self, options: Options) -> None:
         """Load the tasks. Raises InputError if there is none with a name, or if one cannot be loaded."""
-        super().__init__(include_path=None if options.include_path is None else str(options.include_path))
+        folder = options.include_path
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"--include-path {folder}: there is no such folder; name one with YAML files of tasks")
+        super().__init__(include_path=folder)
         self.names = [name for pattern in options.tasks for name in self._find(pattern)]
         try:
             self._loaded = super().load(self.names)
@@ -304,7 +308,7 @@ def run_tasks(source: LoadedModel, tasks: Tasks, options: Options, length: int, 
 
     length, batch_tokens: see HarnessModel.
     """
-    model = HarnessModel(source, length, batch_tokens)
+    model = HarnessModel(source, length, batch_tokens, options.apply_chat_template)
     with contextlib.redirect_stdout(sys.stderr):  # standard output has the results alone
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model=model,
@@ -324,7 +328,7 @@ def run_tasks(source: LoadedModel, tasks: Tasks, options: Options, length: int, 
 
 def describe_results(results: dict[str, Any]) -> str:
     """Return the harness's tables of results."""
-    return "\n".join(make_table(results, column) for column in ("results", "groups") if column in results)
+    return "\n".join(make_table(results, column).rstrip() for column in ("results", "groups") if column in results)
 
 
 def write_results(results: dict[str, Any], file: Path) -> None:
