@@ -256,9 +256,8 @@ def _read_task_results(folder: Path, notes: list[str]) -> Iterator[TaskResult]:
 def _describe_task_options(own: dict[str, Any]) -> list[str]:
     """Return what the options of an evaluation change of its tasks."""
     told = ["chat template"] * bool(own.get("apply_chat_template"))
-    told += [f"system instruction {own['system_instruction']!r}"] * bool(own.get("system_instruction"))
-    told += [f"limit {own['limit']:g}"] * isinstance(own.get("limit"), float)
-    return told + [f"adapters {own['adapter']}"] * bool(own.get("adapter"))
+    named = {"system_instruction": "system instruction", "limit": "limit", "adapter": "adapters"}
+    return told + [f"{text} {own[name]}" for name, text in named.items() if own.get(name)]
 
 
 def _read_faults(path: Path, notes: list[str]) -> list[dict[str, Any]]:
