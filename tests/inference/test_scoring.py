@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scored(folder: Path) -> tuple[list[Request], list[tuple[float, bool]]]:
     """Requests of all lengths, and their scores by a softmax in float64.
 
-    The last token of every third one is the likeliest. All are computed as rows of their own: what follows a token does not change its logits.
+    The last token of every third one is the likeliest. All are rows of their own: later tokens change no logits.
     """
     random = np.random.default_rng(0)
     sizes = [2, LENGTH + 1, 128, 129, 130, *random.integers(2, LENGTH + 1, 25).tolist()]
