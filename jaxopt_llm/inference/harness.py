@@ -66,7 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Generation:
-    """How a task generates answers.
+    """Settings with which a task generates answers.
 
     sampling: with the most likely tokens, or at random.
     stops: texts that end an answer.
