@@ -1,7 +1,8 @@
-"""Command `evaluate`: loss of a checkpoint.
+"""Command `evaluate`: loss of a checkpoint, or its results in tasks of the lm-evaluation-harness.
 
 python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER] [--batches N]
                               [--section.field VALUE ...]
+python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER] --tasks NAME,... [--num-fewshot N] ...
 """
 
 import argparse
@@ -9,6 +10,8 @@ import functools
 import itertools
 import math
 import sys
+from datetime import UTC, datetime
+from pathlib import Path
 
 from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
@@ -22,12 +25,45 @@ def make_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Compute the loss of a run's checkpoint on its validation sets or held-out documents or, with "
         "--data.paths, on all documents there. The fields of data, evaluation.paths, training.batch_size (rows at "
-        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults.",
+        "once) and training.sequence_length can be given as for jaxopt_llm.train; the run's values are the defaults. "
+        "With --tasks, evaluate it on tasks of EleutherAI's lm-evaluation-harness instead.",
         allow_abbrev=False,
     )
     flags.add_model_flags(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="maximum number of batches to read (default: all)")
+    _add_task_flags(parser)
     return parser
+
+
+def _add_task_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of tasks, named as in the harness's own command."""
+    add = parser.add_argument_group("tasks of the lm-evaluation-harness").add_argument
+    add("--tasks", metavar="NAME,...", help="tasks, groups and tags, separated by commas; wildcards are allowed")
+    add("--num-fewshot", type=errors.whole, metavar="N", help="examples in each prompt (default: the task's)")
+    limit = "number of documents of each task, or their share if below 1, for a first look (default: all)"
+    add("--limit", type=_parse_limit, metavar="N", help=limit)
+    add("--include-path", type=Path, metavar="DIR", help="folder with YAML files of further tasks")
+    template = "write prompts with the chat template of the tokenizer; see --data.chat-template"
+    add("--apply-chat-template", action="store_true", help=template)
+    turns = "make the examples turns of the conversation (default: with --apply-chat-template)"
+    add("--fewshot-as-multiturn", action=argparse.BooleanOptionalAction, help=turns)
+    add(
+        "--system-instruction", metavar="TEXT", help="system message, or text in front of the prompt without a template"
+    )
+    add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that run code that the model writes")
+    output = "file for the results in JSON (default: evaluations/ in the run directory; none for a model folder)"
+    add("--output", type=Path, metavar="FILE", help=output)
+
+
+def _parse_limit(text: str) -> float:
+    """Return a number of documents, or a share of them."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < math.inf or (limit >= 1 and limit % 1):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of documents, or a share between 0 and 1")
+    return limit
 
 
 if __name__ == "__main__":
@@ -37,10 +73,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.rows.loader import read_in_order
@@ -53,6 +91,7 @@ from jaxopt_llm.inference import models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.self_attention import describe_call
+from jaxopt_llm.observe.report.run_files import EVALUATIONS
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.step.validation import validate
@@ -93,35 +132,21 @@ def main() -> int:
     reads_other_data = "--data.paths" in named
     trained = models.open_config(options.checkpoint, options.base, options.family)
     is_folder = not is_run_directory(options.checkpoint)
-    if is_folder and not named & {"--data.paths", "--evaluation.paths"}:
-        problem = "a model folder has no held-out documents"
-        raise InputError(f"--checkpoint {options.checkpoint}: {problem}; name the documents with --data.paths")
+    _check_mode(options, named, is_folder)
     config = _override(trained, overrides, reads_other_data)
+    if options.tasks is not None:
+        length = config.training.sequence_length
+        if is_folder and "--training.sequence-length" not in named:
+            length = huggingface.read_context(hub.find_folder(options.checkpoint, "--checkpoint ")) or length
+        return _evaluate_tasks(options, config, length, quantisation)
     length = config.training.sequence_length
     if is_folder and "--training.sequence-length" not in named:
         limit = f"at most {models.MAX_ROW_TOKENS:,}"
         print(
             f"rows of {length:,} tokens, the model's context, {limit}: see --training.sequence-length", file=sys.stderr
         )
-    # Not the implementation that the run used, because this may be another machine.
-    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
-    attention = choose_attention(visible_devices()[0], "auto", call)
-    if attention.reason:
-        print(f"attention: {attention}", file=sys.stderr)
-    with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        source = models.load_model(
-            options.checkpoint,
-            config.data,
-            attention=attention.name,
-            adapter=options.adapter,
-            step=options.step,
-            base=options.base,
-            quantisation=quantisation,
-            family=options.family,
-        )
-    model = f"step {source.step}"
-    if options.adapter:
-        model = f"the adapters {options.adapter}" + ("" if is_folder else f" over {model}")
+    source = _load_model(options, config, length, quantisation)
+    model = _describe_model(options, source, is_folder)
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
         rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
@@ -140,6 +165,101 @@ def main() -> int:
             f"{model} on {name} ({documents}): {loss:.4f} nats per token, "
             f"perplexity {math.exp(min(loss, 700)):.4g}, {read}"
         )
+    return 0
+
+
+def _check_mode(options: argparse.Namespace, named: set[str], is_folder: bool) -> None:
+    """Raise InputError if flags of losses and of tasks are mixed, or if there are no documents."""
+    of_data = named & {"--data.paths", "--evaluation.paths"}
+    if options.tasks is None:
+        of_tasks = ("num_fewshot", "limit", "include_path", "fewshot_as_multiturn", "system_instruction", "output")
+        given = [name for name in of_tasks if getattr(options, name) is not None]
+        given += [name for name in ("apply_chat_template", "confirm_run_unsafe_code") if getattr(options, name)]
+        if given:
+            raise InputError(f"--{given[0].replace('_', '-')} applies to tasks: add --tasks NAME, or leave it out")
+        if is_folder and not of_data:
+            problem = "a model folder has no held-out documents"
+            raise InputError(
+                f"--checkpoint {options.checkpoint}: {problem}; name the documents with --data.paths, or tasks with "
+                "--tasks"
+            )
+        return
+    for flag in sorted(of_data) + ["--batches"] * (options.batches is not None):
+        raise InputError(f"{flag} applies to the loss of documents: leave it out, or leave out --tasks")
+    if options.fewshot_as_multiturn and not options.apply_chat_template:
+        raise InputError("--fewshot-as-multiturn needs turns of a conversation: add --apply-chat-template")
+
+
+def _load_model(
+    options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
+) -> LoadedModel:
+    """Load the model for rows of this length."""
+    # Not the implementation that the run used, because this may be another machine.
+    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
+    attention = choose_attention(visible_devices()[0], "auto", call)
+    if attention.reason:
+        print(f"attention: {attention}", file=sys.stderr)
+    with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
+        return models.load_model(
+            options.checkpoint,
+            config.data,
+            attention=attention.name,
+            adapter=options.adapter,
+            step=options.step,
+            base=options.base,
+            quantisation=quantisation,
+            family=options.family,
+        )
+
+
+def _describe_model(options: argparse.Namespace, source: LoadedModel, is_folder: bool) -> str:
+    model = f"step {source.step}"
+    if options.adapter:
+        model = f"the adapters {options.adapter}" + ("" if is_folder else f" over {model}")
+    return model
+
+
+def _evaluate_tasks(
+    options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
+) -> int:
+    """Evaluate the model on tasks, print their tables, and write the results. length: tokens of the context."""
+    try:
+        from jaxopt_llm.inference import harness
+    except ModuleNotFoundError as error:
+        install = errors.describe_install("lm-eval")
+        raise InputError(f"--tasks requires the package lm_eval ({error}); run: {install}") from error
+    multiturn = options.fewshot_as_multiturn
+    chosen = harness.Options(
+        tasks=tuple(options.tasks.split(",")),
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        include_path=options.include_path,
+        apply_chat_template=options.apply_chat_template,
+        fewshot_as_multiturn=options.apply_chat_template if multiturn is None else multiturn,
+        system_instruction=options.system_instruction,
+        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+    )
+    tasks = harness.Tasks(chosen)
+    source = _load_model(options, config, length, quantisation)
+    batch_tokens = config.training.batch_size * config.training.sequence_length
+    with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
+        results = harness.run_tasks(source, tasks, chosen, length, batch_tokens)
+    results["jaxopt_llm"] |= {
+        "checkpoint": options.checkpoint,
+        "adapter": options.adapter,
+        "quantise": options.quantise,
+    }
+    for kind, count in results["jaxopt_llm"]["cut_requests"].items():
+        if count:
+            problem = f"{count:,} requests were longer than the context of {length:,} tokens and lost their beginning"
+            print(f"{kind}: {problem}; see --training.sequence-length", file=sys.stderr)
+    print(harness.describe_results(results))
+    file = options.output
+    if file is None and is_run_directory(options.checkpoint):
+        file = options.checkpoint / EVALUATIONS / f"step-{source.step}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    if file is not None:
+        harness.write_results(results, file)
+        print(f"results: {file}", file=sys.stderr)
     return 0
 
 

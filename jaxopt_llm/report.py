@@ -46,7 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=PROGRAM,
         description="Write one HTML page that compares runs: loss, held-out loss, gradient norm, speed, wait for data, "
-        "memory, events, settings and sample answers. It opens from disk and loads nothing from the network.",
+        "memory, events, settings, results of tasks and sample answers. It opens from disk and loads nothing from the "
+        "network.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -23,8 +23,9 @@ from jaxopt_llm.parallel.gathering import reduce_groups
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import GROUP_AXIS, divides_masters, gradient_group_axes, gradient_sharding
 
-# (parameters outside the segments, the last block's output [B, S, D], batch, context) -> [B, S, ...]
-ReadTokens = Callable[[Params, jax.Array, Batch, Context], jax.Array]
+# (parameters outside the segments, the last block's output [B, S, D], batch, context) -> [B, S, ...], or without stages
+# several such arrays
+ReadTokens = Callable[[Params, jax.Array, Batch, Context], Any]
 
 
 @dataclass(frozen=True)

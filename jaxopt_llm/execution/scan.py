@@ -156,11 +156,11 @@ def loss(
 
 def read_tokens(
     read: ReadTokens, model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
-) -> jax.Array:
+) -> Any:
     """Return what `read` returns of each token; see executor.py."""
     nothing = no_perturbations(model.specs)
 
-    def one_microbatch(batch: Batch) -> jax.Array:
+    def one_microbatch(batch: Batch) -> Any:
         context = model.make_context(batch, placement)
         non_layer = attach_non_layer(model.specs, params, nothing, placement)
         x = model.embed(non_layer, batch.tokens, context)

@@ -299,7 +299,8 @@ def read_folder(
         if folder.config.moe.experts:
             raise InputError(f"precision.outlier_threshold={threshold} does not support experts: leave it out")
         precision = replace(precision, matmul="int8", outlier_threshold=threshold)
-    decoder = Decoder(folder.config, attention=attention, grouped_matmul=choose_local_grouped_matmul(precision))
+    products = choose_local_grouped_matmul(precision)
+    decoder = Decoder(folder.config, Config().training.logit_tokens, attention=attention, grouped_matmul=products)
     base = LoraConfig(base=quantisation.base if quantisation else "float")
     model, specs = lora.freeze_model(decoder, base, precision)
     placement = make_placement(count_bytes(specs), precision, tensor)

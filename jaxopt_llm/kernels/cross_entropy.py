@@ -84,6 +84,23 @@ def compute_losses(
     return losses
 
 
+def score_targets(
+    classifier: Classifier, xs: Arrays, tables: Arrays, targets: jax.Array, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each target, float32 [B, S], and whether no token is more likely, bool [B, S].
+
+    Arguments as in `compute_losses`; targets: int [B, S].
+    """
+
+    def chunk(_: None, arrays: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        xs, targets = arrays
+        part = Chunk.make(classifier, xs, tables, (targets, jnp.ones(targets.shape, jnp.bool)), axes)
+        return None, (part.label_logit - part.log_sum, part.label_logit >= part.peak)
+
+    _, scores = _scan_chunks(classifier.chunk, chunk, None, (tuple(xs), targets))
+    return scores
+
+
 def compute_losses_and_gradients(
     classifier: Classifier,
     xs: Arrays,
@@ -162,6 +179,7 @@ class Chunk:
     logits: jax.Array  # [T, V], -inf in columns of padding
     is_label: jax.Array  # bool [T, V]
     counts: jax.Array  # [T], tokens that count, bool or float32 weights
+    peak: jax.Array  # [T], largest logit of the whole vocabulary
     log_sum: jax.Array  # [T], log of the softmax sum over the whole vocabulary
     label_logit: jax.Array  # [T]
 
@@ -174,7 +192,7 @@ class Chunk:
         peak = jax.lax.pmax(jnp.max(logits, axis=-1), axes)
         sums = jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
         total, label_logit = jax.lax.psum(sums, axes)
-        return cls(classifier, logits, is_label, counts, peak + jnp.log(total), label_logit)
+        return cls(classifier, logits, is_label, counts, peak, peak + jnp.log(total), label_logit)
 
     @property
     def losses(self) -> Losses:

@@ -62,8 +62,12 @@ class Head:
 
     def log_probabilities(self) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], without gradients."""
-        found = vocabulary.log_probabilities(self.x, self.table, self._targets, self.classifier, self.placement)
-        return to_sequence_order(found, self.placement)
+        return self.score_targets()[0]
+
+    def score_targets(self) -> tuple[jax.Array, jax.Array]:
+        """Return the log-probability of each target, and whether no token is more likely, [B, S], without gradients."""
+        found, is_best = vocabulary.score_targets(self.x, self.table, self._targets, self.classifier, self.placement)
+        return to_sequence_order(found, self.placement), to_sequence_order(is_best, self.placement)
 
     def scores(self) -> jax.Array:
         """Return the scores of each token, float32 [B, S, N].

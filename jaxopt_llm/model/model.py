@@ -139,6 +139,14 @@ class Model(Protocol):
     def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], of the last block's output x [B, S, D]."""
 
+    def score_targets(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what the last block's output x [B, S, D] says of the targets, without gradients.
+
+        These are the log-probability of each, float32 [B, S], and whether no token is more likely, bool [B, S].
+        """
+
     def head_input(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         """Return what the head's table multiplies, [B, S, D] as the residual stream, of the last block's output x."""
 

@@ -11,7 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.kernels.cross_entropy import Classifier, compute_losses, compute_losses_and_gradients
+from jaxopt_llm.kernels.cross_entropy import (
+    Classifier,
+    compute_losses,
+    compute_losses_and_gradients,
+    score_targets,
+)
 
 pytestmark = pytest.mark.core
 
@@ -111,6 +116,27 @@ def test_a_split_vocabulary_gives_the_same(chunk: int, softcap: float) -> None:
     whole = PartitionSpec()
     split = jax.shard_map(on_device, mesh=mesh, in_specs=rows, out_specs=(whole, whole, rows), check_vma=False)
     assert_near(jax.jit(split)(TABLES), expected(classifier, XS, TABLES))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("chunk, softcap", [(0, 0.0), (5, 1.5)])
+def test_a_target_is_scored_and_compared_with_all_tokens(chunk: int, softcap: float, devices: int) -> None:
+    """Some targets are the most likely tokens. Padding would be more likely, and so would tokens of other devices."""
+    classifier = Classifier(VOCABULARY, softcap, 0.0, chunk)
+    logits = sum(x @ table[:VOCABULARY].T for x, table in zip(XS, TABLES, strict=True))
+    best = logits.argmax(axis=-1)
+    targets = np.where(np.arange(SEQUENCE) % 2, best, TOKENS[0])
+    padded = tuple(np.where(np.arange(PADDED)[:, None] < VOCABULARY, table, np.float32(1e3)) for table in TABLES)
+    mesh = jax.make_mesh((devices,), ("v",), (jax.sharding.AxisType.Auto,))
+    rows, whole = PartitionSpec("v"), PartitionSpec()
+    run = functools.partial(score_targets, classifier, XS, targets=targets, axes=("v",))
+    found, most_likely = jax.jit(
+        jax.shard_map(lambda tables: run(tables=tables), mesh=mesh, in_specs=rows, out_specs=whole, check_vma=False)
+    )(padded)
+    (_, loss), *_ = expected(classifier, XS, TABLES, (targets, np.ones(targets.shape, bool)))
+    assert_near(found, -loss)
+    np.testing.assert_array_equal(most_likely, targets == best)
+    assert 0 < most_likely.sum() < most_likely.size
 
 
 def test_only_the_logits_of_a_chunk_exist_and_each_is_computed_once() -> None:

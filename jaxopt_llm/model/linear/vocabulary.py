@@ -85,10 +85,12 @@ def cross_entropy(
     return objective, *jax.lax.stop_gradient(sums)
 
 
-def log_probabilities(
+def score_targets(
     x: jax.Array, table: Weight, targets: jax.Array, classifier: Classifier, placement: Placement
-) -> jax.Array:
-    """Return the log-probability of each target, float32 [B, S]. It has no gradients.
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each target, float32 [B, S], and whether no token is more likely, bool [B, S].
+
+    They have no gradients.
 
     Arguments are as in `cross_entropy`; targets: int [B, S].
     """
@@ -96,11 +98,11 @@ def log_probabilities(
     arrays = tuple(gather_weight(split_perturbation(table)[0]) for table in tables)
     specs = _TableSpecs.make(placement, tables)
     run = placement.shard_map(
-        functools.partial(kernel.compute_losses, classifier, axes=specs.vocabulary),
-        (specs.xs, specs.tables, (specs.tokens, specs.tokens)),
+        functools.partial(kernel.score_targets, classifier, axes=specs.vocabulary),
+        (specs.xs, specs.tables, specs.tokens),
         specs.tokens,
     )
-    return -run(xs, arrays, (targets, jnp.ones(targets.shape, jnp.bool)))[1]
+    return run(xs, arrays, targets)
 
 
 def _list_terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, BaseWeight]]:

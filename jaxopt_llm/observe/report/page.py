@@ -53,6 +53,7 @@ def render_page(runs: Sequence[Run], plotly: str) -> str:
         headings=headings,
         settings=rows,
         samples=list_samples(runs),
+        evaluations=compare_task_results(runs),
         generator=Markup(GENERATOR),
         style=_read_trusted("page.css"),
         script=_read_trusted("page.js"),
@@ -74,6 +75,7 @@ def _read_trusted(name: str) -> str:
 
 MAX_EVENTS = 200  # of each run, the last ones
 MAX_PROMPTS = 50
+MAX_EVALUATED_STEPS = 8  # of each run, the last ones
 MAX_EARLIER = 20  # earlier answers after a prompt, spread evenly
 MISSING = "–"
 ENDS = {"end": "finished", "stop": "stopped", "fault": "fault"}
@@ -174,6 +176,27 @@ def _format_time(seconds: float) -> str:
         return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):  # not a time of this millennium
         return MISSING
+
+
+def compare_task_results(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the steps of each run in which it was evaluated on tasks, and a row for each metric.
+
+    Of several results of a step, the newest is shown.
+    """
+    values: dict[tuple[str, str, str], dict[tuple[int, float], str]] = {}
+    for number, run in enumerate(runs):
+        for each in run.task_results:
+            error = f" ± {each.error:.4f}" if np.isfinite(each.error) else ""
+            row = values.setdefault((each.task, each.setup, each.metric), {})
+            row[number, each.step] = f"{each.value:.4f}{error}"
+    columns = []
+    for number, run in enumerate(runs):
+        steps = sorted({each.step for each in run.task_results})[-MAX_EVALUATED_STEPS:]
+        columns += [(number, step) for step in steps]
+    return {
+        "columns": [(number, f"{step:,.0f}") for number, step in columns],
+        "rows": [(key, [row.get(column, MISSING) for column in columns]) for key, row in sorted(values.items())],
+    }
 
 
 def list_samples(runs: Sequence[Run]) -> list[dict[str, Any]]:

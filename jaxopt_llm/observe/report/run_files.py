@@ -19,6 +19,7 @@ from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 
 EVAL_LOSS = "eval_loss"
+EVALUATIONS = "evaluations"  # folder with results in tasks of the lm-evaluation-harness
 PREFERENCES = ("rewards/accuracy", "eval_rewards/accuracy", "rewards/margin", "eval_rewards/margin")
 # The numbers of a record that are shown; besides these `eval_loss/NAME`.
 FIELDS = {
@@ -54,6 +55,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class TaskResult:
+    """Metric of a task of the lm-evaluation-harness.
+
+    Attributes:
+        task: name of the task or group.
+        setup: examples in a prompt, and what else changes the task.
+        metric: name of the metric, with that of the filter of the answers.
+        step: step of the checkpoint.
+        error: standard error; NaN if it is not known.
+    """
+
+    task: str
+    setup: str
+    metric: str
+    step: float
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
 class Run:
     """Contents of a run directory.
 
@@ -67,6 +88,7 @@ class Run:
         faults: entries of faults.jsonl that are faults; see `_read_faults`.
         memory: memory.json; None if it is missing or damaged.
         samples: entries of samples.jsonl.
+        task_results: contents of the files of `evaluations`, the oldest first.
         notes: what could not be read.
     """
 
@@ -80,6 +102,7 @@ class Run:
     faults: list[dict[str, Any]]
     memory: dict[str, Any] | None
     samples: list[dict[str, Any]]
+    task_results: list[TaskResult]
     notes: list[str]
 
 
@@ -118,7 +141,8 @@ def read_run(directory: Path, name: str, config: dict[str, Any]) -> Run:
     faults = _read_faults(directory / "faults.jsonl", notes)
     samples = [entry for entry in _read_lines(directory / "samples.jsonl", notes) if _is_sample(entry)]
     memory = _read_memory(directory / "memory.json", notes)
-    return Run(name, directory, config, steps, tokens, curves, events, faults, memory, samples, notes)
+    results = list(_read_task_results(directory / EVALUATIONS, notes))
+    return Run(name, directory, config, steps, tokens, curves, events, faults, memory, samples, results, notes)
 
 
 def to_number(value: Any) -> float:
@@ -207,6 +231,37 @@ def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
     return None
 
 
+def _read_task_results(folder: Path, notes: list[str]) -> Iterator[TaskResult]:
+    """Yield the results of tasks, and of groups in place of the tasks in them."""
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        entry = _parse(path.read_bytes())
+        if not _is_evaluation(entry):
+            notes.append(f"{EVALUATIONS}/{path.name} is not what `evaluate` writes and left out")
+            continue
+        own = entry["jaxopt_llm"]
+        within = {name for names in entry["group_subtasks"].values() for name in names}
+        for task, metrics in entry["results"].items():
+            if task in within:
+                continue
+            shots = entry["n-shot"].get(task)
+            setup = ", ".join([f"{shots} examples"] * (shots is not None) + _describe_task_options(own))
+            for key, value in metrics.items():
+                metric, _, kind = key.partition(",")
+                number = to_number(value)
+                if not kind or metric.endswith("_stderr") or not math.isfinite(number):
+                    continue
+                named = metric if kind == "none" else f"{metric} ({kind})"
+                error = to_number(metrics.get(f"{metric}_stderr,{kind}"))
+                yield TaskResult(task, setup, named, to_number(own.get("step")), number, error)
+
+
+def _describe_task_options(own: dict[str, Any]) -> list[str]:
+    """Return what the options of an evaluation change of its tasks."""
+    told = ["chat template"] * bool(own.get("apply_chat_template"))
+    named = {"system_instruction": "system instruction", "limit": "limit", "adapter": "adapters"}
+    return told + [f"{text} {own[name]}" for name, text in named.items() if own.get(name)]
+
+
 def _read_faults(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the faults that a supervisor has written, each with the seconds that the run was away, if it is back.
 
@@ -221,6 +276,18 @@ def _read_faults(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         ):
             faults.append(entry | {"away": math.nan})
     return faults
+
+
+def _is_evaluation(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    parts = [entry.get(name) for name in ("results", "jaxopt_llm", "group_subtasks", "n-shot")]
+    return (
+        all(isinstance(part, dict) for part in parts)
+        and all(isinstance(metrics, dict) for metrics in entry["results"].values())
+        and all(isinstance(names, list) for names in entry["group_subtasks"].values())
+        and math.isfinite(to_number(entry["jaxopt_llm"].get("step")))
+    )
 
 
 def _is_event(entry: dict[str, Any]) -> bool:
