@@ -181,7 +181,7 @@ class HarnessModel(TemplateLM):
     # --- Generation
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the answer to each prompt, up to a stop string. The next prompt takes the row of one that has ended."""
+        """Return the answer to each prompt, up to a stop string. A prompt takes the row of one that has ended."""
         source, texts, drawn = self._source, list[Continuation](), list[decode.Request]()
         for number, (prompt, settings) in enumerate(request.args for request in requests):
             generation = Generation.read(settings)
