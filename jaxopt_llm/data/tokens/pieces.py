@@ -289,6 +289,7 @@ class TokenStream:
         return any(piece.scores is not None for piece in self.pieces)
 
     def without_scores(self) -> "TokenStream":
+        """Return the same documents without scores."""
         pieces = [replace(piece, scores=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
         return replace(self, pieces=tuple(pieces))
 
