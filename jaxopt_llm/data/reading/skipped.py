@@ -1,4 +1,4 @@
-"""Positions of rows in files, and counts of what is not read: skipped rows by reason, and fields of rows."""
+"""Positions of rows in files, and counts of what is not read as it stands: skipped rows, fields, divided rows."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,6 +53,7 @@ class Skipped:
         examples: position of the first malformed row of each reason. Rows that are not malformed have no example.
         unread: number of rows by the name of a field that nothing reads, such as `id`, or `mood of a message`.
         endless: number of conversations in which no special token ends a learned turn.
+        divided, parts: number of conversations that have several documents, and of these documents.
         columns: the columns of the rows. They are only known if data.columns is set.
     """
 
@@ -60,13 +61,19 @@ class Skipped:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, Position] = {}
         self.unread: Counter[str] = Counter()
-        self.endless = 0
+        self.endless = self.divided = self.parts = 0
         self.columns: set[str] = set()
 
     def add(self, reason: str, example: object = None) -> None:
         self.counts[reason] += 1
         if isinstance(example, Position):
             self.examples.setdefault(reason, example)
+
+    def add_divided(self, parts: int) -> None:
+        """Count a conversation that has this number of documents, if there are several."""
+        if parts > 1:
+            self.divided += 1
+            self.parts += parts
 
     def add_unread(self, field: str, rows: int = 1) -> None:
         if rows:
@@ -80,10 +87,16 @@ class Skipped:
         return [f"{count:,} {reason}{examples.get(reason, '')}" for reason, count in sorted(self.counts.items())]
 
     def describe_notes(self) -> list[str]:
-        """Return what may be wrong with the rows that are read: a line about fields, and a line about ends of turns."""
+        """Return lines about the rows that are read: fields, ends of turns, and conversations of several documents."""
         rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
         ends = f"chat template: no special token ends a learned turn of {rows}, so a model does not learn where to stop"
         notes = [self.describe_unread(), f"{ends}; write one in a copy of the template" if self.endless else ""]
+        if self.divided:
+            have = "conversations have" if self.divided > 1 else "conversation has"
+            notes.append(
+                f"chat template: it changes earlier turns when more turns follow, so {self.divided:,} {have} "
+                f"{self.parts:,} documents, each of which ends with a learned turn as it was served"
+            )
         return [note for note in notes if note]
 
     def describe_unread(self) -> str:
@@ -110,6 +123,8 @@ class Skipped:
             record["unread"] = dict(sorted(self.unread.items()))
         if self.endless:
             record["endless"] = self.endless
+        if self.divided:
+            record |= {"divided": self.divided, "parts": self.parts}
         if self.columns:
             record["columns"] = sorted(self.columns)
         return record
@@ -122,4 +137,6 @@ class Skipped:
         for field, count in record.get("unread", {}).items():
             self.add_unread(field, count)
         self.endless += record.get("endless", 0)
+        self.divided += record.get("divided", 0)
+        self.parts += record.get("parts", 0)
         self.columns.update(record.get("columns", ()))

@@ -300,6 +300,7 @@ class TokenStream:
         return any(piece.reference is not None for piece in self.pieces)
 
     def without_reference(self) -> "TokenStream":
+        """Return the same documents without scores."""
         pieces = [replace(piece, reference=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
         return replace(self, pieces=tuple(pieces))
 

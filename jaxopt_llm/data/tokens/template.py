@@ -151,6 +151,8 @@ class Renderer:
             return
         for _ in range(len(documents) - len(learned)):
             skipped.add(_UNLEARNED)
+        if not is_pair:
+            skipped.add_divided(len(learned))
         yield from learned
 
     def render_prompt(self, messages: list[dict[str, Any]]) -> str:

@@ -326,6 +326,23 @@ def test_turns_without_an_end_are_told(name: str, expected: list[str], tmp_path:
     assert copy.describe_notes() == notes
 
 
+def test_conversations_of_several_documents_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    several = [user("one"), assistant("ein"), user("two"), assistant("zwei")]
+    skipped = Skipped()
+    for messages, name, notes in (
+        (several[:2], "QWEN_3", []),
+        (several, "QWEN_2_5", []),
+        (several, "QWEN_3", ["1 conversation has 2 documents, each"]),
+        ([*several, user("three"), assistant("drei")], "QWEN_3", ["2 conversations have 5 documents, each"]),
+    ):
+        read({"messages": messages}, config(folders[name]), tmp_path, skipped)
+        copy = Skipped()
+        copy.add_record(skipped.to_record([]), [])
+        assert skipped.describe_notes() == copy.describe_notes()
+        found = [note for note in skipped.describe_notes() if "documents" in note]
+        assert len(found) == len(notes) and all(map(str.__contains__, found, notes))
+
+
 def test_bytes_have_no_token_that_could_end_a_turn(tmp_path: Path) -> None:
     (tmp_path / "lines.jinja").write_text("{% for m in messages %}{{ m.content + '\n' }}{% endfor %}")
     skipped, path = Skipped(), str(tmp_path / "lines.jinja")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxopt_llm.config import Config, LoraConfig, MeshConfig, PipelineConfig, cli
+from jaxopt_llm.config.training import Objective
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -67,6 +68,18 @@ def test_a_reference_that_the_step_runs_is_counted(stages: int) -> None:
         training = replace(config.training, objective=objective)
         found = Passes.from_config(replace(config, training=training, lora=lora))
         assert found == replace(plain, repeated_forwards=plain.repeated_forwards + forwards), objective
+
+
+def test_scores_of_the_corpus_cost_no_operations() -> None:
+    def count(objective: Objective, rank: int) -> float:
+        training = replace(RECIPE.training, objective=objective)
+        config = replace(RECIPE, mesh=MeshConfig(fsdp=8), training=training, lora=LoraConfig(rank=rank))
+        state = compute_state_sizes(config)
+        assert state is not None
+        return estimate_work(config, state, Cluster("h100", 1, 8)).flops
+
+    assert count("dpo", 0) == count("cpo", 0)
+    assert count("dpo", 8) > 1.2 * count("cpo", 8)
 
 
 def test_state_and_work_follow_the_largest_chunk() -> None:
