@@ -151,7 +151,7 @@ class Family:
 
     def _read_scores(self, settings: Settings) -> int:
         """Return the number of scores of a config.json, as transformers counts the labels; 0 without scores."""
-        if settings.get("architectures") != [self.classifier]:
+        if not self.classifier or settings.get("architectures") not in (self.classifier, [self.classifier]):
             return 0
         codecs.check_value(settings, "problem_type", "single_label_classification", "regression")
         names, count = settings.get("id2label"), settings.get("num_labels")

@@ -17,6 +17,7 @@ from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 
 FILE = "adapter_config.json"
+OF_SCORES = "SEQ_CLS"  # type of the task of an adapter of a model with scores of documents
 ROWS_ALONE = "TRAINABLE_TOKENS"  # type of an adapter that is only rows of tables
 # Fields that do not affect what a saved adapter computes.
 IGNORED_FIELDS = (
@@ -27,7 +28,7 @@ IGNORED_FIELDS = (
 # Fields with a fixed set of supported values.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA", ROWS_ALONE),
-    "task_type": (None, "CAUSAL_LM", "SEQ_CLS"),
+    "task_type": (None, "CAUSAL_LM", OF_SCORES),
     "bias": (None, "none"),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others also change the base
 }
@@ -188,8 +189,10 @@ FIELD_CHECKS: dict[str, Check] = {
 }
 
 
-def read_peft_config(folder: Path) -> PeftConfig:
+def read_peft_config(folder: Path, scores: bool = True) -> PeftConfig:
     """Read the adapter_config.json of a folder.
+
+    scores: whether the model has scores of documents.
 
     Raises:
         InputError: the folder has no LoRA adapter, or a field has a value that is not supported.
@@ -202,6 +205,11 @@ def read_peft_config(folder: Path) -> PeftConfig:
             undo = "it changes the base: save with path_initial_model_for_weight_conversion, which undoes that"
             more = f"; {undo if name == 'init_lora_weights' else _MERGED}"
             raise InputError(f"{file}: {name}={value!r}: only {supported} is supported{more}")
+    if settings.get("task_type") == OF_SCORES and not scores:
+        raise InputError(
+            f"{file}: task_type={OF_SCORES!r}: the adapter belongs to a model with scores of documents, and this model "
+            "predicts tokens; set --model.scores in training, or merge the adapter with PEFT"
+        )
     if settings["peft_type"] == ROWS_ALONE:
         settings = _describe_without_lora(settings)
     given = {name: value for name, value in settings.items() if value is not None and name not in SUPPORTED_VALUES}
@@ -260,7 +268,7 @@ def write_peft_config(folder: Path, config: PeftConfig, input_first: bool, base:
     """
     content = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
+        "task_type": OF_SCORES if scores else "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "inference_mode": True,
         "bias": "none",

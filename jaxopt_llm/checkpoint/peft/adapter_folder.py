@@ -417,7 +417,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     Raises:
         InputError: the folder is not a complete folder of adapters of the model, or our model cannot express them.
     """
-    peft_config = read_peft_config(path)
+    peft_config = read_peft_config(path, config.scores > 0)
     tensors, base_config = _open_tensors(path), config
     if peft_config.trainable_token_indices:
         token_rows.rename(tensors)

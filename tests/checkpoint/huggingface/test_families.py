@@ -331,7 +331,17 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
             {"model_type": "bert"},
             "model_type='bert': no family of this name is read; the nearest is ",
         ),
-        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        (
+            "llama",
+            {"architectures": ["LlamaForTokenClassification"]},
+            "only LlamaForCausalLM or LlamaForSequenceClassification is read",
+        ),
+        (
+            "llama",
+            {"architectures": ["LlamaForSequenceClassification"], "problem_type": "multi_label_classification"},
+            "problem_type='multi_label_classification': only 'single_label_classification' is read",
+        ),
+        ("cohere", {"architectures": ["CohereForSequenceClassification"]}, "only CohereForCausalLM is read"),
         (
             "llama",
             {"quantization_config": {"quant_method": "hqq"}},
