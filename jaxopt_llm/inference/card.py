@@ -26,8 +26,9 @@ MAX_CARD_BYTES = 2**24
 SECTIONS = ("data", "training", "optimizer", "schedule", "lora", "precision")
 # Settings that say how fast a run computed. The start of a run resolves them.
 SPEED_SETTINGS = ("training.loss_chunk", "training.unroll", "training.attention", "training.grouped_matmul")
-# Settings that name files. The card has the names of the data, of the base and of the adapters elsewhere.
-FILE_SETTINGS = ("data.paths", "data.tokenizer", "data.chat_template", "lora.pretrained")
+# Settings that name files. The card has the names of the data, of the base and of the adapters elsewhere, and not that
+# of a teacher.
+FILE_SETTINGS = ("data.paths", "data.tokenizer", "data.chat_template", "lora.pretrained", "distillation.teacher")
 _LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*[\"']?([\w.+:/ -]+?)[\"']?[ \t]*$", re.MULTILINE)
 _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(@[^/]+)?(/.*)?")
 

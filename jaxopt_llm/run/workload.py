@@ -14,6 +14,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import CheckpointError
 from jaxopt_llm.data.rows.loader import read_ahead
 from jaxopt_llm.data.tokens.prepared import Verification
+from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.objectives import split_loss
@@ -149,6 +150,8 @@ class DecoderWorkload:
         if teacher is None or specs is None:
             return state
         say(f"learns from {teacher.path}")
+        if not (teacher.path / VOCABULARY).exists():
+            say(f"{teacher.path} has no {VOCABULARY}: its ids are taken to be those of {self.config.data.tokenizer}")
         return replace(state, teacher=initial_weights.read_frozen(teacher, specs, placement))
 
     def _restore_student(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:

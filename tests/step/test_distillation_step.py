@@ -14,7 +14,6 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import (
     Config,
     DistillationConfig,
-    LoraConfig,
     MeshConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -84,8 +83,13 @@ def train(config: Config, steps: int, start: Any = None) -> tuple[list[dict[str,
     return records, state
 
 
-def test_a_student_comes_near_its_teacher(teacher: Path) -> None:
-    records, _ = train(configure(teacher), 12)
+@pytest.fixture(scope="module")
+def on_one_device(teacher: Path) -> list[dict[str, float]]:
+    return train(configure(teacher), 12)[0]
+
+
+def test_a_student_comes_near_its_teacher(on_one_device: list[dict[str, float]]) -> None:
+    records = on_one_device
     assert records[-1]["divergence"] < 0.7 * records[0]["divergence"]
     assert all(record["loss"] == record["divergence"] for record in records)
 
@@ -99,19 +103,20 @@ def test_a_student_that_is_its_teacher_learns_nothing(beta: float, teacher: Path
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_a_teacher_in_codes_is_near_the_teacher(base: str, teacher: Path) -> None:
+def test_a_teacher_in_codes_is_near_the_teacher(
+    base: str, teacher: Path, on_one_device: list[dict[str, float]]
+) -> None:
     settings = {"distillation.teacher_base": base, "precision.compute_dtype": "bfloat16", "mesh.fsdp": 2}
     records, state = train(configure(teacher, **settings), 3)
     kinds = {type(leaf) for leaf in jax.tree.leaves(state.teacher, is_leaf=leaves.is_wrapped)}
     assert (leaves.Int8Weight if base == "int8" else leaves.Nf4Weight) in kinds
-    exact, _ = train(configure(teacher), 1)
-    assert records[0]["divergence"] == pytest.approx(exact[0]["divergence"], rel=0.02 if base == "int8" else 0.1)
-    assert records[0]["divergence"] != exact[0]["divergence"]
+    exact = on_one_device[0]["divergence"]
+    assert records[0]["divergence"] == pytest.approx(exact, rel=0.02 if base == "int8" else 0.1)
+    assert abs(records[0]["divergence"] / exact - 1) > 1e-5
 
 
 def test_adapters_learn_from_a_teacher(teacher: Path) -> None:
-    settings = {"lora": LoraConfig(rank=2, base="int8"), "mesh.fsdp": 2, "precision.compute_dtype": "bfloat16"}
-    records, _ = train(configure(teacher, **settings, **{"optimizer.learning_rate": 0.1}), 12)
+    records, _ = train(configure(teacher, **{"lora.rank": 2, "optimizer.learning_rate": 0.1}), 12)
     assert records[-1]["divergence"] < 0.95 * records[0]["divergence"]
 
 
