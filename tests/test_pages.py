@@ -1,9 +1,12 @@
 """The pages of docs/ as the site shows them."""
 
 import re
+from typing import get_args
 
 from commands import ROOT
 from guides import WIDTH
+
+from jaxopt_llm.config.training import Objective
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 # Their blocks are lines of the package, which have up to 120 columns: tests/test_extending.py applies them.
@@ -38,6 +41,12 @@ def test_which_lines_are_code() -> None:
     assert wide_lines(f"```text\n{wide}\n```\n") == [wide]
     assert wide_lines(f"Text\n\n    {wide}\n") == [f"    {wide}"]
     assert not wide_lines(f"{wide}\n\n- a list\n\n    {wide}\n")
+
+
+def test_every_objective_has_a_line_and_a_test() -> None:
+    lines = re.findall(r"^\| `(\w+)` .*\| `(tests/\S+)` \|$", (ROOT / "docs/objectives.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in lines] == [*get_args(Objective)]
+    assert all((ROOT / file).is_file() for _, file in lines)
 
 
 def test_every_page_is_in_the_sidebar_and_fine_tuning_on_several_gpus_is_first() -> None:
