@@ -53,7 +53,7 @@ from jaxopt_llm.data.tokens.template import make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from jaxopt_llm.inference.scores import Reference
+    from jaxopt_llm.inference.reference_scores import Reference
 
 
 def prepare(config: DataConfig, directory: Path, workers: int, reference_name: str = "") -> None:
@@ -222,7 +222,7 @@ def _write_shards(
 
 
 def _open_reference(name: str, config: DataConfig, tokenizer: Tokenizer) -> "Reference":
-    from jaxopt_llm.inference import scores  # imports JAX, which the workers do not need
+    from jaxopt_llm.inference import reference_scores as scores  # imports JAX, which the workers do not need
 
     with _name_reference():
         return scores.open_reference(name, config, tokenizer)
@@ -232,7 +232,7 @@ def _write_scores(
     reference: "Reference", config: DataConfig, directory: Path, dtype: str, console: Console
 ) -> dict[str, Any]:
     """Write the scores of a reference model, or complete them. Return what the manifest says of them."""
-    from jaxopt_llm.inference import scores
+    from jaxopt_llm.inference import reference_scores as scores
     from jaxopt_llm.planning import oom
 
     writer = prepared.ScoreWriter(directory, dtype)

@@ -211,19 +211,23 @@ class _Row:
     Attributes:
         ids: ids whose keys are in its cache, and after them, if it has a request, the ids that follow.
         request: the request that it holds; None if it is free.
+        turn: number of requests that it has had.
         launched: number of tokens of the request whose computation has begun.
         read: number of those that were read.
+        left: slots that its last request has filled. Every step writes keys to the slot after them.
     """
 
     ids: list[int] = field(default_factory=list)
     request: Request | None = None
+    turn: int = 0
     launched: int = 0
     read: int = 0
+    left: int = 0
 
     @property
     def length(self) -> int:
-        """Number of slots that are filled when all computations that have begun are done; of a row with a request."""
-        return len(self.ids) - 1 + self.launched - self.read
+        """Number of slots that are filled when all computations that have begun are done."""
+        return self.left if self.request is None else len(self.ids) - 1 + self.launched - self.read
 
     @property
     def is_active(self) -> bool:
@@ -233,11 +237,12 @@ class _Row:
     def hold(self, request: Request, prompt: list[int]) -> None:
         """Take a request."""
         self.request, self.ids, self.launched, self.read = request, prompt, 0, 0
+        self.turn += 1
 
     def release(self) -> None:
         """Give up the request; the ids whose keys are in the cache stay."""
         if self.request is not None:
-            self.ids = self.ids[: self.length]
+            self.left, self.ids = self.length, self.ids[: self.length]
         self.request = None
 
 
@@ -278,8 +283,8 @@ class TokenGenerator:
         """Use these parameters from now on, with an empty cache. Requests that have not ended are dropped."""
         self._params = params
         self._waiting: deque[Request] = deque()
-        # Of the computations that have begun, oldest first: row and request of each token, tokens, log-probabilities.
-        self._begun: deque[tuple[list[tuple[_Row, Request] | None], jax.Array, jax.Array]] = deque()
+        # Of the computations that have begun, oldest first: row and turn of each token, tokens, log-probabilities.
+        self._begun: deque[tuple[list[tuple[_Row, int] | None], jax.Array, jax.Array]] = deque()
         self._rows = [_Row() for _ in range(self._row_count)]
         self._slots = choose_slots(self._small, self._length)
         self._caches: tree.Tree = self._make_caches(self._slots)
@@ -317,10 +322,11 @@ class TokenGenerator:
 
     def end(self, request: Request) -> None:
         """End a request before its count. Tokens of it whose computation has begun are dropped."""
+        if request in self._waiting:
+            self._waiting.remove(request)
         for row in self._rows:
             if row.request is request:
                 row.release()
-        self._waiting = deque(each for each in self._waiting if each is not request)
 
     def clear(self) -> None:
         """End all requests."""
@@ -359,12 +365,13 @@ class TokenGenerator:
         As in transformers, this is so when a document outgrows its short factors. With dynamic scaling, the frequencies
         change with every token, and keys stay as they were rotated.
         """
-        grows = self._rope.scaling == "longrope" and row.is_active and row.launched > 0
-        return grows and not self._rope.same_frequencies(row.length, row.length + 1)
+        if self._rope.scaling != "longrope" or not row.is_active or not row.launched:
+            return False
+        return not self._rope.same_frequencies(row.length, row.length + 1)
 
     def _step(self) -> None:
         """Draw a token in each active row."""
-        self._reserve(1 + max(row.length for row in self._rows if row.is_active))
+        self._reserve(1 + max(row.length for row in self._rows))
         is_active = np.array([row.is_active for row in self._rows])
         self._state = self._fit_state()
         self._caches, self._state, *drawn = self._programs.step(self._params, self._caches, self._state, is_active)
@@ -388,13 +395,15 @@ class TokenGenerator:
 
         A row that comes again only completes a group.
         """
-        begun: list[tuple[_Row, Request] | None] = []
-        for place, row in enumerate(rows):
-            if row is None or row.request is None or row in rows[:place]:
+        begun: list[tuple[_Row, int] | None] = []
+        seen = set[int]()
+        for row in rows:
+            if row is None or id(row) in seen:
                 begun.append(None)
             else:
+                seen.add(id(row))
                 row.launched += 1
-                begun.append((row, row.request))
+                begun.append((row, row.turn))
         tokens, log_probabilities = drawn
         self._begun.append((begun, tokens, log_probabilities))
 
@@ -403,9 +412,11 @@ class TokenGenerator:
         rows, tokens, log_probabilities = self._begun.popleft()
         found = []
         for place, token, log_probability in zip(rows, *map(np.asarray, (tokens, log_probabilities)), strict=True):
-            if place is None or place[0].request is not place[1]:  # has ended
+            if place is None:
                 continue
-            row, request = place
+            row, request = place[0], place[0].request
+            if request is None or row.turn != place[1]:  # the request has ended
+                continue
             row.ids.append(int(token))
             row.read += 1
             if row.read == request.count:
@@ -432,13 +443,22 @@ class TokenGenerator:
                 postponed.append(self._waiting.popleft())
                 continue
             size = _fill_size(max(longest, len(prompt) - place.begin))
-            if places and size * (len(places) + 1) > MAX_FILL_TOKENS:
+            if places and (size * (len(places) + 1) > MAX_FILL_TOKENS or len(places) == self._count_copied()):
                 break
             longest = max(longest, len(prompt) - place.begin)
             places.append(place)
             place.row.hold(self._waiting.popleft(), prompt)
         self._waiting.extendleft(reversed(postponed))
         return places
+
+    def _count_copied(self) -> int:
+        """Return the maximum number of rows to fill at once. If not all rows are filled, these are copied.
+
+        The copies take at most as many bytes as a small cache. If all rows are free, they are filled where they are.
+        """
+        if all(row.request is None or not row.launched for row in self._rows):
+            return len(self._rows)
+        return max(self._small * len(self._rows) // self._slots, self._groups)
 
     def _find_place(self, prompt: list[int]) -> "_Place | None":
         """Return the free row whose group of devices holds the longest beginning of a prompt; None: no row is free."""

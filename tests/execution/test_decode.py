@@ -245,6 +245,28 @@ def test_an_interrupted_answer_is_continued() -> None:
     np.testing.assert_array_equal(found, afresh([prompt]))
 
 
+def test_a_row_that_has_ended_keeps_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes keys in every row. In one that has ended, they stand after its last slot, also in a full cache."""
+    monkeypatch.setattr(decode, "SMALLEST_CACHE", 8)
+    monkeypatch.setattr(decode, "SMALL_SHARE", 0)
+    generator = watched(rows=2, length=64)
+    requests = [Request(LONG[:28], 5), Request(LONG[40:42], 8)]  # the first one fills all of 32 slots
+    drawn = [each.token for each in generator.run(requests, lambda request: False) if each.request is requests[0]]
+    prompt = np.array([*LONG[:28], *drawn, 7], np.int32)
+    generator.filled.clear()
+    found = generate(generator, [prompt], 4)
+    assert generator.filled == [(32, 16)]
+    np.testing.assert_array_equal(found, afresh([prompt]))
+
+
+def test_a_request_that_comes_again_gets_no_token_of_its_first_turn() -> None:
+    generator, request = watched(), Request(LONG[:20], 9)
+    first = next(generator.run([request], lambda request: False))
+    again = [each.token for each in generator.run([request], lambda request: False)]
+    assert again[0] == first.token
+    np.testing.assert_array_equal(again, alone(LONG[:20]))
+
+
 def test_a_beginning_is_computed_once() -> None:
     """Prompts that begin alike get copies of it, also from a row that another request uses."""
     prompts = [np.concatenate([LONG[:30], LONG[40 + row : 44 + row]]) for row in range(3)] + [LONG[50:55]]

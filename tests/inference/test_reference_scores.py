@@ -20,7 +20,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.pieces import IndexedPiece
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.inference import models, scores
-from jaxopt_llm.inference.scores import Scorer, choose_length, find_context, open_reference, use_all_devices
+from jaxopt_llm.inference.reference_scores import Scorer, choose_length, find_context, open_reference, use_all_devices
 
 LENGTH = 24  # of a row
 
