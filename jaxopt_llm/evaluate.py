@@ -78,6 +78,7 @@ from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
+from jaxopt_llm.config.training import NEXT_TOKEN
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Skipped
@@ -294,6 +295,8 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     # Evaluation runs without the mesh, the microbatches and the remat groups of the run, so the batch and the layers
     # need not be divisible by them.
     trained = fields.replace_fields(trained, {"training.accumulation": 1, "mesh": MeshConfig(), "remat": RematConfig()})
+    if trained.training.distills:  # the loss is that of the next token, without the teacher
+        trained = fields.replace_fields(trained, {"training.objective": NEXT_TOKEN})
     if reads_other_data:  # data.weights belong to the paths of the run
         trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
     config = cli.override_config(trained, overrides, PROGRAM, errors.list_flags(make_parser()))

@@ -69,6 +69,15 @@ def _train_scores(config: Config) -> Config:
     return fields.replace_fields(config, {"training.trainable": (*trainable, SCORES)})
 
 
+def check_predicts_tokens(model: ModelConfig, name: str) -> None:
+    """Raise InputError for a model that gives documents scores. name: the model, as it was given."""
+    if model.scores:
+        raise InputError(
+            f"{name}: this model gives documents scores, and predicts no tokens; name a model with a head over the "
+            "vocabulary"
+        )
+
+
 def make_teacher_config(config: Config) -> Config:
     """Return the configuration of the teacher of a distillation: its model, frozen, with settings for a forward.
 
@@ -99,6 +108,7 @@ def _read_teacher(name: str) -> ModelConfig:
             f"--checkpoint {name} --to FOLDER"
         )
     model = huggingface.read_config(path)[1]
+    check_predicts_tokens(model, f"{TEACHER}={name}")
     stored = {field: fields.get_field(model, field) for field in PRETRAINED_FIELDS}
     read: ModelConfig = fields.replace_fields(ModelConfig(pretrained=name), stored)
     return read

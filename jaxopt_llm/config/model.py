@@ -462,7 +462,7 @@ class ModelConfig:
 
     @property
     def table_is_head(self) -> bool:
-        """Use of the embedding table in two places."""
+        """True if the embedding table is also the head."""
         return self.tied_head and not self.scores
 
     @property

@@ -341,6 +341,8 @@ class Config:
         if training.reads_scores and not scores:
             remedy = "1" if training.objective == "reward" else "the number of classes, or to 1 for labels on a scale"
             found.append(f"{name}: the model has no scores; set --model.scores to {remedy}")
+        if self.data.label_field and not training.reads_scores:
+            found.append(f"data.label_field={self.data.label_field}: {name} reads no labels; set --data.label-field ''")
         if training.objective == "reward" and scores > 1:
             found.append(f"model.scores={scores}: a reward is one score; set --model.scores 1")
         if training.objective == "classify" and not self.data.label_field:

@@ -148,7 +148,7 @@ def _rules(config: Config) -> list[Rule]:
             "training.objective=reward",
             objective == "reward",
         ),
-        ("data.label_field", f"training.objective={objective}", not config.training.reads_scores),
+        ("preference.margin", f"data.label_field={config.data.label_field}", bool(config.data.label_field)),
         ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge")),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, write_model_folder
+from jaxopt_llm.checkpoint.pretrained import check_predicts_tokens
 from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
 from jaxopt_llm.config import AXES, BATCH_AXES, Config, Kind, ModelConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.fields import wrong_types
@@ -73,6 +74,7 @@ class LanguageModel:
             raise InputError(f"LanguageModel: {'; '.join(found)}")
         if self.config.pretrained:
             raise InputError(f"LanguageModel: give the folder itself, LanguageModel({str(self.config.pretrained)!r})")
+        check_predicts_tokens(self.config, f"LanguageModel({'model' if self._folder is None else self._folder.path})")
         self._decoder = Decoder(self.config, attention="auto")
 
     @property

@@ -66,7 +66,7 @@ class Drawn:
     Attributes:
         request: the request.
         token: its id.
-        log_probability: that of the token in the model's distribution, which no setting of sampling changes.
+        log_probability: log-probability of the token by the model, before any setting of sampling.
     """
 
     request: Request
@@ -80,7 +80,7 @@ class Rows:
 
     Attributes:
         tokens: int32, the last token of each row, whose keys are not in the cache.
-        slots: int32, filled slots of the cache, which is the slot of that token.
+        slots: int32, number of filled slots of the cache; the last token goes to this slot.
         draws: settings and random numbers of each row.
     """
 
@@ -96,7 +96,7 @@ class Filling:
     Attributes:
         row, source: int32 [N], the row to fill and the row whose cache it begins with, counted in their group of
             devices. None if all rows are filled, each from its own cache.
-        is_new: bool [N], False for places that only complete a group: their rows stay as they are.
+        is_new: bool [N], False for places of groups without a row to fill, and with all rows for those that stay.
         tokens: int32 [N, S].
         first: int32 [N], slot of the first of these tokens. last: int32 [N], index in them of the last token.
         draws: of the new rows.
@@ -265,6 +265,7 @@ class TokenGenerator:
         self, model: Model, params: Params, placement: Placement, vocabulary_size: int, rows: int, length: int
     ) -> None:
         self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
+        self._replicated = placement.replicated
         self._rope, self._vocabulary_size, self._length = model.rope, vocabulary_size, length
         self._row_count, dtype = rows + -rows % self._groups, placement.precision.compute_dtype
         self._make_caches = jax.jit(
@@ -288,7 +289,8 @@ class TokenGenerator:
         self._rows = [_Row() for _ in range(self._row_count)]
         self._slots = choose_slots(self._small, self._length)
         self._caches: tree.Tree = self._make_caches(self._slots)
-        self._state = empty_rows(self._row_count)
+        # On the devices, as the programs return it: otherwise they would be compiled again after their first call.
+        self._state = jax.tree.map(self._replicate, empty_rows(self._row_count))
 
     def unload(self) -> None:
         """Free the cache and the parameters, until `load` is called. The compiled programs stay."""
@@ -378,7 +380,14 @@ class TokenGenerator:
         self._record([row if row.is_active else None for row in self._rows], drawn)
 
     def _fit_state(self) -> Rows:
-        return replace(self._state, draws=self._fit(self._state.draws))
+        draws = self._fit(self._state.draws)
+        if draws.seen is not self._state.draws.seen:
+            draws = replace(draws, seen=self._replicate(draws.seen))
+        return replace(self._state, draws=draws)
+
+    def _replicate(self, array: NDArray[Any]) -> jax.Array:
+        """Return an array on all devices. All processes have the same values."""
+        return jax.make_array_from_callback(array.shape, self._replicated, lambda index: array[index])
 
     def _fit(self, draws: Draws, rows: Iterable[_Row | None] = ()) -> Draws:
         """Return draws for programs with the features that requests need. rows: those that the draws are of."""
@@ -454,7 +463,7 @@ class TokenGenerator:
     def _count_copied(self) -> int:
         """Return the maximum number of rows to fill at once. If not all rows are filled, these are copied.
 
-        The copies take at most as many bytes as a small cache. If all rows are free, they are filled where they are.
+        The copies take at most as many bytes as a small cache, unless all rows are free.
         """
         if all(row.request is None or not row.launched for row in self._rows):
             return len(self._rows)
@@ -532,7 +541,8 @@ class TokenGenerator:
             ids[: len(rest)] = rest
             first.append(begin)
             last.append(max(len(rest) - 1, 0))
-        requests = [Request(ids, 1) if place.row.request is None else place.row.request for place in places]
+        nothing = Request(np.zeros(1, np.int32), 1)
+        requests = [place.row.request or nothing for place in places]
         draws = make_draws(
             [request.sampling for request in requests],
             [request.number for request in requests],

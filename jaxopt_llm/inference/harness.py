@@ -42,7 +42,7 @@ NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the harness, as its own command has them.
+    """Options of the harness, named as in its own command.
 
     Attributes:
         tasks: names of tasks, groups and tags, which may have wildcards.
@@ -98,7 +98,7 @@ class Generation:
 
 
 class HarnessModel(TemplateLM):
-    """Model as the harness asks it.
+    """Model with the interface that the harness calls.
 
     Args:
         source: the model.

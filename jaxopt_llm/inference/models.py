@@ -209,12 +209,7 @@ def load_model(
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory, base, family)
-    if config.model.scores:
-        raise InputError(
-            f"--checkpoint {directory}: this model gives documents scores, and predicts no tokens; its held-out losses "
-            "are in metrics.jsonl, and `convert export` writes a folder that transformers loads as "
-            "AutoModelForSequenceClassification"
-        )
+    pretrained.check_predicts_tokens(config.model, f"--checkpoint {directory}")
     config = replace(config, data=data or config.data)
     adapters = None
     if folder and step is not None:

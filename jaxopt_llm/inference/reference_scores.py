@@ -71,7 +71,7 @@ def open_reference(name: str, data: DataConfig, tokenizer: Tokenizer) -> Referen
         CheckpointError: the run has no usable checkpoint.
     """
     absolute, directory = hub.absolute_name(name), hub.find_folder(name, FLAG)
-    models.open_config(directory)
+    pretrained.check_predicts_tokens(models.open_config(directory).model, f"{FLAG}{name}")
     if is_run_directory(directory):
         same = read_tokenizer_digest(directory) == tokenizer.sha256
         step: int = models.use_checkpoint(directory, None, lambda _, step: step)

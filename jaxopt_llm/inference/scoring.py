@@ -35,7 +35,7 @@ class Request:
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation, and whether no token of it has a likelier one in its place."""
+    """Log-likelihood of a continuation, and whether each of its tokens is the most likely one."""
 
     log_likelihood: float
     is_greedy: bool

@@ -168,7 +168,7 @@ def to_device_order(tokens: jax.Array, placement: Placement) -> jax.Array:
 
 
 def to_sequence_order(values: jax.Array, placement: Placement) -> jax.Array:
-    """Return [B, S, ...] values of tokens, in the order in which the devices hold the positions, in that of the rows.
+    """Reorder values of tokens [B, S, ...] from the order of the devices to the order of the sequence.
 
     Every device gets whole rows.
     """

@@ -17,7 +17,7 @@ from jaxopt_llm.data.tokens.corpus import Corpus
 from jaxopt_llm.data.tokens.pieces import ReferenceScores
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_files import describe_bytes, keep_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 
 # Kinds of files in a run, in the folder of a model or of adapters, in a corpus, and in a prepared corpus.
@@ -173,7 +173,11 @@ def check_tokenizer_of_teacher(config: Config, tokenizer: Tokenizer) -> None:
             + remedy
         )
     folder = hub.find_folder(config.distillation.teacher, f"{TEACHER}=", weights=False)
-    if config.data.uses_bytes or not (folder / VOCABULARY).exists():
+    if not (folder / VOCABULARY).exists():
+        return
+    if config.data.uses_bytes:
+        if json_files.parse((folder / VOCABULARY).read_bytes()) != describe_bytes():
+            raise InputError(f"{name} has a tokenizer, and data.tokenizer is bytes: {remedy}")
         return
     other = load_tokenizer(replace(config.data, tokenizer=str(folder), bos="", eos=""))
     special = {*tokenizer.special_tokens, *other.special_tokens}

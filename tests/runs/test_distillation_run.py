@@ -14,6 +14,10 @@ from commands import assert_one_line, command, metrics, some_text, tiny
 from texts import write_byte_tokenizer
 
 from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
+from jaxopt_llm.config import Config, DataConfig, DistillationConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
+from jaxopt_llm.run.directory import check_tokenizer_of_teacher
 
 TEACHER = replace(folders.CONFIG, pattern=("global",), layers=2, vocabulary_size=300)
 
@@ -88,6 +92,11 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path, teacher: Path, f
     refuse(other, "its tokenizer differs from", "gives 'a' 64, and the teacher's 65", "with the same tokenizer")
     small = folders.folder(tmp_path / "small", replace(TEACHER, vocabulary_size=200))
     refuse(small, "has 200 token ids, and the tokenizer", "257")
+    scored = folders.folder(tmp_path / "scored", replace(TEACHER, scores=1))
+    refuse(scored, f"distillation.teacher={scored}: this model gives documents scores, and predicts no tokens")
+    config = Config(data=DataConfig(), distillation=DistillationConfig(teacher=str(teacher)))
+    with pytest.raises(InputError, match="has a tokenizer, and data.tokenizer is bytes: .*the same tokenizer"):
+        check_tokenizer_of_teacher(config, ByteTokenizer())
     a_run = tmp_path / "a_run"
     a_run.mkdir()
     (a_run / "config.json").write_text("{}")

@@ -34,6 +34,7 @@ CLASSES = Config(
         ({"model.scores": 0, "training.objective": "reward"}, "set --model.scores to 1$"),
         ({"training.objective": "reward"}, "model.scores=3: a reward is one score; set --model.scores 1"),
         ({"data.label_field": ""}, "classify: name the column of the labels with --data.label-field"),
+        ({"model.scores": 0, "training.objective": "dpo"}, "data.label_field=label: .*=dpo reads no labels; set"),
         ({"evaluation.samples": 2}, "evaluation.samples=2: a model with scores writes no text"),
         ({"training.z_loss": 0.1}, "classify does not support training.z_loss=0.1"),
         ({"training.local_steps": 2}, "classify does not support training.local_steps=2"),

@@ -68,7 +68,7 @@ def keep_tokenizer(
 def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the files of a tokenizer and its chat template for transformers into an existing folder."""
     if config.uses_bytes:
-        _write_json(folder / VOCABULARY, _describe_bytes())
+        _write_json(folder / VOCABULARY, describe_bytes())
         settings: dict[str, Any] = {}
     else:
         _copy_own_files(config, folder)
@@ -163,7 +163,7 @@ def _add_bos(file: Path, name: str, index: int) -> None:
     _write_json(file, content)
 
 
-def _describe_bytes() -> dict[str, Any]:
+def describe_bytes() -> dict[str, Any]:
     """Return the tokenizer.json of the byte tokenizer: a byte-level BPE without merges, whose ids are the bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

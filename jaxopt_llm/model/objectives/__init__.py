@@ -19,14 +19,11 @@ from jaxopt_llm.model.head import Head
 class Objective(Protocol):
     """An objective of training. Its sums are over units: tokens, documents, or pairs of documents.
 
-    needs_reference: whether it reads `Batch.reference`. needs_teacher: whether it reads `Batch.teacher`.
+    needs_reference: whether it reads `Batch.reference`.
     """
 
     @property
     def needs_reference(self) -> bool: ...
-
-    @property
-    def needs_teacher(self) -> bool: ...
 
     def count(self, batch: Batch) -> jax.Array:
         """Return the number of units in a batch, int32. batch: fields [..., S]."""
@@ -50,7 +47,6 @@ class NextToken:
     """The cross-entropy of the token that follows each token. It reports the loss alone."""
 
     needs_reference: ClassVar[bool] = False
-    needs_teacher: ClassVar[bool] = False
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(batch.loss_mask)

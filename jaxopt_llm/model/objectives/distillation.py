@@ -25,7 +25,6 @@ class Distillation:
 
     settings: Divergence
     needs_reference: ClassVar[bool] = False
-    needs_teacher: ClassVar[bool] = True
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(batch.loss_mask)

@@ -22,7 +22,7 @@ Letters: B batch, S sequence.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,6 @@ class Preference:
 
     name: str
     settings: PreferenceConfig
-    needs_teacher: ClassVar[bool] = False
 
     @property
     def needs_reference(self) -> bool:

@@ -32,7 +32,6 @@ class Reward:
 
     settings: PreferenceConfig
     needs_reference: ClassVar[bool] = False
-    needs_teacher: ClassVar[bool] = False
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
@@ -59,11 +58,10 @@ class Reward:
 
 @dataclass(frozen=True)
 class Classify:
-    """The label of each document. scores: their number, N."""
+    """The label of each document. scores: number of scores, N."""
 
     scores: int
     needs_reference: ClassVar[bool] = False
-    needs_teacher: ClassVar[bool] = False
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1))

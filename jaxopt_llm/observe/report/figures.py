@@ -57,6 +57,8 @@ PLOTS = (
     Plot("eval_rewards/margin", "Held-out margin of rewards", "chosen - rejected", ".4~g"),
     Plot("accuracy", "Documents of the right class", "share", ".1%", from_zero=True),
     Plot("eval_accuracy", "Held-out documents of the right class", "share", ".1%", from_zero=True),
+    Plot("divergence", "Divergence from the teacher", "nats per token", ".4f", from_zero=True),
+    Plot("eval_divergence", "Held-out divergence from the teacher", "nats per token", ".4f", from_zero=True),
     Plot("grad_norm", "Gradient norm", "before the clip", ".4~g", log=True),
     Plot("learning_rate", "Learning rate", "", ".3~g", from_zero=True),
     Plot("tokens_per_second", "Throughput", "tokens per second", ",.0f", from_zero=True),

@@ -36,8 +36,8 @@ FIELDS = {
     "mfu",
     "peak_bytes",
     *PREFERENCES,
-    "accuracy",
-    "eval_accuracy",
+    *("accuracy", "eval_accuracy"),
+    *("divergence", "eval_divergence"),
 }
 
 
