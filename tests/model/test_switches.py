@@ -166,9 +166,10 @@ def test_every_switch_is_on_in_some_model() -> None:
         "resize_vocabulary",
         "last_layers",
         "mtp_layers",
+        "scores",
         *(name for name, _, _ in walk_fields(MoEConfig, "moe.")),
     }  # tested in test_decoder.py, test_larger_vocabulary.py, test_trainable.py, test_router_bias.py, test_experts.py,
-    # test_refusals_hf_torch.py, test_mtp.py
+    # test_refusals_hf_torch.py, test_mtp.py, test_scores_hf_torch.py
     fields = {name for name, _, _ in walk_fields(ModelConfig)}
     assert set().union(*SWITCHES.values()) == fields - sizes - elsewhere
 
