@@ -163,7 +163,11 @@ def test_every_command_reads_a_renamed_family_on_request(tmp_path: Path) -> None
     [
         ({"model_type": "fourth"}, "lama", "model.family=lama: no such family; choose one of .*llama"),
         ({}, "mistral", "model.family=mistral: its model_type is 'llama', which is read; leave model.family out"),
-        ({"architectures": ["LlamaModel", "LlamaForCausalLM"]}, "", "only LlamaForCausalLM (and|or) LlamaForSequenceClassification (is|are) read"),
+        (
+            {"architectures": ["LlamaModel", "LlamaForCausalLM"]},
+            "",
+            "only LlamaForCausalLM (and|or) LlamaForSequenceClassification (is|are) read",
+        ),
         ({"model_type": ["llama"]}, "", r"model_type=\['llama'\]: no family of this name is read"),
     ],
 )

@@ -19,7 +19,8 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.pieces import IndexedPiece
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
-from jaxopt_llm.inference import models, scores
+from jaxopt_llm.inference import models
+from jaxopt_llm.inference import reference_scores as scores
 from jaxopt_llm.inference.reference_scores import Scorer, choose_length, find_context, open_reference, use_all_devices
 
 LENGTH = 24  # of a row
