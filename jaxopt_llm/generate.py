@@ -215,18 +215,10 @@ def _check_mode(arguments: argparse.Namespace, prompts: list[str]) -> None:
 def _check_sampling(tokens: int, sampling: Sampling, stops: list[str]) -> None:
     if not 1 <= tokens <= MAX_TOKENS:
         raise InputError(f"--tokens {tokens}: must lie between 1 and {MAX_TOKENS:,}")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise InputError(f"--temperature {sampling.temperature}: must be at least 0")
-    if sampling.top_k < 0:
-        raise InputError(f"--top-k {sampling.top_k}: must be at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise InputError(f"--top-p {sampling.top_p}: must be above 0 and at most 1")
-    if not 0 <= sampling.min_p < 1:
-        raise InputError(f"--min-p {sampling.min_p}: must be at least 0 and below 1")
+    for name, needed in sampling.problems().items():
+        raise InputError(f"--{name.replace('_', '-')} {getattr(sampling, name)}: must be {needed}")
     if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         raise InputError("--top-k, --top-p and --min-p need sampling: set --temperature above 0")
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        raise InputError(f"--repetition-penalty {sampling.repetition_penalty}: must be above 0")
     if not 0 <= sampling.seed < 2**32:
         raise InputError(f"--seed {sampling.seed}: must lie between 0 and 2**32 - 1")
     if "" in stops:

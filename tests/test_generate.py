@@ -123,6 +123,8 @@ def test_nothing_follows_the_end_of_the_document() -> None:
         ("--prompt x --temperature nan", "--temperature nan: must be at least 0"),
         ("--prompt x --temperature 1 --top-k -1", "--top-k -1: must be at least 0"),
         ("--prompt x --temperature 1 --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
+        ("--prompt x --temperature 1 --min-p 1", "--min-p 1.0: must be at least 0 and below 1"),
+        ("--prompt x --repetition-penalty 0", "--repetition-penalty 0.0: must be above 0"),
         ("--prompt x --top-p 0.9", "set --temperature above 0"),
         ("--prompt x --seed -1", "--seed -1: must lie between"),
         ("--prompt x --stop=", "--stop is empty"),

@@ -37,6 +37,22 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
 
+    def problems(self) -> dict[str, str]:
+        """Return what each wrong setting must be, by its name."""
+        valid = {
+            "temperature": (lambda x: 0 <= x < float("inf"), "at least 0"),
+            "top_k": (lambda x: x >= 0, "at least 0"),
+            "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+            "min_p": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
+            "repetition_penalty": (lambda x: 0 < x < float("inf"), "above 0"),
+        }
+        given = {name: getattr(self, name) for name in valid}
+        return {
+            name: needed
+            for name, (is_valid, needed) in valid.items()
+            if not isinstance(given[name], int | float) or not is_valid(given[name])
+        }
+
     @property
     def filters(self) -> bool:
         """True if some tokens are not sampled."""

@@ -94,6 +94,11 @@ class Generation:
                 f"--tasks: a task asks for generation with {told}, which is not supported; give a copy of the task "
                 "without it by --include-path"
             )
+        for name, needed in sampling.problems().items():
+            raise InputError(
+                f"--tasks: a task asks for generation with {name}={getattr(sampling, name)!r}, which must be {needed}; "
+                "give a corrected copy of the task by --include-path"
+            )
         return cls(sampling, stops, tokens)
 
 

@@ -114,6 +114,9 @@ def test_answers_are_sampled_as_a_task_says(source: LoadedModel) -> None:
     settings = {"temperature": 5.0, "max_gen_toks": 12}
     first, second = make_model(source).generate_until([Instance(("one", settings))] * 2)
     assert first != second
+    for wrong in ({"top_p": 0}, {"top_k": -1}, {"top_k": None}):
+        with pytest.raises(InputError, match=rf"generation with {next(iter(wrong))}=.*, which must be"):
+            Generation.read({"temperature": 0.5, "do_sample": True} | wrong)
     with pytest.raises(InputError, match="generation with num_beams=4, which is not supported"):
         Generation.read({"num_beams": 4})
 
