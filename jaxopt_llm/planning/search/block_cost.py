@@ -127,6 +127,15 @@ class LayerCost:
                 waiting += max(0.0, moved - per_number * multiplied)
         return waiting
 
+    def count_operands(self) -> float:
+        """Return the numbers that the gradients of weights are formed from.
+
+        They are what the products read, and the gradients of what they make.
+        """
+        trained = [product for product in self.trace.products if product.trained]
+        read, made = {product.reads for product in trained}, {product.result for product in trained}
+        return sum(self.count(tuple(mark for mark in marks if mark)) for marks in (read, made))
+
     @property
     def has_experts(self) -> bool:
         return any(product.of_experts for product in self.trace.products)
@@ -171,6 +180,11 @@ class BlockCost:
     def count_saved(self, remat: RematConfig) -> float:
         """Return the numbers that are saved on the device for the backward, those of the block's input included."""
         return self.average(lambda layer: layer.count(_list_on_device(layer, remat)))
+
+    @functools.cache
+    def count_operands(self) -> float:
+        """Return the numbers that the gradients of weights are formed from (LayerCost.count_operands)."""
+        return self.average(LayerCost.count_operands)
 
     @functools.cache
     def count_offloaded(self, remat: RematConfig) -> float:
