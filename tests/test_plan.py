@@ -372,6 +372,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "on stages": {
         "mesh": MeshConfig(pipeline=2, expert=4),
         "training": TrainingConfig(batch_size=128, sequence_length=128, accumulation=4),
+        "pipeline": PipelineConfig(residuals="recompute"),
     },
     "beside MLPs": {"moe.shared_expert_width": 1024, "moe.dense_layers": 2, "mlp_width": 4096},
 }
