@@ -26,7 +26,7 @@ from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.remat import name_recomputed
+from jaxopt_llm.execution.segments import name_recomputed
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxopt_llm.config import Config, LoraConfig, MeshConfig, ModelConfig, PrecisionConfig, RematConfig, ShardingConfig
-from jaxopt_llm.execution import remat as policies
+from jaxopt_llm.execution import segments as policies
 from jaxopt_llm.execution.trace import TOKENS, Backward, BlockTrace, Mark, Product, trace_blocks
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.param import ParamSpec
