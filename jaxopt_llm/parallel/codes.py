@@ -12,20 +12,27 @@ microbatch, where there are no gradient groups (`sharding.fsdp_gradients` and `s
 
 Letters: N values of the last dimension of an array, V values of a block; of sums, N parts, P of them along the mesh
 axes that divide the rows of the batch, and C along the axes that divide the sequence.
+
+Format of blocks of codes: values that share a scale, for collectives of JAX and for messages without it.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.core.block_format import BLOCK_SIZES, MAX_CODES, Bits
 from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.parallel.placement import Dims, Placement, Spec
+
+Bits = Literal[4, 8]
+BLOCK_SIZES = (128, 64, 32)  # values that share a float32 scale: 3% of the bytes of int8 codes, then 6% and 12%
+MAX_CODES: dict[Bits, int] = {8: 127, 4: 7}  # symmetric, with a code for 0
+
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}  # of the formats of gradients that are not exact
 ROW_AXES = ("data", "fsdp")  # the mesh axes that divide the rows, outermost first

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.config.unread import divides_gradients
-from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.parallel.axes import STORAGE_AXES
+from jaxopt_llm.parallel.codes import BLOCK_SIZES
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost, count_head_values
