@@ -29,9 +29,9 @@ from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.breakdown import break_down_step
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.links import TimedCollective, sum_traffic, time_collectives
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.run.directory import stores_frozen_weights
 from jaxopt_llm.step.program import make_program
 from jaxopt_llm.step.validation import validate

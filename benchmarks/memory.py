@@ -28,8 +28,8 @@ from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 ROOMY = 2**40  # memory of a GPU, in bytes, that has room for anything

@@ -87,7 +87,7 @@ from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
 from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
-from jaxopt_llm.planning.free_memory import count_chip_bytes
+from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
 from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
@@ -96,7 +96,6 @@ from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
 from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan, make_plans
-from jaxopt_llm.planning.units import GIB, choose_unit
 from jaxopt_llm.step.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB

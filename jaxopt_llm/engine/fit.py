@@ -31,9 +31,9 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.offload import count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.free_memory import choose_unit
 from jaxopt_llm.planning.memory import KnownShapes, write_memory
 from jaxopt_llm.planning.oom import STEP, OomExplainer
-from jaxopt_llm.planning.units import choose_unit
 from jaxopt_llm.run.directory import has_checkpoint, read_decay_steps
 from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.records import Records, open_records

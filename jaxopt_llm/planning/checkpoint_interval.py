@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxopt_llm.config import Config
-from jaxopt_llm.planning.units import choose_unit
+from jaxopt_llm.planning.free_memory import choose_unit
 from jaxopt_llm.step.state import StateSpecs, checkpoint_specs
 
 LONG_SECONDS = 2 * 3600  # work that a crash may lose, at most, before a shorter interval is advised

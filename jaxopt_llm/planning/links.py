@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
+from jaxopt_llm.planning.free_memory import choose_unit
 from jaxopt_llm.planning.overlap import find_exposed_seconds
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
-from jaxopt_llm.planning.units import choose_unit
 
 
 @dataclass(frozen=True)

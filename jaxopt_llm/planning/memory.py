@@ -22,8 +22,8 @@ from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding, parameter_sharding
 from jaxopt_llm.planning.activations import Activations
+from jaxopt_llm.planning.free_memory import GIB, choose_unit
 from jaxopt_llm.planning.search.passes import Passes
-from jaxopt_llm.planning.units import GIB, choose_unit
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs, TrainState
 from jaxopt_llm.step.update import UPDATE

@@ -18,8 +18,8 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import advice, prediction
 from jaxopt_llm.planning.advice import Advice, advise, format_advice
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.planning.units import GIB
 
 CLUSTER = Cluster("h100", 1, 8)
 SMALL = Config(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.fields import SEARCHED
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult
 from jaxopt_llm.planning.search.report import describe_mesh, describe_pipeline, describe_remat, describe_sharding
 from jaxopt_llm.planning.search.roofline import LABELS
-from jaxopt_llm.planning.units import GIB
 
 
 @dataclass(frozen=True)

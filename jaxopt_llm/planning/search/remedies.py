@@ -7,11 +7,10 @@ from dataclasses import replace
 from jaxopt_llm.compiler.chips import CHIPS, Chip
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.fields import METADATA, SEARCHED
-from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
+from jaxopt_llm.planning.free_memory import GIB, count_chip_bytes, leave_free
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate_all, order_candidates
 from jaxopt_llm.planning.search.report import format_flags
 from jaxopt_llm.planning.search.roofline import Cluster, compute_step_time
-from jaxopt_llm.planning.units import GIB
 
 ADAPTER_RANK = 16  # rank of the adapters that are suggested
 MAX_REMEDIES = 3

@@ -7,9 +7,8 @@ from typing import Any
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, fields
 from jaxopt_llm.config.fields import FIELDS, SEARCHED
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.planning.free_memory import FREE
+from jaxopt_llm.planning.free_memory import FREE, GIB
 from jaxopt_llm.planning.search.ranking import CompiledCandidate, SearchResult
-from jaxopt_llm.planning.units import GIB
 
 
 def describe_mesh(mesh: MeshConfig) -> str:
