@@ -36,13 +36,12 @@ from jaxopt_llm.core.intermediate import Intermediate, Role
 from jaxopt_llm.execution.by_layer import read_rows, select_period
 from jaxopt_llm.model import param
 from jaxopt_llm.model.context import Context, NewCache
-from jaxopt_llm.model.intermediates import mark
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.linear.leaves import adapter_paths, join_scaled
 from jaxopt_llm.model.model import Auxiliary, Keys, Model, Params, Segment, name_mtp_modules, name_segments
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, mark
 
 # The roles whose intermediates each policy keeps of a block in addition to its input. Under every policy, elementwise
 # results are computed again, and no gathered weight is kept, because it is no intermediate.

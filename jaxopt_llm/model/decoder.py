@@ -22,7 +22,6 @@ from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.head import Head
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import outliers, vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
@@ -39,7 +38,7 @@ from jaxopt_llm.parallel.activations import (
     to_device_order,
     to_residual_order,
 )
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 
 @dataclass(frozen=True)

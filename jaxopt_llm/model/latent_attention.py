@@ -19,7 +19,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
@@ -33,7 +32,7 @@ from jaxopt_llm.model.self_attention import (
     write_cache,
 )
 from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 NORM_EPSILON = 1e-6  # of the latents' norms: fixed as in DeepSeek's code, independent of the other norms
 

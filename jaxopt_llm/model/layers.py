@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.linear import outliers, projections, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, constant, normal, ones, zeros
 from jaxopt_llm.parallel.activations import all_gather_sequence, multiply_tokens, reduce_scatter_sequence
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME)
 F = TypeVar("F", bound=Callable[..., Any])

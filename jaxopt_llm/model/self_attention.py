@@ -19,14 +19,13 @@ from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context, NewCache
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.model.rotary import Rotary, grow_queries
 from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 BIASED_PROJECTIONS = {
     **dict.fromkeys(("none", "mlp"), ()),

@@ -16,7 +16,6 @@ from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core.metric import Max
 from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS, ONE_BY_ONE, OneByOne
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import (
     ACTIVATIONS,
     INPUT_PROJECTIONS,
@@ -34,7 +33,7 @@ from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan
 from jaxopt_llm.model.moe.exchange import combine, dispatch, dispatch_weights
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.parallel.activations import to_residual_order, to_token_order
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 SHARED = "shared_"  # start of the names of the shared expert's projections
 HIGHEST = jax.lax.Precision.HIGHEST  # for the router's matmul: a choice near a tie must not depend on the device
