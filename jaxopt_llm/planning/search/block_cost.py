@@ -18,8 +18,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.mesh import make_abstract_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.search.elementwise import find_kernels
-from jaxopt_llm.planning.search.microbatch import BYTES
-from jaxopt_llm.planning.search.moe_cost import MoECost
+from jaxopt_llm.planning.search.microbatch import BYTES, MoECost
 from jaxopt_llm.step.lora import adapt_model
 
 

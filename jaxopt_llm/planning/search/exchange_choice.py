@@ -14,8 +14,7 @@ from jaxopt_llm.config import Config, MeshConfig, ModelConfig, PrecisionConfig, 
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.precision import Float
 from jaxopt_llm.planning.search.block_cost import BlockCost
-from jaxopt_llm.planning.search.microbatch import BYTES
-from jaxopt_llm.planning.search.moe_cost import MoECost
+from jaxopt_llm.planning.search.microbatch import BYTES, MoECost
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, seconds_in_memory
 from jaxopt_llm.planning.search.transfers import find_link_over
 

@@ -14,8 +14,7 @@ from jaxopt_llm.planning import links
 from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, AttentionCost, count_head_values
 from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.layer_overlap import LayerOverlap, find_layer_overlap
-from jaxopt_llm.planning.search.microbatch import BYTES, count_tokens
-from jaxopt_llm.planning.search.moe_cost import MoECost
+from jaxopt_llm.planning.search.microbatch import BYTES, MoECost, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster
 from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
