@@ -11,7 +11,7 @@ from jaxopt_llm.config import Config, MeshConfig, RematConfig, ShardingConfig, T
 from jaxopt_llm.config.fields import METADATA, replace_fields
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
-from jaxopt_llm.planning.activations import Activations
+from jaxopt_llm.planning.memory import Activations
 from jaxopt_llm.planning.search.block_cost import BlockCost, keep_existing
 
 
