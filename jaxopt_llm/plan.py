@@ -85,8 +85,8 @@ from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
-from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
+from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
 from jaxopt_llm.planning.search import decision_tree, networks, ranking, report

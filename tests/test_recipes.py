@@ -26,7 +26,7 @@ from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.context_exchange import resolve_context_exchange
+from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.prediction import predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention

@@ -22,7 +22,7 @@ from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
 from jaxopt_llm.planning.breakdown import break_down_step
 from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, plan_checkpoints
-from jaxopt_llm.planning.context_exchange import FIELD, resolve_context_exchange
+from jaxopt_llm.planning.exchanges import FIELD, resolve_context_exchange
 from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, sum_by_kind
 from jaxopt_llm.planning.search import roofline
