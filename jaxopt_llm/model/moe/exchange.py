@@ -39,7 +39,7 @@ ExpertFunction = Callable[..., jax.Array]  # (params, *inputs, plan) -> y [B, S,
 def get_exchange(sharding: ShardingConfig, devices: int) -> Exchange:
     """Return the configured exchange. devices: along `expert`.
 
-    A run has replaced `auto` by the faster one (planning/search/exchange_choice.py). Elsewhere it is the one with fewer
+    A run has replaced `auto` by the faster one (planning/exchanges.py). Elsewhere it is the one with fewer
     rows.
     """
     if devices == 1:

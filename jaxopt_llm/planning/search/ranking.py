@@ -16,9 +16,9 @@ from jaxopt_llm.config import Config, MeshConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.breakdown import sum_by_cause
+from jaxopt_llm.planning.exchanges import resolve_expert_exchange
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
 from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
-from jaxopt_llm.planning.search.exchange_choice import resolve_expert_exchange
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (

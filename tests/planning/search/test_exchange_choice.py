@@ -7,7 +7,7 @@ import pytest
 
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.planning.search.exchange_choice import estimate_seconds, resolve_expert_exchange
+from jaxopt_llm.planning.exchanges import estimate_seconds, resolve_expert_exchange
 from jaxopt_llm.planning.search.roofline import Cluster
 
 RECIPES = ("mixtral_8x7b.py", "qwen3_30b_a3b.py", "deepseek_v2_lite.py")
