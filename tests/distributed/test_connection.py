@@ -12,8 +12,8 @@ from gates import finish
 from ports import free_address
 
 from jaxopt_llm.core.errors import ProcessMissing
-from jaxopt_llm.distributed.connection import run_service
 from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.process_group import run_service
 
 # JAX aborts a process whose service closes the connection while the process still leaves it.
 PROGRAM = """
