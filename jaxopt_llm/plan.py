@@ -89,7 +89,7 @@ from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
-from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
+from jaxopt_llm.planning.search import networks, ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.remedies import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -387,7 +387,7 @@ def _print_search(
     options: argparse.Namespace,
     list_values: Callable[[Any], Any] = lambda plan: json_files.parse(to_json(plan)),
 ) -> None:
-    trees = [decision_tree.format_tree(each) if options.explain else "" for each in results]
+    trees = [report.format_tree(each) if options.explain else "" for each in results]
     several = len(results) > 1
     if options.json:
         told = []

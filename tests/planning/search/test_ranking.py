@@ -21,7 +21,7 @@ from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
 from jaxopt_llm.planning.free_memory import GIB, add_slack
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import Memory
-from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
+from jaxopt_llm.planning.search import networks, ranking, report
 from jaxopt_llm.planning.search.networks import search_networks
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
@@ -301,7 +301,7 @@ def test_a_row_longer_than_a_gpu_holds_is_divided() -> None:
 
 def test_the_tree_gives_a_reason_for_every_mesh() -> None:
     found, _ = run(limit=LIMIT // 2)
-    said = decision_tree.format_tree(found)
+    said = report.format_tree(found)
     assert found.winner is not None and f"  > {report.describe_mesh(found.winner.config.mesh)}* (" in said
     assert "  - data 4 (" in said and "does not fit, needs at least " in said
     for line in ("sharding", "accumulation", "remat", "optimizer state"):
