@@ -91,7 +91,7 @@ from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
 from jaxopt_llm.planning.search import networks, ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
-from jaxopt_llm.planning.search.remedies import find_remedies
+from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed

@@ -32,7 +32,7 @@ from jaxopt_llm.planning.search.ranking import (
     estimate_all,
     order_candidates,
 )
-from jaxopt_llm.planning.search.remedies import find_remedies
+from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.speed import compute_speed
