@@ -89,7 +89,7 @@ from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
-from jaxopt_llm.planning.search import networks, ranking, report
+from jaxopt_llm.planning.search import ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -358,7 +358,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
                 line.advance()
                 yield plans
 
-        results = networks.search_networks(config, clusters, limit, allowed, compile_all, compiles)
+        results = links.search_networks(config, clusters, limit, allowed, compile_all, compiles)
     seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
     steps = [] if found.winner else find_remedies(found, allowed)
     _print_search(results, seconds, steps, options)
