@@ -5,10 +5,16 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from jaxopt_llm.config.data import DataConfig
-from jaxopt_llm.config.memory import OffloadConfig, RematConfig
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
-from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
+from jaxopt_llm.config.parallel import (
+    DistributedConfig,
+    MeshConfig,
+    OffloadConfig,
+    PipelineConfig,
+    RematConfig,
+    ShardingConfig,
+)
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
     NEXT_TOKEN,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from jaxopt_llm.config import Config, RematConfig, fields
-from jaxopt_llm.config.memory import Policy
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.parallel import Policy
 from jaxopt_llm.config.training import MIN_LOSS_CHUNK
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning.exchanges import resolve_expert_exchange
