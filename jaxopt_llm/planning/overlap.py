@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.instructions import Execution, Instruction, Module, count_executions, list_callees
-from jaxopt_llm.planning.kernel_bytes import CONTROL, is_kernel, list_fused
-from jaxopt_llm.planning.kernel_time import estimate_kernel
+from jaxopt_llm.planning.kernel_bytes import CONTROL, estimate_kernel, is_kernel, list_fused
 
 
 def find_exposed_seconds(module: Module, seconds: Mapping[str, float], chip: Chip) -> Mapping[str, float]:
