@@ -84,7 +84,6 @@ from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
-from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
@@ -95,7 +94,7 @@ from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.speed import format_speed
-from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan, make_plans
+from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, format_checkpoints, make_plan, make_plans
 from jaxopt_llm.step.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB

@@ -29,7 +29,7 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.planning import breakdown, checkpoint_interval, links, step_plan
+from jaxopt_llm.planning import breakdown, links, step_plan
 from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -116,7 +116,7 @@ def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
     # float32 masters and two moments
     assert values["checkpoints"]["bytes"] == pytest.approx(12 * plan.parameters, rel=1e-3)
     assert values["checkpoints"]["seconds"] == pytest.approx(500 * plan.speed.step_seconds)
-    interval = checkpoint_interval.format_duration(500 * plan.speed.step_seconds)
+    interval = step_plan.format_duration(500 * plan.speed.step_seconds)
     assert f"checkpoints: one every 500 steps ({interval}), " in text
     # The policy recomputes everything, on GPUs that are nearly empty. To compute attention over 128 tokens again takes
     # less time than to copy its result into a stack and out of it.

@@ -17,7 +17,6 @@ from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.planning import breakdown, links
 from jaxopt_llm.planning.breakdown import Part
-from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
 from jaxopt_llm.planning.free_memory import GIB, add_slack
 from jaxopt_llm.planning.links import Traffic, search_networks
 from jaxopt_llm.planning.memory import Memory
@@ -35,7 +34,7 @@ from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.speed import compute_speed
-from jaxopt_llm.planning.step_plan import Plan
+from jaxopt_llm.planning.step_plan import CheckpointPlan, Plan
 
 RECIPE = dataclasses.replace(cli.load_recipe("10b.py"), mesh=MeshConfig(fsdp=4))
 CLUSTER = Cluster("h200", 1, 4)
