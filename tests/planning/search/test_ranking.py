@@ -33,8 +33,7 @@ from jaxopt_llm.planning.search.ranking import (
 from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
-from jaxopt_llm.planning.speed import compute_speed
-from jaxopt_llm.planning.step_plan import CheckpointPlan, Plan
+from jaxopt_llm.planning.step_plan import CheckpointPlan, Plan, compute_speed
 
 RECIPE = dataclasses.replace(cli.load_recipe("10b.py"), mesh=MeshConfig(fsdp=4))
 CLUSTER = Cluster("h200", 1, 4)
