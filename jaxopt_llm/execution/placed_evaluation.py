@@ -45,10 +45,10 @@ from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, find_uses
 from jaxopt_llm.model.linear import plain_groups
 from jaxopt_llm.model.linear.leaves import LoraWeight
-from jaxopt_llm.model.linear.linear_function import apply_linear
 from jaxopt_llm.model.linear.weights import (
     GATHERED_NAME,
     Weight,
+    apply_linear,
     einsum,
     gather_before_loop,
     gather_for_use,
