@@ -27,9 +27,7 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import (
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import token_rows
-from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
-from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, is_table, list_enclosing
-from jaxopt_llm.checkpoint.peft.modules import (
+from jaxopt_llm.checkpoint.peft.adapter_config import (
     BASE,
     EMBEDDING_FACTORS,
     HEAD,
@@ -38,11 +36,15 @@ from jaxopt_llm.checkpoint.peft.modules import (
     MAGNITUDE,
     MLP,
     PREFIX,
+    PeftConfig,
     PeftModule,
+    find_endings,
     find_modules,
     find_table,
     name_stems,
+    write_peft_config,
 )
+from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, is_table, list_enclosing
 from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear.leaves import LoraWeight
