@@ -23,7 +23,7 @@ from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens import corpus, prepared, template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.observe import logs
+from jaxopt_llm.observe import dashboards
 from jaxopt_llm.observe.report import run_files
 
 LLAMA = {
@@ -221,7 +221,7 @@ def read_run(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> None:
     run_files.read_runs([folder])
-    logs.MetricsLog(folder / "metrics.jsonl", 4, lambda line: None).close()
+    dashboards.MetricsLog(folder / "metrics.jsonl", 4, lambda line: None).close()
 
 
 def read_deepspeed(folder: Path) -> None:
