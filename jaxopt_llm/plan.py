@@ -356,7 +356,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
                 line.advance()
                 yield plans
 
-        results = links.search_networks(config, clusters, limit, allowed, compile_all, compiles)
+        results = ranking.search_networks(config, clusters, limit, allowed, compile_all, compiles)
     seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
     steps = [] if found.winner else find_remedies(found, allowed)
     _print_search(results, seconds, steps, options)

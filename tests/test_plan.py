@@ -29,7 +29,7 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.planning import breakdown, links, step_plan
+from jaxopt_llm.planning import breakdown, step_plan
 from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
@@ -519,7 +519,7 @@ def test_a_search_covers_latent_attention(search: Callable[..., int], monkeypatc
         raise InputError(f"estimated {len(ranking.estimate_legal(config, clusters[0], ())[1])} settings")
 
     monkeypatch.setattr(planning, "MAX_COMPILES", 1)  # starts no processes
-    monkeypatch.setattr(links, "search_networks", estimate_only)
+    monkeypatch.setattr(ranking, "search_networks", estimate_only)
     with pytest.raises(InputError, match=r"^estimated \d\d+ settings$"):
         search("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2)
 
@@ -537,7 +537,7 @@ def test_the_search_is_at_least_as_good_as_the_recipe() -> None:
     )  # the arithmetic is of a loop
     cluster = Cluster("h100", 1, 8)
     limit = int(0.92 * CHIPS["h100"].memory_bytes)
-    (found,) = links.search_networks(
+    (found,) = ranking.search_networks(
         recipe, (cluster,), limit, (), lambda some: [(make_plan(each, "h100", 1, 8),) for each in some]
     )
     assert found.winner is not None

@@ -12,7 +12,8 @@ wherever the user's code reads a parameter: nothing moves until an equation need
   backward gathers the weight again instead of keeping it;
 - a weight that each iteration of another loop multiplies, such as a head in chunks, is gathered before the loop, and
   its gradient is summed over devices after it;
-- with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one (placed_evaluation.py);
+- with `saved`, the iterations of such loops are rematerialised, and the blocks of a
+  model without one;
 - a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
   weight that is repeated, such as a bias;
 - every other equation reads the gathered array.

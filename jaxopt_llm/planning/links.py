@@ -1,9 +1,5 @@
 """Links that collectives use, their bandwidth, and the traffic of a step.
 
-Search for the fastest settings on each of several networks, with one set of compiled programs.
-
-A program is the same whatever the network between the hosts is: only its time differs.
-
 Time in which a program waits for its collectives, by the schedule of the compiled program.
 
 The instructions of a computation run in the order of the text: kernels one after another, and next to them collectives
@@ -13,9 +9,8 @@ done, each of which takes its time by the roofline. Kernels are assumed to be as
 """
 
 import collections
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -25,12 +20,9 @@ from jax.sharding import AbstractMesh
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.instructions import Execution, Instruction, Module, count_executions, list_callees
-from jaxopt_llm.config import Config
 from jaxopt_llm.planning.free_memory import choose_unit
 from jaxopt_llm.planning.kernel_bytes import CONTROL, estimate_kernel, is_kernel, list_fused
-from jaxopt_llm.planning.search import ranking
-from jaxopt_llm.planning.search.ranking import CompiledCandidate, CompiledPlan, SearchResult
-from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster
+from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
 
 
 @dataclass(frozen=True)
@@ -147,63 +139,6 @@ def format_traffic(collectives: Sequence[Traffic]) -> list[str]:
         lines.append(f"  {kind:42} {traffic.times:7,} {sent}")
     seconds = sum(each.seconds for each in collectives)
     return [*lines, f"  {'all':42} {'':7} {total / unit:9.3f} {seconds * 1e3:9.2f}"]
-
-
-CompileForAll = Callable[[Sequence[Config]], Iterable[Sequence[CompiledPlan]]]
-
-
-def search_networks(
-    config: Config,
-    clusters: Sequence[Cluster],
-    limit: int,
-    allowed: tuple[str, ...],
-    compile_all: CompileForAll,
-    at_once: int = 1,
-) -> list[SearchResult]:
-    """Find the fastest settings of a recipe on each cluster. Every ranking has all programs that were compiled for any.
-
-    Args:
-        clusters: the same GPUs with different links.
-        limit: bytes of each GPU that XLA may use.
-        allowed: fields that may also change (`fields.SEARCHED`).
-        compile_all: compiles up to `at_once` settings in parallel, and returns the plans of each for all clusters.
-
-    Raises:
-        InputError: no setting is legal.
-    """
-    plans: dict[Config, Sequence[CompiledPlan]] = {}
-
-    def compile_for(index: int, some: Sequence[Config]) -> list[CompiledPlan]:
-        """Return the plans of settings for one cluster. Compile only the settings that no cluster has needed before."""
-        if new := [each for each in some if each not in plans]:
-            plans.update(zip(new, compile_all(new), strict=True))
-        return [plans[each][index] for each in some]
-
-    illegal, estimated = ranking.estimate_legal(config, clusters[0], allowed)
-    results = [
-        ranking.rank_settings(
-            config,
-            cluster,
-            limit,
-            illegal,
-            [replace(each, cluster=cluster) for each in estimated],
-            functools.partial(compile_for, index),
-            at_once,
-        )
-        for index, cluster in enumerate(clusters)
-    ]
-    candidates = {each.config: each.candidate for result in results for each in result.compiled}
-
-    def measure_all(index: int, cluster: Cluster) -> tuple[CompiledCandidate, ...]:
-        return ranking.order_compiled(
-            ranking.measure(replace(candidate, cluster=cluster), plans[setting][index])
-            for setting, candidate in candidates.items()
-        )
-
-    return [
-        replace(result, compiled=measure_all(index, cluster))
-        for index, (cluster, result) in enumerate(zip(clusters, results, strict=True))
-    ]
 
 
 def find_exposed_seconds(module: Module, seconds: Mapping[str, float], chip: Chip) -> Mapping[str, float]:

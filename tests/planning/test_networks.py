@@ -16,9 +16,8 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import step_plan
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.free_memory import GIB
-from jaxopt_llm.planning.links import search_networks
 from jaxopt_llm.planning.search import report
-from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate
+from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate, search_networks
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import enumerate_settings
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes

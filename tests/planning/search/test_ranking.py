@@ -15,10 +15,10 @@ from jaxopt_llm import plan as planning
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
-from jaxopt_llm.planning import breakdown, links
+from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.free_memory import GIB, add_slack
-from jaxopt_llm.planning.links import Traffic, search_networks
+from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import Memory
 from jaxopt_llm.planning.search import ranking, report
 from jaxopt_llm.planning.search.ranking import (
@@ -29,6 +29,7 @@ from jaxopt_llm.planning.search.ranking import (
     estimate,
     estimate_all,
     order_candidates,
+    search_networks,
 )
 from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
@@ -347,7 +348,7 @@ def plan_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             return dataclasses.replace(as_estimated(config, limit=limit), collectives=())
 
         monkeypatch.setattr(planning, "make_plan", make_plan)
-        monkeypatch.setattr(links, "search_networks", lambda *_: [run(make_plan, limit=limit)[0]])
+        monkeypatch.setattr(ranking, "search_networks", lambda *_: [run(make_plan, limit=limit)[0]])
         given = ("--config", "10b.py", "--mesh.fsdp", "4", "--gpus-per-host", "4", *arguments)
         monkeypatch.setattr(sys, "argv", ["plan", *given])
         return planning.main()
