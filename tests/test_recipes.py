@@ -28,9 +28,9 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB
-from jaxopt_llm.planning.prediction import predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.workload import predict_seconds
 from jaxopt_llm.planning.step_plan import Plan, make_plan
 from jaxopt_llm.step.validation import validate
 

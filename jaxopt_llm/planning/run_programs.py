@@ -12,7 +12,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import describe_newly_unread
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.oom import make_explainer
-from jaxopt_llm.planning.prediction import STAND_IN, describe_cluster
+from jaxopt_llm.planning.search.workload import STAND_IN, describe_cluster
 from jaxopt_llm.planning.settings_choice import (
     choose_settings,
     format_choices,

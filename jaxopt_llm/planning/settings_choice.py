@@ -19,11 +19,11 @@ from jaxopt_llm.config.training import MIN_LOSS_CHUNK
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning.exchanges import resolve_expert_exchange
 from jaxopt_llm.planning.free_memory import GIB, add_slack, leave_free
-from jaxopt_llm.planning.prediction import predict_footprint, predict_seconds
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost, keep_existing
 from jaxopt_llm.planning.search.microbatch import count_tokens
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.workload import predict_footprint, predict_seconds
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning import breakdown, settings_choice
 from jaxopt_llm.planning.free_memory import GIB, leave_free
-from jaxopt_llm.planning.prediction import predict_footprint
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.workload import predict_footprint
 from jaxopt_llm.planning.settings_choice import (
     Candidate,
     choose_settings,
