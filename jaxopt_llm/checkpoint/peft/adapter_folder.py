@@ -4,8 +4,8 @@ adapter_writer.py writes such folders. Beside adapters, a folder may hold whole 
 of another size. PEFT loads such a tensor in place of the model's own. It may also hold single rows: token_rows.py.
 
 A PEFT adapter belongs to a module, or to a parameter (see adapter_config.py). It has A [rank, in] and B [out, rank],
-whatever the layout of the weight; for stacked experts, A [experts, rank, in] and B [out, rank, experts]. (If PEFT mistakes the
-inputs of experts for outputs, the file's A is our B, and its B our A: `PeftModule.is_swapped`.) A
+whatever the layout of the weight; for stacked experts, A [experts, rank, in] and B [out, rank, experts]. (If
+PEFT mistakes the inputs of experts for outputs, the file's A is our B, and its B our A: `PeftModule.is_swapped`.) A
 fused module has one adapter for all parameters that lie next to each other in it. On reading, each of our parameters
 gets this A and its own rows of B. On writing, the A of the parameters are stacked along the rank, and their B are
 blocks on a diagonal: the same adapter with a higher rank. An embedding table that is also the head has the same adapter
