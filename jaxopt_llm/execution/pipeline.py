@@ -222,8 +222,8 @@ def loss_and_gradients(
     placement: Placement,
     remat: RematConfig,
     pipeline: PipelineConfig,
-) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
-    """Return loss, number of tokens, auxiliary sums and gradients; see executor.py.
+) -> Sums:
+    """Return loss, auxiliary sums and gradients; see executor.py.
 
     model: as `stage_layout.stack_by_stage` returns it.
     """
@@ -253,7 +253,7 @@ def loss_and_gradients(
         return jax.lax.with_sharding_constraint(gradient, master_sharding(spec, placement))
 
     gradients = jax.tree.map(join_stages, tree.restrict(model.specs, trainable), by_stage[2])
-    return loss, model.objective.count(batch), auxiliary, gradients
+    return loss, auxiliary, gradients
 
 
 def loss(

@@ -4,7 +4,7 @@ These are `remat.policy`, `training.unroll`, `training.loss_chunk`, `xla.own_rem
 are compiled in the order of their speed, and the first that fits is taken. Arithmetic leaves out those that cannot fit,
 so that most runs compile one candidate: the program that they run. The choice depends on the program and the GPU only,
 and never on the time that compiling takes. `sharding.expert_exchange` is chosen before, by arithmetic alone
-(search/exchange_choice.py).
+(exchanges.py).
 
 Programs of a run, compiled with the settings that the configuration leaves open.
 """

@@ -377,7 +377,7 @@ def differentiate_decoder(
             assert state.teacher is not None
             batch = teacher.add_inputs(state.teacher, batch, placement)
             trainable, frozen = teacher.extend_trainable(trainable), teacher.extend_frozen(frozen, state.teacher)
-        loss, _, auxiliary, gradients = executor.loss_and_gradients(
+        loss, auxiliary, gradients = executor.loss_and_gradients(
             model, trainable, frozen, batch, scale * weight, placement
         )
         if teacher is not None:

@@ -109,8 +109,8 @@ ROWS, LENGTH = 4, 24
 def run(config: ModelConfig, params: Params, placement: Placement, accumulation: int = 1) -> tuple[Any, ...]:
     """Return the loss, the auxiliary sums and the gradients."""
     batch = toy.microbatches(toy.packed(ROWS, LENGTH), accumulation)
-    loss, tokens, auxiliary, gradients = program(config, placement)(params, batch)
-    return float(loss / tokens), auxiliary, gradients
+    loss, auxiliary, gradients = program(config, placement)(params, batch)
+    return float(loss / jnp.sum(batch.loss_mask)), auxiliary, gradients
 
 
 @functools.cache
