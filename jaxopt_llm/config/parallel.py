@@ -76,11 +76,10 @@ class ShardingConfig:
     those that arrived before is computed (ring attention). all_to_all: each device trades its part of the sequence for
     a part of the heads, and back (DeepSpeed-Ulysses). auto: the one with the faster step by the arithmetic of `plan`,
     with the attention kernel that each can use; on CPUs ring."""
-    expert_exchange: Literal["auto", "gather", "all_to_all", "ragged"] = "auto"
+    expert_exchange: Literal["auto", "gather", "all_to_all"] = "auto"
     """Communication of MoE layers over mesh.expert. gather: every token goes to all devices of the axis. all_to_all:
-    each choice goes to the device of its expert, in buffers of fixed size. ragged: all_to_all without the unused part
-    of the buffers, GPUs only. auto: gather or all_to_all, the one that takes less time by a roofline of links and
-    memory."""
+    each choice goes to the device of its expert, in buffers of fixed size. auto: the one that takes less time by a
+    roofline of links and memory."""
     expert_room: float = setting(
         1.2,
         bounds=AT_LEAST_ONE,
@@ -88,7 +87,7 @@ class ShardingConfig:
         search_rank=9,
         price="an uneven load takes more rounds",
     )
-    """With all_to_all and ragged: size of the buffer between two devices, as a multiple of the choices of an even load.
+    """With all_to_all: size of the buffer between two devices, as a multiple of the choices of an even load.
     Choices that do not fit go in further rounds of a quarter of an even load; none is dropped. Must be at least 1."""
     optimizer_over_data: bool = False
     """Also divide master weights and moments over mesh.data. Each replica keeps a compute copy, divided as zero_stage

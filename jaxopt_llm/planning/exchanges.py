@@ -75,7 +75,7 @@ def _list_legal(config: Config) -> Sequence[Config]:
 
 
 Form = Literal["all_to_all", "gather"]
-FORMS: tuple[Form, ...] = ("all_to_all", "gather")  # `ragged` has not run on a GPU yet
+FORMS: tuple[Form, ...] = ("all_to_all", "gather")
 CROSSINGS = 4  # of the tokens in a layer: there and back, forward and backward
 
 

@@ -414,7 +414,6 @@ def _make_model(
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         kernel_choice.check_matmul(device, placement.precision.matmul)
-        kernel_choice.check_expert_exchange(device, placement.sharding.expert_exchange)
         call = _describe_attention(config, placement)
         attention = kernel_choice.choose_attention(device, training.attention, call)
         if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:

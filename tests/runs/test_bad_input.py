@@ -265,10 +265,6 @@ CASES = {
         ["--model.moe.experts", "4", "--sharding.expert-room", "0.5"],
         ["sharding.expert_room=0.5: must be at least 1"],
     ),
-    "ragged without a GPU": (
-        ["--model.moe.experts", "4", "--sharding.expert-exchange", "ragged"],
-        ["sharding.expert_exchange=ragged runs on GPUs only, not on cpu; set --sharding.expert-exchange auto"],
-    ),
     "experts in no layer": (
         ["--model.moe.experts", "4", "--model.moe.expert-every", "99"],
         ["model.moe.experts=4: no layer has experts", "model.moe.expert_every=99", "--model.moe.expert-every"],
@@ -427,7 +423,7 @@ CASES = {
 
 
 # Errors that need the data, the devices or the compiled step; all others are reported before JAX is initialised.
-LATE = ("vocabulary too small", "a kernel for GPUs on a CPU", "ragged without a GPU")
+LATE = ("vocabulary too small", "a kernel for GPUs on a CPU")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in LATE])

@@ -69,10 +69,7 @@ class MoECost:
             return cls(share, rows=0, exchanged=0, dispatch="all-gather", combine="reduce-scatter")
         # The most choices that can arrive, if all tokens choose this device's experts.
         rows: float = devices * min(model.moe.experts_per_token, model.moe.experts // devices)
-        form = exchange.get_exchange(config.sharding, devices)
-        if form == "gather":
+        if exchange.get_exchange(config.sharding, devices) == "gather":
             return cls(share, rows, exchanged=devices, dispatch="all-gather", combine="reduce-scatter")
         rows = min(config.sharding.expert_room * model.moe.experts_per_token, rows)
-        filled = rows if form == "all_to_all" else model.moe.experts_per_token
-        kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[form]
-        return cls(share, rows, exchanged=filled, dispatch=kind, combine=kind)
+        return cls(share, rows, exchanged=rows, dispatch="all-to-all", combine="all-to-all")
