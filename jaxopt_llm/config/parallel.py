@@ -209,9 +209,6 @@ class DistributedConfig:
     """Rank of this process, from 0. -1 = from the environment."""
     timeout_seconds: int = setting(300, bounds=AT_LEAST_ONE)
     """Seconds after which the job ends if a process has not joined or no longer answers."""
-    token_file: str = ""
-    """File with a secret of the job, the same for all processes: a process that does not know it cannot join. Empty =
-    the environment variable JAXOPT_LLM_TOKEN, which supervise sets, or no secret if it is not set."""
 
     def problems(self) -> list[str]:
         found = find_out_of_range("distributed", self)

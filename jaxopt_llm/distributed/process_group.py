@@ -136,7 +136,7 @@ def join_job(job: Job, config: DistributedConfig, facts: Mapping[str, Any]) -> I
     if job.processes == 1:
         yield SINGLE_PROCESS
         return
-    token, shared = wire.read_token(config, os.environ), {**facts, **_read_versions()}
+    token, shared = wire.read_token(os.environ), {**facts, **_read_versions()}
     coordinator, peers = rendezvous.connect_processes(job, shared, config.timeout_seconds, token)
     watch = Watch(job, peers, config.timeout_seconds)
     if job.index:  # only process 0 prints; Gloo would print in every process
