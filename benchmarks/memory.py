@@ -90,9 +90,7 @@ OFFLOAD = Technique("offload.optimizer", "--offload.optimizer True")
 # With stages 1 and 2 the master weights are in host memory, too.
 OFFLOAD_ALL = Technique("offload.optimizer, stage 1", "--offload.optimizer True --sharding.zero-stage 1")
 OFFLOAD_PARAMETERS = Technique("offload.parameters", "--offload.parameters True")
-IN_BACKWARD = Technique(
-    "optimizer in backward", "--optimizer.in-backward True --optimizer.clip-norm 0 --training.skip-limit 1"
-)
+IN_BACKWARD = Technique("optimizer in backward", "--optimizer.in-backward True --optimizer.clip-norm 0")
 LORA = Technique("LoRA, rank 16", "--lora.rank 16")
 QLORA = Technique("LoRA over int8", "--lora.rank 16 --lora.base int8")
 

@@ -169,7 +169,7 @@ def fit(
     Raises:
         InputError: the data does not fit, or the directory holds another run.
         Preempted: a signal stopped it. The same call continues the run.
-        TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
+        TrainingDiverged: the loss is not finite for 10 steps in a row.
         CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
         OutOfMemory: the memory of the devices does not suffice.
         StateCorrupted: `run.check_replicas` has found wrong bits.

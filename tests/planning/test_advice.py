@@ -99,7 +99,7 @@ def test_gradient_reduction_holds_gradients_twice() -> None:
 
 def test_optimizer_in_backward_holds_gradients_of_one_layer() -> None:
     plain = llama(mesh__fsdp=1, sharding__zero_stage=0)
-    settings = {"optimizer__in_backward": True, "optimizer__clip_norm": 0, "training__skip_limit": 1}
+    settings = {"optimizer__in_backward": True, "optimizer__clip_norm": 0}
     assert (
         workload.predict_footprint(changed(plain, **settings)).gradients
         < 0.2 * workload.predict_footprint(plain).gradients
@@ -113,7 +113,7 @@ def test_narrower_settings_are_advised_only_where_they_fit_the_run() -> None:
     exact = llama(precision__compute_dtype="float32", precision__reduce_dtype="float32")
     assert "precision.reduce_dtype" in advised(llama()) - advised(exact)
     # The settings that `optimizer.in_backward` requires are the user's own: advice does not set them.
-    alone = llama(mesh__fsdp=1, optimizer__clip_norm=0, training__skip_limit=1)
+    alone = llama(mesh__fsdp=1, optimizer__clip_norm=0)
     for config, is_advised in ((alone, True), (llama(mesh__fsdp=1), False)):
         found = advice.advise(config, CLUSTER, 10 * GIB)
         assert any(each.settings == {"optimizer.in_backward": True} for each in found) == is_advised

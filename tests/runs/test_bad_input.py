@@ -360,7 +360,6 @@ CASES = {
             "optimizer.in_backward=True",
             "--optimizer.clip-norm 0 (it is 1.0)",
             "--training.skip-outliers 0 (it is 4.0)",
-            "--training.skip-limit 1 (it is 10)",
             "--training.accumulation 1",
             "--precision.loss-scaling none",
             "--mesh.pipeline 1",
