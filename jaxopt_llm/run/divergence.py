@@ -82,8 +82,8 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
     """Return the numbers of a skipped step as text; "" if the step was not skipped.
 
     Raises:
-        TrainingDiverged: SKIP_LIMIT steps in a row were skipped, or one whose updates in the backward cannot be skipped, or
-            overflows reduced the loss scale below precision.min_loss_scale.
+        TrainingDiverged: SKIP_LIMIT steps in a row were skipped, or one whose updates in the backward cannot be
+            skipped, or overflows reduced the loss scale below 1.
     """
     if made_update(metrics):
         return ""
@@ -92,10 +92,10 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
     if int(metrics["overflow"]):
         scale = float(metrics["loss_scale"])
         numbers += f", loss scale now {scale:g}"
-        if scale < config.precision.min_loss_scale:
+        if scale < 1:
             raise TrainingDiverged(
-                f"step {step}: {numbers}, below precision.min_loss_scale={config.precision.min_loss_scale:g}: "
-                f"no loss scale prevents the overflows; {remedy}, or --precision.compute-dtype bfloat16"
+                f"step {step}: {numbers}: no loss scale prevents the overflows; {remedy}, or --precision.compute-dtype "
+                "bfloat16"
             )
     elif (in_a_row := int(metrics["skipped_in_a_row"])) >= (1 if config.optimizer.in_backward else SKIP_LIMIT):
         skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""

@@ -390,7 +390,7 @@ CASES = {
             *("--precision.initial-loss-scale", "0.5", "--precision.loss-scale-growth-interval", "0"),
         ],
         [
-            "precision.initial_loss_scale=0.5: must be at least precision.min_loss_scale=1.0",
+            "precision.initial_loss_scale=0.5: must be at least 1",
             "precision.loss_scale_growth_interval=0: must be at least 1",
         ],
     ),
