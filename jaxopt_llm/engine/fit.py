@@ -85,7 +85,7 @@ class EngineWorkload:
         return self.engine.lend_state(self.engine.state)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
-        return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
+        return read_ahead(self.batches, start, self.config.watchdog.floor_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         loss, batch = batch if self.engine.losses else (None, batch)
