@@ -60,8 +60,8 @@ def test_a_service_that_does_not_start_is_no_wrong_input() -> None:
 # An abort without the GIL, as by a thread of Gloo.
 ABORTS = """
 import ctypes, os, sys, threading, time
-from jaxopt_llm.distributed import connection
-connection.delay_aborts()
+from jaxopt_llm.distributed import process_group
+process_group.delay_aborts()
 def end():
     time.sleep(float(sys.argv[1]))
     os._exit(5)
