@@ -23,7 +23,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.head import Head
 from jaxopt_llm.model.layers import Function
-from jaxopt_llm.model.linear import outliers, vocabulary, weights
+from jaxopt_llm.model.linear import vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import TEACHER_HEAD, Auxiliary, Params, Segment
 from jaxopt_llm.model.moe import experts
@@ -49,7 +49,6 @@ class Decoder:
         (self_attention.py, kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding
         included; None if any number is possible.
     objective: what is learned.
-    counts_outliers: whether blocks count the outlier columns that int8 products leave among the integers.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
 
@@ -61,7 +60,6 @@ class Decoder:
     grouped_matmul: str = "xla"
     max_segments: int | None = None
     objective: Objective = field(default_factory=NextToken)
-    counts_outliers: bool = False
     specs: Params = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,27 +132,22 @@ class Decoder:
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any, Auxiliary]:
-        with outliers.collect_left() as left:
-            if "mtp" in params:
-                x = self._join_tokens(params, x, context, layer["input"])
-            attended, cache = self._attend(kind, params, x, context, cache)
-            if self.config.parallel_block:
-                transformed, auxiliary = self._transform(params, x, context, layer["index"])
-                x = self._add_residual(x, attended + transformed, context)
-            else:
-                x = self._add_residual(x, attended, context)
-                transformed, auxiliary = self._transform(params, x, context, layer["index"])
-                x = self._add_residual(x, transformed, context)
-            if "input_mlp" in params:
-                x = self._add_residual(x, self._transform_input(params, x, context, layer["input"]), context)
-            if self.config.layer_scales:
-                scale = jax.lax.stop_gradient(weights.materialise(params["layer"]["scale"], jnp.dtype(jnp.float32)))
-                x = (x * scale).astype(x.dtype)
-            x = self._norm(params, "mtp_output_norm")(x)
-        if self.counts_outliers:
-            auxiliary = dataclasses.replace(
-                auxiliary, statistics={outliers.LEFT: sum(left, jnp.zeros((), jnp.float32))}
-            )
+        if "mtp" in params:
+            x = self._join_tokens(params, x, context, layer["input"])
+        attended, cache = self._attend(kind, params, x, context, cache)
+        if self.config.parallel_block:
+            transformed, auxiliary = self._transform(params, x, context, layer["index"])
+            x = self._add_residual(x, attended + transformed, context)
+        else:
+            x = self._add_residual(x, attended, context)
+            transformed, auxiliary = self._transform(params, x, context, layer["index"])
+            x = self._add_residual(x, transformed, context)
+        if "input_mlp" in params:
+            x = self._add_residual(x, self._transform_input(params, x, context, layer["input"]), context)
+        if self.config.layer_scales:
+            scale = jax.lax.stop_gradient(weights.materialise(params["layer"]["scale"], jnp.dtype(jnp.float32)))
+            x = (x * scale).astype(x.dtype)
+        x = self._norm(params, "mtp_output_norm")(x)
         return x, cache, auxiliary
 
     def normalise(self, non_layer: Params, x: jax.Array) -> jax.Array:
@@ -206,8 +199,6 @@ class Decoder:
 
     def zero_auxiliary(self) -> Auxiliary:
         statistics = experts.zero_statistics(self.config) if self.config.moe.experts else {}
-        if self.counts_outliers:
-            statistics = {outliers.LEFT: jnp.zeros((), jnp.float32)}
         return Auxiliary(jnp.zeros((), jnp.float32), statistics)
 
     def _add_residual(self, x: jax.Array, update: jax.Array, context: Context) -> jax.Array:

@@ -433,7 +433,6 @@ def _make_model(
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
         objective=_make_objective(config, teacher),
-        counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
 
 

@@ -58,10 +58,6 @@ def einsum(subscripts: str, x: jax.Array, weight: Weight | jax.Array, dtype: jnp
     if isinstance(weight, LoraWeight):
         low = einsum(low_rank_subscripts(subscripts)[0], _apply_dropout(x, weight), weight.lora_a)
         return add_adapter(subscripts, x, low, weight, dtype)
-    shardings = shardings_of(weight)
-    _, right, result = split_subscripts(subscripts)
-    if shardings.outlier_threshold and _multiplies_codes(weight, _contracted_dims(right, result)):
-        outliers.note_left(subscripts, x, shardings, _find_split_axis(shardings.gathered, right, result))
     return _einsum(subscripts, dtype, x, *split_perturbation(weight))
 
 

@@ -443,7 +443,7 @@ def router_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array | Ma
     dropped: share of the choices.
     expert_rounds: mean rounds per exchange.
     """
-    if not statistics:
+    if "expert_load" not in statistics:
         return {}
     load, tokens = statistics["expert_load"], jnp.maximum(statistics["router_tokens"], 1)
     choices = jnp.sum(load, axis=1, keepdims=True)
