@@ -13,19 +13,9 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import files
 from jaxopt_llm.data.reading.files import File, is_compressed
-from jaxopt_llm.data.reading.rows import (
-    Encoded,
-    Part,
-    Row,
-    RowEncoder,
-    holds_lines,
-    open_parquet,
-    read_arrow_rows,
-    read_csv_rows,
-    read_json_rows,
-    read_parquet_rows,
-)
+from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder, holds_lines, read_json_rows
 from jaxopt_llm.data.reading.skipped import Malformed, Position, Skipped
+from jaxopt_llm.data.reading.table_rows import open_parquet, read_arrow_rows, read_csv_rows, read_parquet_rows
 
 # --- Text files
 
