@@ -13,7 +13,8 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import files
 from jaxopt_llm.data.reading.files import File, is_compressed
-from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder, holds_lines, read_json_rows
+from jaxopt_llm.data.reading.json_rows import holds_lines, read_json_rows
+from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder
 from jaxopt_llm.data.reading.skipped import Malformed, Position, Skipped
 from jaxopt_llm.data.reading.table_rows import open_parquet, read_arrow_rows, read_csv_rows, read_parquet_rows
 

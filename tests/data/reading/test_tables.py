@@ -19,8 +19,7 @@ from texts import write_jsonl, write_parquet
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.reading import files, source
-from jaxopt_llm.data.reading import rows as row_reading
+from jaxopt_llm.data.reading import files, json_rows, source
 from jaxopt_llm.data.reading.files import File, find_files
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import read_documents, split_into_parts
@@ -84,7 +83,7 @@ def test_the_documents_are_those_of_jsonl(
     assert splits(found) == expected and len(expected[1]) > 3
     assert splits(read(prepare(tmp_path / "prepared", path, config), config)) == expected
     monkeypatch.setattr(source, "PART_BYTES", 1000)
-    monkeypatch.setattr(row_reading, "_BLOCK", 50)
+    monkeypatch.setattr(json_rows, "_BLOCK", 50)
     monkeypatch.setattr(prepared, "SHARD_BYTES", 5000)
     assert splits(read(path, config)) == expected
     assert splits(read(prepare(tmp_path / "shards", path, config), config)) == expected
@@ -107,7 +106,7 @@ def test_any_array_is_read(tmp_path: Path) -> None:
     for _ in range(100):
         values = [value(3) for _ in range(chance.randrange(6))]
         path.write_text("\ufeff" * chance.randrange(2) + json.dumps(values, indent=chance.choice([None, 1])) + "\n")
-        assert [found for _, found in row_reading._read_array(File("a", path, "json"))] == values
+        assert [found for _, found in json_rows._read_array(File("a", path, "json"))] == values
 
 
 def test_memory_holds_a_few_rows_of_a_csv_file(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_fields_of_more_than_128_kib_and_of_too_many_bytes(tmp_path: Path, monke
         path.write_bytes(encode([{"text": text}, {"text": "y"}]))
         assert contents(path) == [text.encode(), b"y"]
     monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 1000)
-    monkeypatch.setattr(row_reading, "_MAX_ARRAY", 1000)
+    monkeypatch.setattr(json_rows, "_MAX_ARRAY", 1000)
     with pytest.raises(InputError, match="a.json: the array has more than 1,000 characters and must fit in memory"):
         contents(tmp_path / "a.json")
     with pytest.raises(InputError, match="a.csv: a document is larger than"):
