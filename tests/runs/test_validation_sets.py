@@ -23,7 +23,7 @@ from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.generate import generate
 from jaxopt_llm.inference import models
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.run import workload
+from jaxopt_llm.run import samples
 from jaxopt_llm.run.setup import prepare_run
 
 pytestmark = pytest.mark.core
@@ -144,7 +144,7 @@ def test_weights_that_are_in_place_are_not_copied(base: str | None, tmp_path: Pa
         setup = prepare_run(replace_fields(tiny(directory), settings), SINGLE_PROCESS)
         program = setup.program
         state = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.state)
-        read = workload.make_weight_reader(program.specs, setup.placement, workload.make_sampling_placement(setup))
+        read = samples.make_weight_reader(program.specs, setup.placement, samples.make_sampling_placement(setup))
         kept = {id(leaf) for leaf in jax.tree.leaves((state.masters, state.frozen))}
         large = [leaf for leaf in jax.tree.leaves(read(state)) if leaf.size >= 8 * toy.UNIFORM.width]
         assert all((id(leaf) not in kept) == copied for leaf in large)
@@ -173,17 +173,17 @@ def test_prompts_are_spread_and_fit() -> None:
     mask = np.concatenate([np.arange(size) >= start for size, start in zip(sizes, starts, strict=True)])
     ids = np.arange(ends[-1]) % tokenizer.eos
     stream = join_all([IndexedPiece("chats", ids, ends, np.zeros(6, np.uint64), mask)])
-    found = [(prompt[0], prompt.size, rest.size) for prompt, rest in workload.choose_prompts(stream, 3, 40, 20)]
+    found = [(prompt[0], prompt.size, rest.size) for prompt, rest in samples.choose_prompts(stream, 3, 40, 20)]
     begins = (ends - sizes) % tokenizer.eos
     assert found == [(begins[1], 4, 6), (begins[2], 3, 5), (begins[4], 5, 7)]
     pairs = join_all([IndexedPiece("pairs", ids, ends, np.zeros(6, np.uint64), mask, pairs=True)])
-    found = [(prompt[0], prompt.size, rest.size) for prompt, rest in workload.choose_prompts(pairs, 3, 40, 20)]
+    found = [(prompt[0], prompt.size, rest.size) for prompt, rest in samples.choose_prompts(pairs, 3, 40, 20)]
     assert found == [(begins[2], 3, 5), (begins[4], 5, 7)]  # documents 0, 2 and 4 are chosen answers
     text = join_all([IndexedPiece("texts", ids, ends, np.zeros(6, np.uint64))])
-    assert [prompt.size for prompt, _ in workload.choose_prompts(text, 2, 200, 20)] == [64, 6]
-    assert [(p.size, rest.size) for p, rest in workload.choose_prompts(text, 1, 40, 20)] == [(20, 20)]
+    assert [prompt.size for prompt, _ in samples.choose_prompts(text, 2, 200, 20)] == [64, 6]
+    assert [(p.size, rest.size) for p, rest in samples.choose_prompts(text, 1, 40, 20)] == [(20, 20)]
     alone = join_all([IndexedPiece("one text", ids, ends[-1:], np.zeros(1, np.uint64))])
-    assert len([*workload.choose_prompts(alone, 2, 200, 20)]) == 1
+    assert len([*samples.choose_prompts(alone, 2, 200, 20)]) == 1
 
 
 @pytest.mark.parametrize(
