@@ -13,7 +13,7 @@ from browser import needs_browser, open_page
 from commands import ROOT, assert_one_line, command, train
 from run_directories import write_run
 
-from jaxopt_llm.observe.report import page as report_page
+from jaxopt_llm.observe.report import figures
 from jaxopt_llm.observe.report.page import GENERATOR
 
 pytestmark = pytest.mark.core
@@ -188,7 +188,7 @@ def test_a_browser_draws_the_curves_of_both_runs(page: Path, tmp_path: Path) -> 
             assert name == "memory" or f">{axis}<" in drawn.partition('class="xtitle"')[2][:400], name
         loss = elements.partition('id="plot-loss"')[2].partition("</article>")[0]
         strokes = re.findall(r'class="js-line"[^>]*stroke: (rgb\([^)]*\))', loss)
-        first, second = (tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in report_page.COLOURS[:2])
+        first, second = (tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in figures.COLOURS[:2])
         assert {f"rgb{first}", f"rgb{second}"} == set(strokes)
         legend = loss.partition('class="legend"')[2]
         assert f"rgb{first}" in legend and f"rgb{second}" in legend

@@ -10,7 +10,7 @@ from run_directories import write_run
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.observe.report import page, run_files
+from jaxopt_llm.observe.report import figures, page, run_files
 from jaxopt_llm.observe.report.run_files import Run
 
 pytestmark = pytest.mark.core
@@ -21,19 +21,19 @@ def read(*directories: Path) -> list[Run]:
 
 
 def figure(runs: list[Run], name: str) -> dict[str, Any]:
-    return next(each for each in page.make_figures(runs) if each["id"] == name)
+    return next(each for each in figures.make_figures(runs) if each["id"] == name)
 
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 5000])
 def test_points_of_a_curve_keep_its_ends_and_every_peak(size: int) -> None:
     values = np.random.default_rng(0).normal(size=size)
-    shown = page.choose_points(values, 100)
+    shown = figures.choose_points(values, 100)
     assert shown.size <= 100 and np.all(np.diff(shown) > 0)
     if size <= 100:
         assert shown.tolist() == list(range(size))
         return
     assert shown[0] == 0 and shown[-1] == size - 1
-    for part in page.split_evenly(size, 49):
+    for part in figures.split_evenly(size, 49):
         kept = values[shown[(shown >= part.start) & (shown < part.stop)]]
         assert kept.min() == values[part].min() and kept.max() == values[part].max()
 
@@ -43,11 +43,11 @@ def test_a_long_run_shows_means_and_extremes(tmp_path: Path) -> None:
     records[6000]["loss"] = 50.0
     runs = read(write_run(tmp_path / "run", records))
     extremes, mean = figure(runs, "loss")["data"]
-    assert len(extremes["x"]) <= page.MAX_POINTS and max(extremes["y"]) == 50.0 and not extremes["showlegend"]
+    assert len(extremes["x"]) <= figures.MAX_POINTS and max(extremes["y"]) == 50.0 and not extremes["showlegend"]
     assert extremes["x"][extremes["y"].index(50.0)] == 6001
-    assert len(mean["x"]) < page.MAX_POINTS and mean["y"][:3] == [1.5, 1.5, 1.5]
-    assert page.list_shortened(runs) == ["run"]
-    assert page.list_shortened(read(write_run(tmp_path / "short", records[:10]))) == []
+    assert len(mean["x"]) < figures.MAX_POINTS and mean["y"][:3] == [1.5, 1.5, 1.5]
+    assert figures.list_shortened(runs) == ["run"]
+    assert figures.list_shortened(read(write_run(tmp_path / "short", records[:10]))) == []
 
 
 def test_a_run_has_one_colour_in_all_figures(tmp_path: Path) -> None:
@@ -56,18 +56,18 @@ def test_a_run_has_one_colour_in_all_figures(tmp_path: Path) -> None:
     for directory in directories:
         (directory / "events.jsonl").write_text('{"time": 1, "step": 1, "event": "end"}\n')
     runs = read(*directories)
-    shown = page.make_figures(runs)
+    shown = figures.make_figures(runs)
     assert [each["id"] for each in shown] == ["loss", "eval-loss", "memory", "events"]
     for each in shown:
         colours: dict[str, set[str]] = {}
         for trace in each["data"]:
             run = trace["name"].partition(" · ")[0]
             colours.setdefault(run, set()).add((trace.get("line") or trace["marker"])["color"])
-        assert colours == {"first": {page.COLOURS[0]}, "second": {page.COLOURS[1]}}, each["id"]
+        assert colours == {"first": {figures.COLOURS[0]}, "second": {figures.COLOURS[1]}}, each["id"]
     held_out = figure(runs, "eval-loss")["data"]
     assert [trace["name"] for trace in held_out][:3] == ["first", "first · a", "first · b"]
     assert len({trace["line"]["dash"] for trace in held_out}) == 3
-    assert len(set(page.choose_colours(40))) == 40
+    assert len(set(figures.choose_colours(40))) == 40
 
 
 def test_the_only_validation_set_is_shown_once(tmp_path: Path) -> None:
