@@ -270,8 +270,8 @@ def quantise(array: jax.Array, specs: QuantisedWeight) -> QuantisedWeight:
     if isinstance(specs, Nf4Weight):
         codes, scales, tops = nf4.encode(array, specs.dim, double=specs.tops is not None)
         return Nf4Weight(codes, scales, tops, specs.dim)
-    quantised = to_integers(array, specs.codes.contracting, max_code=127)
-    return Int8Weight(quantised.codes, quantised.scales)
+    rounded = to_integers(array, specs.codes.contracting, max_code=127)
+    return Int8Weight(rounded.codes, rounded.scales)
 
 
 def dequantise(weight: QuantisedWeight) -> jax.Array:
