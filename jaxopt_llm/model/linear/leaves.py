@@ -18,7 +18,7 @@ from flax import struct
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.linear import nf4
+from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.quantised import to_integers
 from jaxopt_llm.model.param import FLOAT32, Initializer, ParamSpec, normal, ones, zeros
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
@@ -41,7 +41,7 @@ class Int8Weight:
 
 @struct.dataclass
 class Nf4Weight:
-    """Weight as 4-bit codes with one scale per block; with double quantisation the scales are codes as well (nf4.py).
+    """Weight as 4-bit codes with one scale per block; with double quantisation the scales are codes as well (quantised.py).
 
     dim: the dimension along which blocks lie, counted from the end; see `nf4_dim`.
     """
@@ -176,7 +176,7 @@ def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
     double: whether the scales are codes too. A block size must divide the dimension `nf4_dim(spec)`.
     """
     dim = nf4_dim(spec)
-    size, values = spec.shape[dim], nf4.block_size(spec.shape[dim])
+    size, values = spec.shape[dim], quantised.block_size(spec.shape[dim])
     assert values is not None
 
     def with_length(length: int, dtype: Any) -> ParamSpec:
@@ -203,7 +203,7 @@ def nf4_dim(spec: ParamSpec) -> int:
         return named[0]
     dims = dict.fromkeys((*spec.contracting, *range(spec.leading, len(spec.shape))))
     whole = [dim for dim in dims if not PARAMETER_AXES.get(spec.axes[dim] or "")]
-    return next((dim for dim in whole if nf4.block_size(spec.shape[dim])), [*whole, *dims][0])
+    return next((dim for dim in whole if quantised.block_size(spec.shape[dim])), [*whole, *dims][0])
 
 
 def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:
@@ -268,7 +268,7 @@ def count_parameters(specs: tree.Tree) -> int:
 def quantise(array: jax.Array, specs: QuantisedWeight) -> QuantisedWeight:
     """Round each value of a bare array to the nearest code of the format of `specs`."""
     if isinstance(specs, Nf4Weight):
-        codes, scales, tops = nf4.encode(array, specs.dim, double=specs.tops is not None)
+        codes, scales, tops = quantised.encode(array, specs.dim, double=specs.tops is not None)
         return Nf4Weight(codes, scales, tops, specs.dim)
     rounded = to_integers(array, specs.codes.contracting, max_code=127)
     return Int8Weight(rounded.codes, rounded.scales)
@@ -277,7 +277,7 @@ def quantise(array: jax.Array, specs: QuantisedWeight) -> QuantisedWeight:
 def dequantise(weight: QuantisedWeight) -> jax.Array:
     """Return the bare array, float32."""
     if isinstance(weight, Nf4Weight):
-        return nf4.decode(weight.codes, weight.scales, weight.tops, weight.dim)
+        return quantised.decode(weight.codes, weight.scales, weight.tops, weight.dim)
     return weight.codes.astype(jnp.float32) * weight.scales
 
 
