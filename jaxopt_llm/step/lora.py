@@ -131,8 +131,8 @@ def _nf4_problems(specs: Params, config: LoraConfig, is_quantised: Select) -> li
     dimensions = {(spec.axes[dim], spec.shape[dim]) for spec in matrices for dim in (leaves.nf4_dim(spec),)}
     names = {"embed": "model.width=", "latent": "the rank of a latent, "}
     return [
-        f"lora.base=nf4: {names.get(axis, 'a dimension of ')}{size} is not a multiple of {nf4.BLOCK_SIZES[-1]}: set "
-        "--lora.base int8"
+        f"lora.base=nf4: {names.get(axis, 'a dimension of ')}{size} is not a multiple of {quantised.BLOCK_SIZES[-1]}: "
+        "set --lora.base int8"
         for axis, size in sorted(dimensions, key=str)
         if not quantised.block_size(size)
     ]

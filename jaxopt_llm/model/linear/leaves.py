@@ -41,7 +41,7 @@ class Int8Weight:
 
 @struct.dataclass
 class Nf4Weight:
-    """Weight as 4-bit codes with one scale per block; with double quantisation the scales are codes as well (quantised.py).
+    """Weight as 4-bit codes with one scale per block, itself a code with double quantisation (quantised.py).
 
     dim: the dimension along which blocks lie, counted from the end; see `nf4_dim`.
     """
