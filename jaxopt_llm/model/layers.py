@@ -29,7 +29,7 @@ def recomputed(function: F) -> F:
     computing. A matmul inside is not recomputed: its own backward needs only its operands. This is why the operations
     that feed a matmul are recomputed together with it. A gathered weight that is kept is not gathered again.
     """
-    return jax.checkpoint(function, prevent_cse=False, policy=_KEPT)
+    return jax.checkpoint(function, prevent_cse=False, policy=_KEPT)  # type: ignore[return-value]
 
 
 def recomputed_apart(function: F) -> F:
