@@ -1,7 +1,4 @@
-"""Settings of the device mesh, and of the division of state, activations, layers and processes over it.
-
-Settings that save device memory: rematerialisation and offload to host memory.
-"""
+"""Settings of the device mesh, of what is divided over it, and of rematerialisation and offload."""
 
 import math
 import re

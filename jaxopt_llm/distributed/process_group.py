@@ -1,10 +1,9 @@
 """Several processes as one job: their start, their messages, what they must agree on, and their common end.
 
-Connection of a process to JAX's coordination service, through which the processes of a job find each other.
-
-JAX aborts every process that loses the service. If the service ran in process 0, as JAX places it, a death of process 0
-would abort all others before they could say why. It therefore has a process of its own (jax_service.py), which outlives
-process 0 for as long as the others need to notice the death and to end with an exit code.
+The processes of a job find each other through JAX's coordination service. JAX aborts every process that loses the
+service. If the service ran in process 0, as JAX places it, a death of process 0 would abort all others before they
+could say why. It therefore has a process of its own (jax_service.py), which outlives process 0 for as long as the
+others need to notice the death and to end with an exit code.
 """
 
 import collections

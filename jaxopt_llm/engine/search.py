@@ -1,14 +1,13 @@
 """Search for the fastest settings of an engine on GPUs that need not exist.
 
 The search is that of `plan --search` (planning/search/ranking.py): arithmetic discards and orders settings, and the
-compiler decides. What differs is where the arithmetic comes from: the trace of the user's loss (search.py) gives the
+compiler decides. What differs is where the arithmetic comes from: the trace of the user's loss gives the
 FLOPs, and the bytes that grow with the rows; the shardings give all that concerns parameters. Compiled settings are
 ranked by the time that `Engine.plan` prints.
 
-Cost of a user's loss and its gradients, read off their trace: FLOPs, and the bytes that kernels move and hold.
-
-What rows add to a value is found by a second trace with twice as many rows. Weights and their gradients do not grow, so
-that they cost nothing here: ZeRO decides where they are (search.py counts them).
+`LossCost` has the FLOPs of a user's loss and its gradients, and the bytes that kernels move and hold. What rows add to
+a value is found by a second trace with twice as many rows. Weights and their gradients do not grow, so that they cost
+nothing here: ZeRO decides where they are (`count_state`).
 
 An array is in memory if a product, a reduction or a loop makes it, or if one of these reads it. XLA fuses everything
 else into the kernels that read it, which compute it from the arrays before it; only where several equations read a

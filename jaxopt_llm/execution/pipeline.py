@@ -3,7 +3,7 @@
 It is manual over that axis only: within a stage, the compiler places data, fsdp and tensor as usual. All stages run one
 program in ticks, with one scan for each phase of the table. In a tick, a stage runs a chunk of its layers forward and a
 chunk backward. Between ticks, neighbours exchange activations one way and their gradients the other way. The backward
-reads what the chunk's forward kept in a buffer (pipeline.py). Tokens enter, and the embedding's gradient is
+reads what the chunk's forward kept in a buffer. Tokens enter, and the embedding's gradient is
 formed inside: nothing of size M × activations exists, unless the schedule itself keeps it.
 
 All stages wait for the slowest one, so no work may belong to a single stage. The rows of the embedding's and the head's
@@ -18,7 +18,7 @@ the collectives of each, and what is sent to the neighbours, next to the matmuls
 
 Letters: S stages, V chunks of a stage, M microbatches, T ticks, B batch, S sequence, D width.
 
-Residuals of a pipeline: what waits from the forward of a chunk to its backward (`pipeline.residuals`).
+What waits from the forward of a chunk to its backward (`pipeline.residuals`):
 
 recompute: the input of the chunk. The backward runs the whole chunk forward again.
 store: what JAX's backward of the chunk reads, under `remat.policy` as without a pipeline.
@@ -27,8 +27,6 @@ To store, the tick of the forward differentiates the chunk with `jax.vjp`, which
 holds arrays. Those that depend on the input of the chunk wait in buffers. The tick of the backward calls `jax.vjp` once
 more, on an input of zeros, and puts the arrays that waited in the place of its own. The other arrays, such as weights
 and positions, are the same in both ticks. XLA drops the second forward, because nothing else of it is read.
-
-Letters: B batch, S sequence, D width.
 """
 
 import functools

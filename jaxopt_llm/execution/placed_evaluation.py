@@ -12,17 +12,15 @@ wherever the user's code reads a parameter: nothing moves until an equation need
   backward gathers the weight again instead of keeping it;
 - a weight that each iteration of another loop multiplies, such as a head in chunks, is gathered before the loop, and
   its gradient is summed over devices after it;
-- with `saved`, the iterations of such loops are rematerialised, and the blocks of a
-  model without one;
+- with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one;
 - a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
   weight that is repeated, such as a bias;
 - every other equation reads the gathered array.
 
 Whatever framework the parameters come from, the jaxpr reads them as inputs, so no read can pass by unnoticed.
 
-Blocks of a loss that was not written as a loop: equations that read the parameters of one layer of a list.
-
-A model that calls equal layers one after the other is traced to one long jaxpr. The parameters of a layer have a tag,
+A loss that was not written as a loop has blocks too: the equations that read the parameters of one layer of a list. A
+model that calls equal layers one after the other is traced to one long jaxpr. The parameters of a layer have a tag,
 the name of their block. The equations from the first to the last one that reads a tag make up the block. The cuts
 between blocks are where the fewest bytes are live, because a rematerialised block keeps what enters it.
 """

@@ -17,7 +17,7 @@ slot:    a row of a chunk's leaves. It holds a period, or it is empty in chunks 
 
 Letters: R periods of a segment, B batch, S sequence, D width.
 
-Rematerialisation of blocks: the intermediates that `remat.policy` keeps for the backward.
+`remat.policy` says which intermediates of a block are kept for the backward.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""Data for other programs: the records of a run for TensorBoard and Weights & Biases, and a profile of some steps.
+"""Records of a run in files and for other programs: logs, TensorBoard, Weights & Biases, and a profile of some steps.
 
-Logs of a run, one JSON object on each line: metrics.jsonl with its records, and events.jsonl with its history.
+A log has one JSON object on each line: metrics.jsonl the records, and events.jsonl the history.
 
 A record has the numbers of a logged step. An event is a start, a save, a skipped step or an end, with its time.
 """

@@ -12,8 +12,6 @@ microbatch, where there are no gradient groups (`sharding.fsdp_gradients` and `s
 
 Letters: N values of the last dimension of an array, V values of a block; of sums, N parts, P of them along the mesh
 axes that divide the rows of the batch, and C along the axes that divide the sequence.
-
-Format of blocks of codes: values that share a scale, for collectives of JAX and for messages without it.
 """
 
 import math

@@ -4,7 +4,7 @@ Layers name only logical axes. One table (axes.py) maps them to mesh axes for pa
 Functions of a placement add ZeRO (zero.py), sequence and context parallelism and pipeline stages (activations.py). The
 placement is an explicit argument, never ambient, because a jitted function must not remember a stale one.
 
-Marks of a block's intermediates: a layer says here, once, the name, the role and the logical axes of each.
+A layer says the name, the role and the logical axes of an intermediate once, in `constrain` or `mark`.
 """
 
 import functools

@@ -1,14 +1,13 @@
-"""Choice of the exchange of attention over `mesh.context`, where the configuration leaves it open with `auto`.
+"""Choice of the two exchanges that a configuration leaves open with `auto`: of attention, and of experts' tokens.
 
-A ring sends more bytes, beside its kernels; an all-to-all sends fewer, while the kernels wait. A ring also merges what
-it computes for the parts of the keys, and not every kernel supports the keys of a window in parts. So the time of the
-whole step decides, by the arithmetic of `plan --search`, with the kernel that each of them can use.
+Attention over `mesh.context` (`sharding.context_exchange`). A ring sends more bytes, beside its kernels; an all-to-all
+sends fewer, while the kernels wait. A ring also merges what it computes for the parts of the keys, and not every kernel
+supports the keys of a window in parts. So the time of the whole step decides, by the arithmetic of `plan --search`,
+with the kernel that each of them can use.
 
-Choice of the exchange of experts' tokens (`sharding.expert_exchange=auto`), by the time that it adds to a step.
-
-`gather` sends each token once to every device, and has rows for all choices that can arrive. `all_to_all` sends each
-choice, and has rows for an even load and its room. So the links decide, and the memory's rate: every kernel between the
-experts' matmuls reads and writes all rows, filled or not.
+Experts' tokens over `mesh.expert` (`sharding.expert_exchange`). `gather` sends each token once to every device, and has
+rows for all choices that can arrive. `all_to_all` sends each choice, and has rows for an even load and its room. So the
+links decide, and the memory's rate: every kernel between the experts' matmuls reads and writes all rows, filled or not.
 """
 
 import functools

@@ -1,12 +1,11 @@
-"""Bytes that the kernels of a compiled program read and write in GPU memory.
+"""Kernels of a compiled program: the bytes that they read and write in GPU memory, and their time.
 
 A kernel is an instruction that runs on its own: a fusion, a library call, a copy. Instructions inside a fusion do not
 touch memory; the fusion's operands and results do. A fusion that reads a slice of an operand, such as one layer of a
 stack, reads only the slice, and one that writes a layer into a stack writes only the layer.
 
-Time of a kernel by the roofline: the longer of its products and its memory traffic.
-
-A convolution has the rate of a matmul. One with few input channels in a group is limited by its memory traffic.
+The time of a kernel is, by the roofline, the longer of its products and its memory traffic. A convolution has the rate
+of a matmul. One with few input channels in a group is limited by its memory traffic.
 """
 
 from collections.abc import Iterator, Sequence

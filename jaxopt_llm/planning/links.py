@@ -1,6 +1,4 @@
-"""Links that collectives use, their bandwidth, and the traffic of a step.
-
-Time in which a program waits for its collectives, by the schedule of the compiled program.
+"""Links that collectives use, the traffic of a step, and the time in which the compiled program waits for it.
 
 The instructions of a computation run in the order of the text: kernels one after another, and next to them collectives
 one after another. A collective begins at its start, or when the collective before it has ended. At its done the program

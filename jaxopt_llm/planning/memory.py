@@ -1,6 +1,6 @@
 """Memory of a compiled step on each device at its peak: bytes by kind, and the largest arrays by name.
 
-Shapes of one microbatch's activations on each device, by name: those that a layer saves for the backward.
+`Activations` gives the shapes of those that a layer saves for the backward, by name.
 """
 
 import collections

@@ -6,7 +6,7 @@ so that most runs compile one candidate: the program that they run. The choice d
 and never on the time that compiling takes. `sharding.expert_exchange` is chosen before, by arithmetic alone
 (exchanges.py).
 
-Programs of a run, compiled with the settings that the configuration leaves open.
+`compile_fitting` compiles the programs of a run with them.
 """
 
 import itertools

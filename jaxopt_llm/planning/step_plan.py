@@ -1,8 +1,6 @@
 """Plan of a training step: its memory, traffic, FLOPs and speed, read off the program compiled for given GPUs.
 
-Checkpoints of a planned run: the size of one, and the time between two.
-
-Speed of a run, from the time of its step by the breakdown of the compiled program.
+It also has the size of a checkpoint, the time between two, and the speed of a run.
 """
 
 import math

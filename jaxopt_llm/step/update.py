@@ -13,12 +13,11 @@ device if the optimizer state is in host memory, and the temporaries of an optim
 one period. In a pipeline all stages update one of their periods at the same time, chunk by chunk and slot by slot: an
 index into the axis that is sharded over the stages would make XLA gather it.
 
-Update of a whole tree whose state is in host memory, part by part, with any optax transformation.
-
-If a program copied the whole state to the device, it would need as much memory as without offload. The update is
-therefore traced to a jaxpr, and its results are grouped by the host arrays that they need: for Adam a group is the two
-moments of one parameter. The groups follow one another. Each is copied to the device, updated and copied back. What
-depends on no host array, such as the global norm of the gradients, is computed once before.
+A whole tree whose state is in host memory is updated part by part, with any optax transformation. If a program copied
+the whole state to the device, it would need as much memory as without offload. The update is therefore traced to a
+jaxpr, and its results are grouped by the host arrays that they need: for Adam a group is the two moments of one
+parameter. The groups follow one another. Each is copied to the device, updated and copied back. What depends on no host
+array, such as the global norm of the gradients, is computed once before.
 """
 
 import functools

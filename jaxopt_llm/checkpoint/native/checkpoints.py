@@ -1,8 +1,6 @@
 """Checkpoints in the run directory, written by Orbax.
 
 The layout on disk does not depend on the mesh that writes or reads it.
-
-Arrays that Orbax writes: their chunks on disk, their directory, and a comparison of their leaves.
 """
 
 import asyncio

@@ -2,8 +2,6 @@
 
 PEFT selects modules, such as model.layers.0.self_attn.q_proj, by the ends of their names or by regular expressions.
 
-Modules and parameters of transformers' classes that can have an adapter of PEFT, and the names of their tensors.
-
 Most adapters belong to a module. Experts are bare parameters in these classes, one for all experts of a layer; PEFT
 adds adapters to those by `target_parameters`. In a model with experts, the matrices of its other MLPs, and others whose
 modules have the same name, are targeted as parameters, too, because PEFT takes their modules for experts.

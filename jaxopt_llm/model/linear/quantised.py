@@ -8,11 +8,10 @@ int8_qat, int4_qat: only weights are rounded, with scales per output channel or 
     use the dequantised weights in the compute dtype; the gradient passes straight through (Jacob et al. 2018,
     arXiv:1712.05877).
 
-4-bit NormalFloat (QLoRA: Dettmers et al. 2023, arXiv:2305.14314): two codes per byte and one scale per block.
-
-Blocks and bytes lie along one dimension of a matrix, `dim`, with N values. Values i and i + N/2 share a byte, i in its
-low bits, so that decoding concatenates two halves. With double quantisation the scales are codes too: 8 bits, relative
-to the largest scale along `dim` (`tops`).
+nf4: 4-bit NormalFloat for frozen bases (QLoRA: Dettmers et al. 2023, arXiv:2305.14314), two codes per byte and one
+    scale per block. Blocks and bytes lie along one dimension of a matrix, `dim`, with N values. Values i and i + N/2
+    share a byte, i in its low bits, so that decoding concatenates two halves. With double quantisation the scales are
+    codes too: 8 bits, relative to the largest scale along `dim` (`tops`).
 """
 
 from typing import Any

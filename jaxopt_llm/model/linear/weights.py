@@ -1,6 +1,6 @@
-"""Operations on weights: `einsum`, `grouped_matmul` and `materialise`; `__init__.py` explains the design.
+"""Operations on weights: `einsum`, `grouped_matmul`, `materialise`, and functions that are linear in a weight.
 
-Functions that are linear in a weight, such as lookups of any shape; `__init__.py` explains the design.
+`__init__.py` explains the design.
 """
 
 import functools

@@ -3,11 +3,7 @@
 Every device has the rows of its own experts, sorted by expert, and multiplies them in one grouped matmul. Only the
 router's capacity drops choices. exchange.py dispatches rows to the experts' devices and combines the results.
 
-Letters: B batch, S sequence, D width, E experts, R rows of a device.
-
-Routers: which experts a token goes to, with which weights, and the auxiliary losses.
-
-Letters: B batch, S sequence, E experts, k experts per token.
+Letters: B batch, S sequence, D width, E experts, k experts per token, R rows of a device.
 """
 
 import math

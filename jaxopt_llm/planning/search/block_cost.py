@@ -3,11 +3,10 @@
 All sizes are those of one token on one device, in numbers of the compute dtype. If layers differ, they are the mean.
 Blocks are made once for a model and a way to divide it, and are kept; so are the sums that a search asks for.
 
-Kernels between the products of a block: what XLA fuses them into, and what they read and write.
-
-A kernel writes one array that a product, attention or another kernel reads from memory: the operand of a product, or
-a value whose sharding is pinned. It computes everything between that array and those before it, so that only these
-are read. A reduction joins the kernel that makes its operand, and costs nothing, unless a product makes it.
+Between the products of a block are kernels that XLA makes of elementwise operations. A kernel writes one array that a
+product, attention or another kernel reads from memory: the operand of a product, or a value whose sharding is pinned.
+It computes everything between that array and those before it, so that only these are read. A reduction joins the kernel
+that makes its operand, and costs nothing, unless a product makes it.
 
 In the backward, a kernel whose array is needed runs again. Its gradient reads the gradient of the array, and the
 arrays before it if it is not linear in them, and writes their gradients. A reduction inside it needs a pass of its own

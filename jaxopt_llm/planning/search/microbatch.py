@@ -1,7 +1,4 @@
-"""Sizes of a microbatch in the arithmetic of memory and time.
-
-Mixture of experts in the arithmetic of memory and time, for each token of a device in one MoE layer.
-"""
+"""Sizes of a microbatch in the arithmetic of memory and time."""
 
 from dataclasses import dataclass
 

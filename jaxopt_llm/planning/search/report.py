@@ -1,11 +1,9 @@
-"""Report of a search: settings in words, the table of the compiled settings, and the same as JSON.
-
-Explanation of a search as a tree.
+"""Report of a search: the table of the compiled settings, also as JSON, its explanation as a tree, and remedies.
 
 At each decision along the winner's branch the tree shows the other branches: what they save, what they cost, and why
 they were not chosen.
 
-Changes to suggest if nothing fits, cheapest first. Arithmetic confirms that each of them fits.
+If nothing fits, it suggests changes, cheapest first. Arithmetic confirms that each of them fits.
 """
 
 import dataclasses

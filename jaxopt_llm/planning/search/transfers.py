@@ -1,11 +1,10 @@
 """Collectives of a step by arithmetic: bytes that each GPU sends, and the time that they take.
 
-Kernels next to which a layer's weights are gathered, and its gradients reduced, by arithmetic.
-
-Layers run in a loop, and a transfer runs next to the kernels of its own trip. XLA therefore leaves the first gather and
-the last reduction of a trip next to no kernel. Between them it has little for the reductions: it forms the gradients of
-weights at the end of a backward, and takes these matmuls for so long (docs/sharding.md) that a single one of the MLP
-seems to hide all reductions. They begin next to the last of the MLP; the gradients of attention's weights follow.
+A layer's weights are gathered, and its gradients reduced, next to kernels. Layers run in a loop, and a transfer runs
+next to the kernels of its own trip. XLA therefore leaves the first gather and the last reduction of a trip next to no
+kernel. Between them it has little for the reductions: it forms the gradients of weights at the end of a backward, and
+takes these matmuls for so long (docs/sharding.md) that a single one of the MLP seems to hide all reductions. They begin
+next to the last of the MLP; the gradients of attention's weights follow.
 
 In a layer with experts the gathers of their weights are the longest. XLA begins them first, and the first matmul of the
 layer waits until they have ended, because its own weights come after them.

@@ -1,6 +1,6 @@
 """Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything.
 
-Memory and time of a step by arithmetic. Nothing is compiled.
+`predict_footprint` and `predict_seconds` make memory and time of it.
 """
 
 import functools
