@@ -1,5 +1,4 @@
-"""Memory of a device: units of bytes in tables, and the rule that `plan`, `plan --search`, the start of a run and
-advice share.
+"""Memory of a device: the units of tables, and the rule that `plan`, its search, the start of a run and advice share.
 
 XLA may use a share of a GPU's memory (runtime.MEMORY_FRACTION). A chosen setting leaves FREE of that share unused,
 unless no setting can. Arithmetic decides which settings are compiled, and may err by SLACK; the compiler's figure
