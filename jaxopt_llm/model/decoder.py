@@ -213,7 +213,7 @@ class Decoder:
         is_rotated = config.positions == "rotary" and kind != "global_nope"
         grows = config.rope.query_growth and is_rotated == (config.rope.growth_layers == "rotary")
         attend: Callable[..., tuple[jax.Array, Any]] = self_attention
-        norms: tuple[str, ...] = ("query_norm", "key_norm", "value_norm")
+        names: tuple[str, ...] = ("query_norm", "key_norm", "value_norm")
         options = AttentionOptions(
             rotary=Rotary.from_config(config, kind) if is_rotated else None,
             window=window,
@@ -227,17 +227,16 @@ class Decoder:
         )
         takes_keys = not config.mla.kv_rank and "key" not in params["attention"]
         if config.mla.kv_rank:
-            attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
+            attend, names = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
         units = {"query_norm", "key_norm"} if config.qk_norm == "rotated_unit" and is_rotated else set()
         units |= {"value_norm"} if config.value_norm else set()
-        functions = {name: self._make_norm({}) if name in units else self._norm(params, name) for name in norms}
+        norms = {name: self._make_norm({}) if name in units else self._norm(params, name) for name in names}
         with attention_scope(window or chunk, count_key_parts(context.placement)):
             attended, written = attend(
                 params["attention"],
                 x,
                 context,
-                norm=self._norm(params, "attention_norm"),
-                **functions,
+                norms=norms | {"attention_norm": self._norm(params, "attention_norm")},
                 options=options,
                 cache=context.caches[kind] if takes_keys else cache,
             )

@@ -6,6 +6,7 @@ router's capacity drops choices. exchange.py dispatches rows to the experts' dev
 Letters: B batch, S sequence, D width, E experts, k experts per token, R rows of a device.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ModelConfig, MoEConfig
 from jaxopt_llm.core.metric import Max
-from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS, ONE_BY_ONE, OneByOne
+from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS, ONE_BY_ONE, Implementation, OneByOne
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import (
     ACTIVATIONS,
@@ -288,34 +289,6 @@ def moe_layer(
         logits = to_token_order(logits, placement)
         return x, constrain(placement, logits, "router_logits", "routing", "batch", "sequence", None)
 
-    def apply_experts(
-        matrices: dict[str, Weight], x: jax.Array, choice_weights: jax.Array, plan: DispatchPlan
-    ) -> jax.Array:
-        def project(rows: jax.Array, name: str) -> jax.Array:
-            with hlo.filled_rows_scope(plan.filled, rows.shape[1]):
-                y = weights.grouped_matmul(rows, matrices[name], plan.sizes, kernel, placement)
-            bias = matrices.get(f"{name}_bias")
-            return y if bias is None else weights.add_grouped_bias(y, bias, plan.sizes, placement)
-
-        def weigh(x: jax.Array, row_weights: jax.Array, what: str) -> jax.Array:
-            return (x * row_weights).astype(x.dtype) if config.moe.router_weighs == what else x
-
-        @recomputed
-        def project_in(rows: jax.Array, row_weights: jax.Array) -> list[jax.Array]:
-            rows = weigh(rows, row_weights, "inputs")
-            hidden = {name: project(rows, name) for name in INPUT_PROJECTIONS if name in matrices}
-            axes = ("devices", "expert_rows", "expert_mlp")
-            return [mark(array, f"mlp_{name}", "product", *axes) for name, array in hidden.items()]
-
-        @recomputed
-        def project_out(row_weights: jax.Array, *projected: jax.Array) -> jax.Array:
-            # Weighted before the matmul: the backward then needs nothing that comes after it.
-            return project(weigh(ACTIVATIONS[config.mlp](*projected), row_weights, "outputs"), "down")
-
-        rows, row_weights = dispatch(placement, x, plan), dispatch_weights(placement, choice_weights, plan)
-        rows = mark(rows, "expert_rows", "routing", "devices", "expert_rows", "embed")
-        return combine(placement, project_out(row_weights, *project_in(rows, row_weights)), plan)
-
     normed, logits = compute_logits(x)
     bias, scale = (
         weights.materialise(params[name], jnp.dtype(jnp.float32)) if name in params else None
@@ -329,7 +302,8 @@ def moe_layer(
     experts = jnp.where(placed.kept, placed.experts, config.moe.experts)
     matrices = {name: params[name] for name in ("gate", "gate_bias", "up", "up_bias", "down") if name in params}
     inputs = (normed, placed.weights)
-    y, rounds = exchange.run_experts(apply_experts, experts, rows is None, matrices, inputs, config.moe, placement)
+    run = functools.partial(_apply_experts, kernel, placement, config)
+    y, rounds = exchange.run_experts(run, experts, rows is None, matrices, inputs, config.moe, placement)
     if "down_bias" in params:
         y = _add_output_biases(y, params["down_bias"], placed, config, placement)
     y = norms.experts_post(y)
@@ -337,6 +311,43 @@ def moe_layer(
         y = y + _apply_shared_expert(params, x, normed, context, norms, config)
     y = mark(y, "mlp_output", "product", "batch", "residual_sequence", "embed")
     return y, _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
+
+
+def _apply_experts(
+    kernel: Implementation | OneByOne,
+    placement: Placement,
+    config: ModelConfig,
+    matrices: dict[str, Weight],
+    x: jax.Array,
+    choice_weights: jax.Array,
+    plan: DispatchPlan,
+) -> jax.Array:
+    """Return the weighted sum of the experts' outputs, [B, S, D], for the choices of a plan, from x [B, S, D]."""
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        with hlo.filled_rows_scope(plan.filled, rows.shape[1]):
+            y = weights.grouped_matmul(rows, matrices[name], plan.sizes, kernel, placement)
+        bias = matrices.get(f"{name}_bias")
+        return y if bias is None else weights.add_grouped_bias(y, bias, plan.sizes, placement)
+
+    def weigh(x: jax.Array, row_weights: jax.Array, what: str) -> jax.Array:
+        return (x * row_weights).astype(x.dtype) if config.moe.router_weighs == what else x
+
+    @recomputed
+    def project_in(rows: jax.Array, row_weights: jax.Array) -> list[jax.Array]:
+        rows = weigh(rows, row_weights, "inputs")
+        hidden = {name: project(rows, name) for name in INPUT_PROJECTIONS if name in matrices}
+        axes = ("devices", "expert_rows", "expert_mlp")
+        return [mark(array, f"mlp_{name}", "product", *axes) for name, array in hidden.items()]
+
+    @recomputed
+    def project_out(row_weights: jax.Array, *projected: jax.Array) -> jax.Array:
+        # Weighted before the matmul: the backward then needs nothing that comes after it.
+        return project(weigh(ACTIVATIONS[config.mlp](*projected), row_weights, "outputs"), "down")
+
+    rows, row_weights = dispatch(placement, x, plan), dispatch_weights(placement, choice_weights, plan)
+    rows = mark(rows, "expert_rows", "routing", "devices", "expert_rows", "embed")
+    return combine(placement, project_out(row_weights, *project_in(rows, row_weights)), plan)
 
 
 def _project_to_router(params: dict[str, Weight], x: jax.Array, name: str, placement: Placement) -> jax.Array:
