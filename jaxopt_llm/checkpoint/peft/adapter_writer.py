@@ -20,7 +20,6 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import (
     Layers,
     collect_leaves,
-    fetch_layer,
     make_tensor_getter,
     write_nothing,
 )
@@ -47,6 +46,7 @@ from jaxopt_llm.checkpoint.peft.adapter_config import (
 from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, is_table, list_enclosing
 from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.model import Params
 
@@ -384,5 +384,5 @@ def _fetch_factor(factor: jax.Array, piece: TensorPiece, outputs: bool) -> np.nd
     is_side = [dim not in spec.expert_dims and (dim in spec.contracting) != outputs for dim in range(len(spec.shape))]
     sizes = [size for size, is_one in zip(spec.shape, is_side, strict=True) if is_one]
     experts = (factor.shape[1],) if piece.expert is not None or spec.expert_dims else ()
-    fetched = fetch_layer(factor, piece.layer, (*experts, *sizes))
+    fetched = leaves.fetch_layer(factor, piece.layer, (*experts, *sizes))
     return fetched.reshape(*(experts or (1,)), math.prod(sizes), -1)
