@@ -19,12 +19,12 @@ from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.microbatch import (
     BYTES,
+    MoECost,
     accumulates_gradients,
     adds_in_place,
     count_table_rows,
     count_tokens,
 )
-from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.state_sizes import StateSizes
 from jaxopt_llm.step.local_steps import has_groups
