@@ -150,7 +150,7 @@ def read_attention() -> Measured:
 # ---- Claims.
 
 PLAIN_FLOAT32 = "--precision.compute-dtype float32 --remat.policy none --training.loss-chunk 0"
-FP16 = "--precision.compute-dtype float16 --precision.loss-scaling dynamic"
+FP16 = "--precision.compute-dtype float16"
 FAST = f"{BF16.settings} --sharding.zero-stage 3 --data.documents-per-row 1 --training.batch-size 8"
 SMALL_GPU = f"{OFF} {ONE_GPU}"
 ON_64 = (

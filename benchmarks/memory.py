@@ -108,7 +108,7 @@ TABLES = (
             PLAIN,
             BF16,
             Technique("bf16, gradients too", f"{BF16.settings} {BF16_GRADIENTS.settings}"),
-            Technique("fp16", "--precision.compute-dtype float16 --precision.loss-scaling dynamic"),
+            Technique("fp16", "--precision.compute-dtype float16"),
             Technique("bf16, products in fp8", f"{BF16.settings} --precision.matmul fp8"),
             Technique("remat dots", "--remat.policy dots"),
             Technique("remat save_qkv", "--remat.policy save_qkv"),

@@ -76,7 +76,7 @@ PROGRAMS = {  # name: (recipe, hosts, GPUs per host, flags)
         "10b.py",
         1,
         8,
-        "--precision.compute-dtype float16 --precision.loss-scaling dynamic --precision.reduce-dtype float16",
+        "--precision.compute-dtype float16 --precision.reduce-dtype float16",
     ),
     "offload": ("10b.py", 1, 8, "--offload.optimizer True --offload.parameters True"),
     "in the backward": (
@@ -108,8 +108,7 @@ TOYS = {  # name: flags of the quickstart recipe, on simulated devices
     "LoRA": "--lora.rank 4 --lora.dropout 0.1 --mesh.fsdp 2",
     "QLoRA": "--lora.rank 4 --lora.base nf4 --lora.targets *up* *down* --lora.dora True",
     "float16, int8, Muon": (
-        "--precision.compute-dtype float16 --precision.loss-scaling dynamic --precision.matmul int8 --optimizer.name "
-        "muon --optimizer.state-dtype int8"
+        "--precision.compute-dtype float16 --precision.matmul int8 --optimizer.name muon --optimizer.state-dtype int8"
     ),
     "GPT": (
         "--model.positions learned --model.norm layer --model.biases all --model.mlp gelu --model.pattern global "

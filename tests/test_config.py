@@ -171,6 +171,14 @@ def test_a_resume_may_change_where_it_runs_but_not_what_it_learns() -> None:
     assert named == [["run.seed", "model.width", "optimizer.learning_rate"], ["run.seed", "model.width"]]
 
 
+def test_a_resume_never_adds_or_drops_a_loss_scale() -> None:
+    permission = {"run.allow_change": ("precision.compute_dtype",)}
+    narrow = replace_fields(Config(), {"precision.compute_dtype": "float16"} | permission)
+    wide = replace_fields(narrow, {"precision.compute_dtype": "float32"})
+    assert [len(forbidden_changes(Config(), new)) for new in (wide, narrow)] == [0, 1]
+    assert len(forbidden_changes(narrow, wide)) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -45,7 +45,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
         "float32": {},
         "bfloat16": {"precision.compute_dtype": "bfloat16"},
         "reduced": {"precision.compute_dtype": "bfloat16", "precision.reduce_dtype": "bfloat16"},
-        "float16": {"precision.compute_dtype": "float16", "precision.loss_scaling": "dynamic"},
+        "float16": {"precision.compute_dtype": "float16"},
     },
     "matmul": {
         "plain": {},

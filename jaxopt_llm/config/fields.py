@@ -72,8 +72,16 @@ def forbidden_changes(old: Config, new: Config) -> list[str]:
     return [
         f"{name} was {get_field(old, name)} and is {get_field(new, name)}"
         for name, metadata in METADATA.items()
-        if metadata.resume != "freely" and name not in allowed and get_field(old, name) != get_field(new, name)
+        if metadata.resume != "freely"
+        and not (name in allowed and can_allow(name, old, new))
+        and get_field(old, name) != get_field(new, name)
     ]
+
+
+def can_allow(name: str, old: Config, new: Config) -> bool:
+    """Return whether `run.allow_change` can permit this change: a checkpoint has the same arrays after it."""
+    changes_scale = name == "precision.compute_dtype" and old.precision.scales_loss != new.precision.scales_loss
+    return METADATA[name].resume != "never" and not changes_scale
 
 
 def list_changes(old: Config, new: Config) -> list[str]:

@@ -25,18 +25,17 @@ class PrecisionConfig:
     )
     """Dtype of the activations and of the weights that multiply them; norms, softmax, loss and the master weights stay
     in float32, and optimizer.state_dtype sets the dtype of the moments. On GPUs,
-    JAX multiplies float32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment."""
+    JAX multiplies float32 matrices in TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment.
+    float16 has a loss scale, so that a resume cannot change to or from it."""
     reduce_dtype: Float = setting(
         "float32", search=("float32", "bfloat16"), search_rank=2, price="gradients are summed over devices in 16 bits"
     )
     """Dtype in which gradients are computed and summed over devices (PyTorch FSDP: reduce_dtype). Sums over
     microbatches are in float32."""
-    loss_scaling: Literal["none", "dynamic"] = setting("none", resume="never", in_backward="none")
-    """Loss scaling, for float16. none: off; dynamic: multiply the loss by a scale that keeps gradients within the range
-    of float16; a step that still overflows is skipped and halves the scale (Micikevicius et al. 2018; PyTorch:
-    GradScaler)."""
     initial_loss_scale: float = setting(65536.0, bounds=AT_LEAST_ONE)
-    """Loss scale of the first step. A power of two adds no rounding error."""
+    """With compute_dtype=float16, loss scale of the first step: the loss is multiplied by it, so that gradients stay
+    within the range of float16; a step that still overflows is skipped and halves the scale (Micikevicius et al. 2018;
+    PyTorch: GradScaler). A power of two adds no rounding error."""
     loss_scale_growth_interval: int = setting(2000, bounds=AT_LEAST_ONE)
     """Number of consecutive steps without overflow after which the loss scale doubles (GradScaler: growth_interval)."""
     matmul: Matmul = "compute_dtype"
@@ -53,7 +52,8 @@ class PrecisionConfig:
 
     @property
     def scales_loss(self) -> bool:
-        return self.loss_scaling == "dynamic"
+        """True if the loss is multiplied by a scale, which float16 needs for the range of its gradients."""
+        return self.compute_dtype == "float16"
 
     @property
     def quantises(self) -> bool:
@@ -98,13 +98,8 @@ class PrecisionConfig:
                 f"precision.outlier_threshold={self.outlier_threshold} has no effect with precision.matmul="
                 f"{self.matmul}: set --precision.matmul int8, or --precision.outlier-threshold 0"
             )
-        if self.scales_loss and compute != "float16":
-            found.append(
-                "precision.loss_scaling=dynamic has no use with the range of bfloat16 and float32: set "
-                "--precision.loss-scaling none, or --precision.compute-dtype float16"
-            )
         for name in ("initial_loss_scale", "loss_scale_growth_interval"):
             value = getattr(self, name)
             if not self.scales_loss and value != getattr(PrecisionConfig, name):
-                found.append(f"precision.{name}={value} has no effect without --precision.loss-scaling dynamic")
+                found.append(f"precision.{name}={value} has no effect without --precision.compute-dtype float16")
         return found

@@ -118,8 +118,7 @@ def _rules(config: Config) -> list[Rule]:
         ("training.grouped_matmul sharding.expert_exchange sharding.expert_room", "the model has no experts", dense),
         ("sharding.expert_exchange sharding.expert_room", "mesh.expert=1", mesh.expert == 1),
         ("sharding.expert_room", f"sharding.expert_exchange={sharding.expert_exchange}", not exchanges),
-        ("sharding.optimizer_over_data", "mesh.data=1", mesh.data == 1),
-        ("sharding.data_gradients", "mesh.data=1", mesh.data == 1),
+        ("sharding.optimizer_over_data sharding.data_gradients", "mesh.data=1", mesh.data == 1),
         (
             "sharding.fsdp_gradients",
             f"no gradient is divided over fsdp (mesh.fsdp={mesh.fsdp}, sharding.zero_stage={sharding.zero_stage})",
@@ -152,11 +151,7 @@ def _rules(config: Config) -> list[Rule]:
         ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge")),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
-        (
-            "schedule.warmup_kind schedule.initial_share",
-            "schedule.warmup_steps=0",
-            not schedule.warmup_steps,
-        ),
+        ("schedule.warmup_kind schedule.initial_share", "schedule.warmup_steps=0", not schedule.warmup_steps),
         ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
         (

@@ -331,13 +331,7 @@ class Reader:
         if fp16 is True and bf16 is True:
             self.problems.append("fp16.enabled and bf16.enabled are both true; keep one")
         elif fp16 is True:
-            self.add(
-                "fp16.enabled",
-                True,
-                (*dtype, "precision.loss_scaling"),
-                ("float16", "dynamic"),
-                self._note("fp16.enabled"),
-            )
+            self.add("fp16.enabled", True, dtype, "float16", self._note("fp16.enabled"))
             power = self.values.get("fp16.initial_scale_power", 16)
             if type(power) is int and 0 <= power < 128:
                 given = self.values.get("fp16.initial_scale_power", ABSENT)

@@ -170,7 +170,6 @@ ZERO: Keys = {
 PRECISION: Keys = {
     "fp16.enabled": _joint(
         "precision.compute_dtype",
-        "precision.loss_scaling",
         note="each overflow halves the scale; DeepSpeed's hysteresis is 2",
     ),
     "bf16.enabled": _joint("precision.compute_dtype", note="neither fp16 nor bf16: float32"),

@@ -275,7 +275,7 @@ def _check_directory(directory: Path, config: Config) -> None:
         ) from error
     if found := fields.forbidden_changes(old, config):
         changed = [change.split()[0] for change in found]
-        can_allow = all(fields.METADATA[name].resume == "if_allowed" for name in changed)
+        can_allow = all(fields.can_allow(name, old, config) for name in changed)
         remedy = f", or allow the change by run.allow_change: {' '.join(changed)}" if can_allow else ""
         raise InputError(f"fit: {directory} holds another run: {'; '.join(found)}; give another directory{remedy}")
 

@@ -213,7 +213,7 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     changes = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
     changed = [change.split()[0] for change in changes]
-    can_allow = all(fields.METADATA[name].resume != "never" for name in changed)
+    can_allow = all(fields.can_allow(name, old, config) for name in changed)
     if read_tokenizer_digest(directory) != tokenizer.sha256:
         changes.append(f"data.tokenizer {config.data.tokenizer} gives other ids, BOS or EOS than {old.data.tokenizer}")
         can_allow = False

@@ -118,8 +118,6 @@ def list_warnings(setup: Setup) -> Iterator[str]:
             )
     if config.lora.rank and not config.model.pretrained:
         yield "the adapters train over random parameters; name a model with --model.pretrained"
-    if config.precision.compute_dtype == "float16" and not config.precision.scales_loss:
-        yield "float16 without loss scaling rounds small gradients to zero; set --precision.loss-scaling dynamic"
     if config.mesh.pipeline > config.training.accumulation:
         yield f"fewer microbatches than stages: {_describe_idle_share(setup)}"
     warmup = config.schedule.count_warmup(config.training.steps)

@@ -152,6 +152,8 @@ def _in_backward_problems(config: Config) -> list[str]:
         for name, value in WITH_IN_BACKWARD.items()
         if get_field(config, name) not in (value, AUTO)
     ]
+    if config.precision.scales_loss:  # an overflow is known too late to skip the step
+        changes.append("--precision.compute-dtype bfloat16 (it is float16)")
     if not changes:
         return []
     return [

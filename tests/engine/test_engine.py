@@ -104,9 +104,7 @@ def test_the_model_is_the_users_own(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_train_like_float32(name: str, dtype: str) -> None:
     """The loss after some steps is that of float32 within the rounding of bfloat16, 2⁻⁸."""
-    scaling = {"loss_scaling": "dynamic"} if dtype == "float16" else {}
-    precision = {"compute_dtype": dtype, **scaling}
-    engine = make_engine(Setting(name, 3, FSDP, 3), precision=precision)
+    engine = make_engine(Setting(name, 3, FSDP, 3), precision={"compute_dtype": dtype})
     steps = [jax.device_get(engine.step(batch)) for batch in CASES[name].batches()]
     np.testing.assert_allclose([step["loss"] for step in steps], reference(name, 3).losses, rtol=2**-6)
     assert steps[-1]["skipped"] == 0
@@ -125,7 +123,7 @@ def test_a_sum_in_float16_does_not_overflow(accumulation: int) -> None:
     config = Config(
         mesh=dict(fsdp=8),  # type: ignore[arg-type]
         training=dict(accumulation=accumulation),  # type: ignore[arg-type]
-        precision=dict(compute_dtype="float16", loss_scaling="dynamic"),  # type: ignore[arg-type]
+        precision=dict(compute_dtype="float16"),  # type: ignore[arg-type]
     )
     engine = jaxopt_llm.initialize(lambda: {"w": jnp.ones((32, 64)) / 32}, loss, batch, config, optax.sgd(0.1))
     metrics = engine.step(batch)
@@ -135,7 +133,7 @@ def test_a_sum_in_float16_does_not_overflow(accumulation: int) -> None:
 
 
 def test_a_step_that_overflows_changes_nothing() -> None:
-    precision = {"compute_dtype": "float16", "loss_scaling": "dynamic", "initial_loss_scale": 2.0**60}
+    precision = {"compute_dtype": "float16", "initial_loss_scale": 2.0**60}
     case, engine = CASES["mnist"], make_engine(Setting("mnist", 3, FSDP, 1), precision=precision)
     before = list_arrays(engine.model())
     metrics = engine.step(case.batches(1)[0])

@@ -83,7 +83,7 @@ def test_it_gets_the_loss(optimizer: Any, setting: str) -> None:
 
 def test_the_loss_is_not_scaled() -> None:
     """With a loss scale the transformation gets the loss itself, and with gradients in float16 the same steps."""
-    config = Config(precision={"compute_dtype": "float16", "loss_scaling": "dynamic"})  # type: ignore[arg-type]
+    config = Config(precision={"compute_dtype": "float16"})  # type: ignore[arg-type]
     losses, _ = train_plainly(optax.polyak_sgd(max_learning_rate=3.0), spikes=False)
     optimizer = optax.polyak_sgd(max_learning_rate=3.0)
     engine = jaxopt_llm.initialize(make_parameters, loss, make_batch(0, False), config, optimizer)

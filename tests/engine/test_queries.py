@@ -142,7 +142,7 @@ def test_gradients_are_those_of_plain_jax(kind: str, stage: int, accumulation: i
 
 def test_gradients_are_not_scaled_and_change_nothing() -> None:
     """A loss scale cancels, the state stays, and the parameters that are not trained have no gradient."""
-    precision = {"compute_dtype": "float16", "loss_scaling": "dynamic"}
+    precision = {"compute_dtype": "float16"}
     engine = start(optax.sgd(1.0), precision=precision, training={"trainable": ("*head",)})
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(engine.state)]
     found = engine.gradients(make_batch(1))

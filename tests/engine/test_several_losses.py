@@ -265,7 +265,7 @@ def test_what_does_not_name_the_losses_is_refused(more: dict[str, Any], message:
 @pytest.mark.parametrize("dtype", [*slow("bfloat16"), "float16"])
 def test_sixteen_bits_and_an_average(dtype: str) -> None:
     """Each loss has its own loss scale, and moves the average of its own parameters only."""
-    precision = {"compute_dtype": dtype} | ({"loss_scaling": "dynamic"} if dtype == "float16" else {})
+    precision = {"compute_dtype": dtype}
     sections = {"precision": precision, "training": {"ema_decay": 0.5}, "sharding": {"zero_stage": 1}}
     engine = make_engine(sections=sections)
     np.testing.assert_allclose(run(engine), train_plainly(1)[0], rtol=2**-5)

@@ -353,7 +353,7 @@ CASES = {
     "settings that in_backward excludes": (
         [
             *("--optimizer.in-backward", "True", "--training.accumulation", "2", "--training.skip-outliers", "4"),
-            *("--precision.compute-dtype", "float16", "--precision.loss-scaling", "dynamic", "--mesh.pipeline", "2"),
+            *("--precision.compute-dtype", "float16", "--mesh.pipeline", "2"),
             *("--remat.policy", "dots"),
         ],
         [
@@ -361,32 +361,25 @@ CASES = {
             "--optimizer.clip-norm 0 (it is 1.0)",
             "--training.skip-outliers 0 (it is 4.0)",
             "--training.accumulation 1",
-            "--precision.loss-scaling none",
+            "--precision.compute-dtype bfloat16 (it is float16)",
             "--mesh.pipeline 1",
             "--remat.policy full (it is dots)",
             "or --optimizer.in-backward False",
         ],
     ),
     "an outlier limit below 1": (["--training.skip-outliers", "0.5"], ["training.skip_outliers=0.5"]),
-    "a loss scale without a use": (
-        ["--precision.compute-dtype", "float32", "--precision.loss-scaling", "dynamic"],
-        ["precision.loss_scaling=dynamic has no use", "--precision.loss-scaling none", "float16"],
-    ),
     "two kinds of 16 bits": (
         ["--precision.compute-dtype", "bfloat16", "--precision.reduce-dtype", "float16"],
         ["precision.reduce_dtype=float16", "precision.compute_dtype=bfloat16", "--precision.reduce-dtype float32"],
     ),
     "a loss scale that is not on": (
-        ["--precision.compute-dtype", "float16", "--precision.initial-loss-scale", "8"],
-        ["precision.initial_loss_scale=8", "--precision.loss-scaling dynamic"],
+        ["--precision.initial-loss-scale", "8"],
+        ["precision.initial_loss_scale=8", "--precision.compute-dtype float16"],
     ),
-    "loss scaling changed by a resume": (
-        ["--run.allow-change", "precision.loss-scaling"],
-        ["loss_scaling", "no resume"],
-    ),
+    "what no resume changes": (["--run.allow-change", "model.width"], ["model.width", "no resume"]),
     "a loss scale out of range": (
         [
-            *("--precision.compute-dtype", "float16", "--precision.loss-scaling", "dynamic"),
+            *("--precision.compute-dtype", "float16"),
             *("--precision.initial-loss-scale", "0.5", "--precision.loss-scale-growth-interval", "0"),
         ],
         [

@@ -1,8 +1,6 @@
 """float16 through the whole of a run: placements, the command, and what reads its checkpoint."""
 
 import itertools
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,9 @@ import numpy as np
 import pytest
 import toy
 from commands import assert_one_line, checkpoint, command, metrics, train
-from test_loop import tiny
 
-from jaxopt_llm import train as training_command
 from jaxopt_llm.config import LoraConfig, OptimizerConfig, PrecisionConfig, RematConfig, ScheduleConfig, TrainingConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.step import state as training_state
 
 MODEL = replace(toy.CONFIG, layers=2, pattern=("global",), attention_softcap=5.0)
@@ -42,7 +37,7 @@ ROWS, LENGTH = 8, 16
 def test_gradients_are_float32s_within_rounding(zero: int, reduce_dtype: str, axes: dict[str, int]) -> None:
     """float16 has 11 bits: within 0.2% as a whole and 0.3% leaf by leaf. A scale out of range before it shows that the
     backward works on scaled gradients, the pipeline's own, too."""
-    precision = PrecisionConfig("float16", reduce_dtype, "dynamic")  # type: ignore[arg-type]
+    precision = PrecisionConfig("float16", reduce_dtype)  # type: ignore[arg-type]
     placement = replace(toy.placement(zero, **axes), precision=precision)
     accumulation = 2 if "pipeline" in axes else 1
     program = toy.make_program(
@@ -82,13 +77,12 @@ def to_host(leaves: Any) -> Any:
 
 
 FLOAT16 = ("--precision.compute-dtype", "float16", "--precision.reduce-dtype", "float16")
-SCALED = (*FLOAT16, "--precision.loss-scaling", "dynamic")
 
 
 @pytest.mark.slow
 def test_a_run_resumes_equal_to_the_bit_and_its_checkpoint_is_read_in_float16(tmp_path: Path) -> None:
     settings = (
-        *(*SCALED, "--precision.initial-loss-scale", 2**18, "--precision.loss-scale-growth-interval", 2),
+        *(*FLOAT16, "--precision.initial-loss-scale", 2**18, "--precision.loss-scale-growth-interval", 2),
         *("--evaluation.every", 5, "--checkpoint.every", 1, "--checkpoint.keep", 8),
     )
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -112,26 +106,14 @@ def test_a_run_resumes_equal_to_the_bit_and_its_checkpoint_is_read_in_float16(tm
     assert " nats per token" in told.stdout and "nan" not in told.stdout
     written = command("generate", "--checkpoint", whole, "--prompt", "def ", "--tokens", 3)
     assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
-    refused = train(whole, "--training.steps", 9, *FLOAT16)
-    assert refused.returncode == 2 and "precision.loss_scaling was dynamic and is none" in refused.stderr
+    refused = train(whole, "--training.steps", 9, *settings[8:], "--run.allow-change", "precision.compute_dtype")
+    assert refused.returncode == 2 and "precision.compute_dtype was float16 and is bfloat16" in refused.stderr
 
 
 def test_a_scale_below_one_ends_the_run_with_3(tmp_path: Path) -> None:
     broken = ("--precision.initial-loss-scale", 2, "--optimizer.learning-rate", 1e38)  # it spoils the first update
-    ended = train(tmp_path, "--training.steps", 8, *SCALED, *broken)
+    ended = train(tmp_path, "--training.steps", 8, *FLOAT16, *broken)
     assert ended.returncode == 3
     assert_one_line(ended.stderr, "step 3:", "loss scale now 0.5: no loss scale prevents the overflows")
     assert "loss scale now 1" in ended.stdout
     assert [record["loss_scale"] for record in metrics(tmp_path)] == [2, 1]
-
-
-def test_without_a_scale_float16_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny(tmp_path / "run", precision=PrecisionConfig(compute_dtype="float16"))
-    config = replace(config, model=replace(MODEL, window=128), training=replace(config.training, steps=1))
-    config = replace(config, schedule=replace(config.schedule, warmup_steps=0))
-    with Preemption() as preemption:
-        training_command.train(config, preemption)
-    said = capsys.readouterr().err
-    assert said.startswith("warning: float16") and said.count("\n") == 1 and "--precision.loss-scaling dynamic" in said
-    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]) and "loss_scale" not in record

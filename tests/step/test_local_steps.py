@@ -189,7 +189,7 @@ def test_state_of_groups_is_divided_over_them() -> None:
 
 def test_a_step_that_one_group_skips_is_a_step_of_the_others() -> None:
     """The gradients of group 1 overflow: it keeps its masters, and halves its own loss scale."""
-    precision = PrecisionConfig(compute_dtype="float16", loss_scaling="dynamic")
+    precision = PrecisionConfig(compute_dtype="float16")
     config = make_config(MeshConfig(data=2), **{"precision": precision})
     program, _, state = begin(config)
     scales = jax.device_put(np.array([1024, 2.0**100], np.float32), state.groups["loss_scale"]["scale"].sharding)

@@ -29,7 +29,7 @@ from jaxopt_llm.step.step import Step, StepSettings
 
 pytestmark = pytest.mark.core
 
-PRECISION = PrecisionConfig("float16", "float16", "dynamic", 8.0, loss_scale_growth_interval=3)
+PRECISION = PrecisionConfig("float16", "float16", 8.0, loss_scale_growth_interval=3)
 
 
 @functools.cache

@@ -140,9 +140,7 @@ def test_it_steps_by_the_sign_of_what_its_expert_lacks(case: Case) -> None:
 
 
 def test_a_step_that_overflows_leaves_it() -> None:
-    precision = PrecisionConfig(
-        compute_dtype="float16", reduce_dtype="float16", loss_scaling="dynamic", initial_loss_scale=2.0**40
-    )
+    precision = PrecisionConfig(compute_dtype="float16", reduce_dtype="float16", initial_loss_scale=2.0**40)
     case = Case(1, precision=precision)
     state, metrics = step(case, begin(case), 0)
     assert metrics["overflow"]
