@@ -411,7 +411,7 @@ def test_rows_keep_their_own_settings() -> None:
 def test_a_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
     logits, seen = jnp.array([[2.0, 1.5, -1.0, -1.5]]), np.array([[True, False, True, False]])
     draws = make_draws([Sampling(repetition_penalty=2.0)], [0], [0]).replace(seen=seen)
-    token, found = draw_tokens(logits, draws)
+    token, found, *_ = draw_tokens(logits, draws)
     assert int(token[0]) == 1  # 1, 1.5, -2, -1.5
     assert float(found[0]) == pytest.approx(float(jax.nn.log_softmax(logits)[0, 1]))
     assert draws.add(token).seen.tolist() == [[True, True, True, False]]
