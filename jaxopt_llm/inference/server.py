@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -116,8 +116,9 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         messages, options = openai_api.read_chat(await request.body())
-        renderer, ends = self._open_template(date.today())
-        text = renderer.render_prompt(messages)
+        with own_flags(TOKENIZER_FLAGS):
+            renderer, ends = self._open_template(date.today())
+            text = renderer.render_prompt(messages)
         ids = self._source.tokenizer.encode([text.encode()])[0].astype(np.int32)
         return await self._answer(request, self._make_query([ids], [None], options, ends), options, CHAT)
 
@@ -190,7 +191,7 @@ class Api:
 
     async def _stream(
         self, request: Request, query: Query, options: Options, form: Form, frame: Json
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         """Yield the events of an answer that is sent part by part."""
         drawn = 0
         frame |= {"usage": None} if options.counts_at_end else {}
@@ -212,16 +213,16 @@ class Api:
             yield _make_event(frame | {"choices": [], "usage": openai_api.count_tokens(_list_prompts(query), drawn)})
         yield "data: [DONE]\n\n"
 
-    async def _follow(self, request: Request, query: Query) -> AsyncIterator[Part]:
+    async def _follow(self, request: Request, query: Query) -> AsyncGenerator[Part]:
         """Yield the parts of a query until all its choices have ended, or end these if the client leaves.
 
         Raises:
             ClientDisconnect: the client has left.
             ApiError: the worker has failed.
         """
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Part | BaseException]()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Part | Exception]()
 
-        def send(part: Part | BaseException) -> None:
+        def send(part: Part | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends
                 loop.call_soon_threadsafe(arrived.put_nowait, part)
 
@@ -238,7 +239,7 @@ class Api:
                 part = await arrived.get()
                 if isinstance(part, ClientDisconnect):
                     raise part
-                if isinstance(part, BaseException):
+                if isinstance(part, Exception):
                     raise ApiError("the server has failed, and ends; its own output says why", status=500) from part
                 left -= part.end is not None
                 yield part
@@ -292,22 +293,25 @@ def write_error(error: ApiError) -> JSONResponse:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    if isinstance(error, HTTPException):
-        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    elif isinstance(error, UnicodeError):
-        error = ApiError(f"the tokenizer cannot encode a text ({error}); send UTF-8")
-    elif not isinstance(error, ApiError):
-        with contextlib.suppress(InputError), own_flags(TOKENIZER_FLAGS):
-            raise error
-        error = ApiError(str(error))
-    return write_error(error)
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_LEFT)
+        case ApiError():
+            return write_error(error)
+        case InputError():
+            return write_error(ApiError(str(error)))
+        case HTTPException():
+            told = f"{request.method} {request.url.path}: {error.detail}"
+            return write_error(ApiError(told, status=error.status_code))
+        case _:  # a bug; uvicorn prints its traceback
+            return write_error(
+                ApiError(f"the server failed: {type(error).__name__}; its own output says more", status=500)
+            )
 
 
 def make_app(worker: Worker, token: bytes) -> Starlette:
     """Return the application. token: what clients send; empty: none is needed."""
-    handled = (ApiError, InputError, UnicodeError, HTTPException, ClientDisconnect)
+    handled = (ApiError, InputError, HTTPException, ClientDisconnect, Exception)
     return Starlette(
         routes=Api(worker).routes,
         middleware=[Middleware(Guard, token=token)],

@@ -106,7 +106,7 @@ class Query:
     model: str
     choices: list[Choice]
     reads_prompts: bool = False
-    send: Callable[[Part | BaseException], None] = lambda part: None
+    send: Callable[[Part | Exception], None] = lambda part: None
 
 
 class Worker:
@@ -127,7 +127,7 @@ class Worker:
         self._generators = dict[str, TokenGenerator]()
         self._readers = dict[str, PromptReader]()
         self._running = dict[Request, tuple[int, Query]]()  # the index of the choice
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
 
     def submit(self, query: Query) -> None:
         """Begin a query."""
@@ -148,7 +148,7 @@ class Worker:
                 for generator in self._generators.values():
                     for drawn in generator.advance() if generator.is_busy else ():
                         self._add(generator, drawn)
-        except BaseException as error:
+        except Exception as error:
             self.failure = error
             for query in {id(query): query for _, query in self._running.values()}.values():
                 query.send(error)
