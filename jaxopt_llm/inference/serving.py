@@ -51,7 +51,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Part:
-    """What is new of a choice.
+    """New text and tokens of a choice.
 
     Attributes:
         index: number of the choice in its query.

@@ -297,9 +297,9 @@ def test_a_client_that_leaves_frees_its_row(streams: bool, address: tuple[str, A
         while not any(choice.drawn for choice in query.choices):
             time.sleep(0.001)
     deadline = time.monotonic() + 30
-    while worker._running and time.monotonic() < deadline:
+    while (worker._running or worker._generators["base"].is_busy) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert not worker._running
+    assert not worker._running and not worker._generators["base"].is_busy
     assert all(choice.drawn < choice.request.count for choice in query.choices)
 
 
@@ -319,6 +319,7 @@ def test_a_failure_of_the_worker_is_said_and_ends_the_server(
     ("arguments", "message"),
     [
         ("--host 0.0.0.0", "--host 0.0.0.0: other hosts can reach the server, so it needs a token"),
+        ("--host 192.0.2.1", "--host 192.0.2.1: other hosts can reach the server, so it needs a token"),
         ("--host 192.0.2.1 --token-file FILE", "--host 192.0.2.1 --port 8000: cannot listen there"),
         ("--token-file nowhere", "--token-file nowhere: it cannot be read"),
         ("--port 0 --adapter mine", "must be a name and a folder, such as mine=adapters/mine"),
