@@ -65,7 +65,6 @@ class Options:
         streams: whether parts are sent as soon as they exist.
         counts_at_end: whether a stream ends with the numbers of tokens.
         lists_ids: whether choices have the ids of their tokens.
-        names_ids: whether tokens are named by their ids.
     """
 
     model: str
@@ -78,7 +77,6 @@ class Options:
     streams: bool
     counts_at_end: bool
     lists_ids: bool
-    names_ids: bool
 
 
 class Fields:
@@ -149,7 +147,6 @@ class Fields:
             streams=streams,
             counts_at_end=of_stream.get("include_usage") is True,
             lists_ids=self.flag("return_token_ids"),
-            names_ids=self.flag("return_tokens_as_token_ids"),
         )
         self.finish()
         return options
@@ -247,8 +244,8 @@ class Names:
             self._texts[token] = twice[len(alone) :] if is_whole else None
         return self._texts[token]
 
-    def __call__(self, token: int, by_id: bool) -> str:
-        text = None if by_id else self.read_text(token)
+    def __call__(self, token: int) -> str:
+        text = self.read_text(token)
         return f"token_id:{token}" if text is None else text
 
 
@@ -257,9 +254,10 @@ def write_completion(part: Part, options: Options, names: Names) -> Json:
     choice = {"index": part.index, "text": part.text, "logprobs": None, "finish_reason": part.end}
     if options.most_likely is not None:
         tokens = (*part.prompt, *part.drawn)
-        listed = [_list_most_likely(token, options, names) for token in tokens] if options.most_likely else None
+        count = options.most_likely
+        listed = [_list_most_likely(token, count, names) for token in tokens] if count else None
         choice["logprobs"] = {
-            "tokens": [names(token.id, options.names_ids) for token in tokens],
+            "tokens": [names(token.id) for token in tokens],
             "token_logprobs": [token.log_probability for token in tokens],
             "top_logprobs": listed,
             "text_offset": [token.offset for token in tokens],
@@ -267,15 +265,14 @@ def write_completion(part: Part, options: Options, names: Names) -> Json:
     return choice
 
 
-def _list_most_likely(token: Token, options: Options, names: Names) -> dict[str, float] | None:
+def _list_most_likely(token: Token, count: int, names: Names) -> dict[str, float] | None:
     """Return the log-probabilities of the most likely tokens and of the token itself, by name."""
     if token.log_probability is None:
         return None
     found: dict[str, float] = {}
-    for index, value in (*token.most_likely[: options.most_likely], (token.id, token.log_probability)):
-        name = names(index, options.names_ids)
-        # Two tokens may have one text.
-        found[name if found.get(name, value) == value else names(index, True)] = value
+    for index, value in (*token.most_likely[:count], (token.id, token.log_probability)):
+        name = names(index)
+        found[name if found.get(name, value) == value else f"token_id:{index}"] = value  # two tokens may have one text
     return found
 
 
@@ -289,7 +286,7 @@ def write_message(part: Part, options: Options, names: Names) -> Json:
         def describe(token: int, value: float | None) -> Json:
             text = names.read_text(token)
             values = None if text is None else list(text.encode())
-            return {"token": names(token, options.names_ids), "logprob": value, "bytes": values}
+            return {"token": names(token), "logprob": value, "bytes": values}
 
         choice["logprobs"] = {
             "content": [

@@ -151,6 +151,8 @@ class Api:
     ) -> Query:
         """Return the query of a request: several choices of each prompt, which draw different random numbers."""
         model, choices = self._find_model(options.model), list[Choice]()
+        if len(prompts) * options.choices > openai_api.MAX_CHOICES:
+            raise ApiError(f"n: {len(prompts)} prompts with {options.choices} choices each are too many", "n")
         for prompt, text in zip(prompts, texts, strict=True):
             room = self._worker.length - prompt.size
             needed = 1 if options.tokens is None else options.tokens
@@ -185,8 +187,9 @@ class Api:
     def _write(self, part: Part, query: Query, options: Options, form: Form) -> Json:
         choice = form.write(part, options, self._names)
         if options.lists_ids:
-            prompt = query.choices[part.index].request.prompt.tolist()
-            choice |= {"token_ids": [token.id for token in part.drawn], "prompt_token_ids": prompt}
+            choice["token_ids"] = [token.id for token in part.drawn]
+            if part.end:
+                choice["prompt_token_ids"] = query.choices[part.index].request.prompt.tolist()
         return choice
 
     async def _stream(
@@ -206,6 +209,8 @@ class Api:
                     drawn += len(part.drawn)
                     if part.text or part.end or options.most_likely is not None or options.lists_ids:
                         yield _make_event(frame | {"choices": [self._write(part, query, options, form)]})
+        except ClientDisconnect:
+            return
         except ApiError as error:  # the status is sent already
             yield _make_event(error.write())
             return
