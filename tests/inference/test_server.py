@@ -284,6 +284,13 @@ def test_a_token_is_asked_for(loaded: dict[str, LoadedModel]) -> None:
         assert urllib.request.urlopen(f"{address}/health").status == 200
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_frees_its_row(streams: bool, address: tuple[str, Any]) -> None:
     url, worker = address[0], address[1]._worker
@@ -291,15 +298,10 @@ def test_a_client_that_leaves_frees_its_row(streams: bool, address: tuple[str, A
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        while not worker._running:
-            time.sleep(0.001)
+        wait_until(lambda: bool(worker._running))
         (query,) = {id(query): query for _, query in [*worker._running.values()]}.values()
-        while not any(choice.drawn for choice in query.choices):
-            time.sleep(0.001)
-    deadline = time.monotonic() + 30
-    while (worker._running or worker._generators["base"].is_busy) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not worker._running and not worker._generators["base"].is_busy
+        wait_until(lambda: any(choice.drawn for choice in query.choices))
+    wait_until(lambda: not worker._running and not worker._generators["base"].is_busy)
     assert all(choice.drawn < choice.request.count for choice in query.choices)
 
 
