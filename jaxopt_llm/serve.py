@@ -7,7 +7,6 @@ import argparse
 import os
 import socket
 import sys
-from pathlib import Path
 
 from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
@@ -20,7 +19,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=errors.program_name("serve"),
         description="Serve a model, with adapters by name, at the endpoints of OpenAI's API: completions and chat. The "
-        "server listens to this machine alone, or with a token to other hosts.",
+        f"server listens to this machine alone, or to other hosts if clients must send a token, {TOKEN_VARIABLE} of the "
+        "environment.",
     )
     add = parser.add_argument
     flags.add_model_flags(parser, named_adapters=True)
@@ -28,23 +28,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rows", type=errors.positive, default=16, metavar="N", help="requests that run at a time (default: 16)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: 127.0.0.1)")
     add("--port", type=errors.whole, default=8000, metavar="N", help="port, or 0 for a free one (default: 8000)")
-    token = f"file with the token that clients must send (default: {TOKEN_VARIABLE} of the environment, or none)"
-    add("--token-file", type=Path, metavar="FILE", help=token)
     return parser
 
 
 if __name__ == "__main__":
     cli.answer_help(make_parser(), sys.argv[1:])  # the imports below take seconds, because they import JAX
 
-from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed import wire
 from jaxopt_llm.inference import models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.planning import oom
 
 
-@errors.own_flags({**flags.TOKENIZER_FLAGS, "distributed.token_file": "--token-file"})
+@errors.own_flags(flags.TOKENIZER_FLAGS)
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     try:
@@ -53,12 +49,11 @@ def main() -> int:
         install = errors.describe_install("serve")
         raise InputError(f"serve requires the packages starlette and uvicorn ({error}); run: {install}") from error
     flags.check_tokenizer_flags(arguments)
-    settings = DistributedConfig(token_file=str(arguments.token_file or ""))
-    token = wire.read_token(settings, os.environ, TOKEN_VARIABLE)
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()  # no flag: other users of the machine see flags
     if not token and not server.is_loopback(arguments.host):
         raise InputError(
-            f"--host {arguments.host}: other hosts can reach the server, so it needs a token: write one into a file "
-            f"(openssl rand -hex 32 > FILE), and give --token-file FILE, or set {TOKEN_VARIABLE}"
+            f"--host {arguments.host}: other hosts can reach the server, so it needs a token: set {TOKEN_VARIABLE}, "
+            "for example to the output of openssl rand -hex 32"
         )
     with _listen(arguments.host, arguments.port) as listener:
         with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
@@ -68,7 +63,7 @@ def main() -> int:
         address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         print(f"serving {', '.join(loaded)} at {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         with oom.explain_oom("generating", "set a smaller --rows or --context"):
-            server.Server(loaded, arguments.rows, length, token).serve_on(listener)
+            server.Server(loaded, arguments.rows, length, token.encode()).serve_on(listener)
     return 0
 
 

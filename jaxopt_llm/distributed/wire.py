@@ -38,14 +38,14 @@ _MAX_PROCESSES = 2**20
 _LONGEST_TEXT = 1000  # characters of another process's text in a message to the user
 
 
-def read_token(config: DistributedConfig, environment: Mapping[str, str], variable: str = TOKEN_VARIABLE) -> bytes:
-    """Return the token, from `distributed.token_file` or a variable of the environment; empty without either.
+def read_token(config: DistributedConfig, environment: Mapping[str, str]) -> bytes:
+    """Return the token of the job, from `distributed.token_file` or the environment; empty without either.
 
     Raises:
         InputError: the file cannot be read or is empty.
     """
     if not config.token_file:
-        return environment.get(variable, "").strip().encode()
+        return environment.get(TOKEN_VARIABLE, "").strip().encode()
     setting = f"distributed.token_file={config.token_file}"
     try:
         token = Path(config.token_file).read_bytes().strip()
