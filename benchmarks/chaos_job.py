@@ -26,7 +26,7 @@ RECIPE = ROOT / "benchmarks/recipes/chaos_model.py"
 LOOK_SECONDS = 0.02
 LONGEST = 240  # seconds from the last fault of a burst to the next step, after which the run counts as hung
 # Limits short enough for a benchmark: a process that does not answer, and one that makes no progress.
-SHORT = {"distributed.timeout_seconds": 30, "watchdog.floor_seconds": 15, "watchdog.save_floor_seconds": 15}
+SHORT = {"distributed.timeout_seconds": 30, "watchdog.floor_seconds": 15, "watchdog.long_floor_seconds": 120}
 
 
 def train_command(directory: Path, flags: Mapping[str, object]) -> list[str]:

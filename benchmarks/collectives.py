@@ -3,7 +3,7 @@
     python benchmarks/collectives.py [--only NAME ...] [--json FILE]
 
 Each case is a recipe compiled for its GPUs. `collectives` is the time of all collectives at the rates that `plan`
-assumes, `exposed` the part of it in which no kernel runs next to them (planning/overlap.py). The lines below a case are
+assumes, `exposed` the part of it in which no kernel runs next to them (planning/links.py). The lines below a case are
 the collectives with the most exposed time. The option xla_gpu_memory_limit_slop_factor=150 keeps XLA from
 rematerialising on its own near full memory. No GPU is needed; nothing runs, so no time is measured. With --only, the
 other cases keep their rows of FILE.
@@ -29,9 +29,9 @@ from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.breakdown import break_down_step
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.links import TimedCollective, sum_traffic, time_collectives
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.run.directory import stores_frozen_weights
 from jaxopt_llm.step.program import make_program
 from jaxopt_llm.step.validation import validate

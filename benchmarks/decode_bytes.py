@@ -36,8 +36,7 @@ from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
-from jaxopt_llm.planning.kernel_time import estimate_kernel
+from jaxopt_llm.planning.kernel_bytes import estimate_kernel, list_fused, walk_kernels
 
 
 @dataclass(frozen=True)

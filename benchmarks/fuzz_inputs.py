@@ -15,7 +15,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
 from jaxopt_llm.checkpoint.native import integrity, step_directories
 from jaxopt_llm.checkpoint.peft import adapter_config, adapter_folder
-from jaxopt_llm.checkpoint.peft.modules import find_modules
+from jaxopt_llm.checkpoint.peft.adapter_config import find_modules
 from jaxopt_llm.config import Config, DataConfig, cli, fields
 from jaxopt_llm.core.errors import CheckpointError, InputError, describe_error
 from jaxopt_llm.data.reading.files import find_corpus_files
@@ -23,7 +23,7 @@ from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens import corpus, prepared, template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, JsonTokenizer
 from jaxopt_llm.engine import deepspeed
-from jaxopt_llm.observe import logs
+from jaxopt_llm.observe import dashboards
 from jaxopt_llm.observe.report import run_files
 
 LLAMA = {
@@ -221,7 +221,7 @@ def read_run(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> None:
     run_files.read_runs([folder])
-    logs.MetricsLog(folder / "metrics.jsonl", 4, lambda line: None).close()
+    dashboards.MetricsLog(folder / "metrics.jsonl", 4, lambda line: None).close()
 
 
 def read_deepspeed(folder: Path) -> None:

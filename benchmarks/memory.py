@@ -28,8 +28,8 @@ from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 ROOMY = 2**40  # memory of a GPU, in bytes, that has room for anything
@@ -90,9 +90,7 @@ OFFLOAD = Technique("offload.optimizer", "--offload.optimizer True")
 # With stages 1 and 2 the master weights are in host memory, too.
 OFFLOAD_ALL = Technique("offload.optimizer, stage 1", "--offload.optimizer True --sharding.zero-stage 1")
 OFFLOAD_PARAMETERS = Technique("offload.parameters", "--offload.parameters True")
-IN_BACKWARD = Technique(
-    "optimizer in backward", "--optimizer.in-backward True --optimizer.clip-norm 0 --training.skip-limit 1"
-)
+IN_BACKWARD = Technique("optimizer in backward", "--optimizer.in-backward True --optimizer.clip-norm 0")
 LORA = Technique("LoRA, rank 16", "--lora.rank 16")
 QLORA = Technique("LoRA over int8", "--lora.rank 16 --lora.base int8")
 

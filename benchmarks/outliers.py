@@ -120,11 +120,9 @@ def measure(steps: int, more: int, seed: int) -> dict[str, dict[str, dict[str, f
         for name, flags in TRAINED.items():
             records = train(Path(scratch, name), more, seed, (*start, *flags))
             losses = [each["loss"] for each in records[len(records) // 2 :]]
-            left = max(each.get("outlier_columns_left", 0) for each in records)
             trained[name] = {
                 "training_loss": statistics.mean(losses),
                 "held_out_loss": records[-1]["eval_loss"],
-                "outlier_columns_left": left,
             }
             print(f"seed {seed}, trained, {name}: {trained[name]}", flush=True)
     return {"served": served, "trained": trained}

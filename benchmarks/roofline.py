@@ -23,9 +23,9 @@ from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core import errors
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.planning import breakdown
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.step_plan import Plan, make_plan
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 HERE = Path(__file__).parent

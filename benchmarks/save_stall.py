@@ -31,7 +31,7 @@ import optax
 import jaxopt_llm
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.config import CheckpointConfig, Config, MeshConfig, PrecisionConfig
-from jaxopt_llm.observe.logs import MetricsLog
+from jaxopt_llm.observe.dashboards import MetricsLog
 
 ARRAYS = 8
 SAVES = 3

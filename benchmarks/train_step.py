@@ -62,7 +62,7 @@ def measure(started: float, steps: int, profile: str, arguments: list[str]) -> d
     from jaxopt_llm.parallel.mesh import make_mesh
     from jaxopt_llm.parallel.placement import Placement
     from jaxopt_llm.planning.free_memory import count_usable_bytes
-    from jaxopt_llm.planning.prediction import describe_cluster
+    from jaxopt_llm.planning.search.workload import describe_cluster
     from jaxopt_llm.planning.settings_choice import choose_settings, list_candidates
     from jaxopt_llm.step import state as training_state
     from jaxopt_llm.step.program import Program, make_program, utilisation_per_token

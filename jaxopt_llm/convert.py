@@ -71,7 +71,7 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, collect_leaves, write_layers, write_nothing
-from jaxopt_llm.checkpoint.huggingface.quantised import schemes
+from jaxopt_llm.checkpoint.huggingface.quantised import formats
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder
@@ -280,7 +280,7 @@ def _export_model(
 
 def _read_dtype(source: Path | None) -> str:
     settings = huggingface.read_settings(source) if source else {}
-    if text_part.read_text(settings).get(schemes.FIELD):  # weights as codes, often beside float16
+    if text_part.read_text(settings).get(formats.FIELD):  # weights as codes, often beside float16
         return "bfloat16"
     dtype = settings.get("dtype", settings.get("torch_dtype"))
     return dtype if dtype in DTYPES else "float32"

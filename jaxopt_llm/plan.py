@@ -84,19 +84,16 @@ from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import figure, links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
-from jaxopt_llm.planning.checkpoint_interval import format_checkpoints
-from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
-from jaxopt_llm.planning.free_memory import count_chip_bytes
+from jaxopt_llm.planning.exchanges import resolve_context_exchange
+from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import format_kinds, format_largest
-from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
+from jaxopt_llm.planning.search import ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
-from jaxopt_llm.planning.search.remedies import find_remedies
+from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
-from jaxopt_llm.planning.speed import format_speed
-from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, make_plan, make_plans
-from jaxopt_llm.planning.units import GIB, choose_unit
+from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, format_checkpoints, format_speed, make_plan, make_plans
 from jaxopt_llm.step.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
@@ -359,7 +356,7 @@ def _search(config: Config, options: argparse.Namespace) -> int:
                 line.advance()
                 yield plans
 
-        results = networks.search_networks(config, clusters, limit, allowed, compile_all, compiles)
+        results = ranking.search_networks(config, clusters, limit, allowed, compile_all, compiles)
     seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
     steps = [] if found.winner else find_remedies(found, allowed)
     _print_search(results, seconds, steps, options)
@@ -388,7 +385,7 @@ def _print_search(
     options: argparse.Namespace,
     list_values: Callable[[Any], Any] = lambda plan: json_files.parse(to_json(plan)),
 ) -> None:
-    trees = [decision_tree.format_tree(each) if options.explain else "" for each in results]
+    trees = [report.format_tree(each) if options.explain else "" for each in results]
     several = len(results) > 1
     if options.json:
         told = []

@@ -43,14 +43,14 @@ from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.execution import mtp
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
-from jaxopt_llm.planning.context_exchange import FIELD as EXCHANGE
-from jaxopt_llm.planning.context_exchange import resolve_context_exchange
 from jaxopt_llm.planning.device_mesh import Devices, fill_mesh
+from jaxopt_llm.planning.exchanges import FIELD as EXCHANGE
+from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import count_usable_bytes
 from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
-from jaxopt_llm.planning.prediction import describe_cluster
-from jaxopt_llm.planning.run_programs import compile_fitting
+from jaxopt_llm.planning.search.workload import describe_cluster
+from jaxopt_llm.planning.settings_choice import compile_fitting
 from jaxopt_llm.run.directory import find_changes, read_started
 from jaxopt_llm.run.initial_weights import open_initial_weights
 from jaxopt_llm.run.loop import train_workload

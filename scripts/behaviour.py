@@ -84,7 +84,7 @@ PROGRAMS = {  # name: (recipe, hosts, GPUs per host, flags)
         1,
         1,
         "--mesh.fsdp 1 --training.batch-size 1 --optimizer.in-backward True --optimizer.clip-norm 0 "
-        "--training.skip-limit 1 --optimizer.state-dtype int8",
+        "--optimizer.state-dtype int8",
     ),
 }
 

@@ -679,7 +679,7 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
     @jax.jit
     def run(params: Any) -> Any:
         nothing = jax.tree.map(lambda leaf: None, params)
-        loss, _, _, gradients = scan.loss_and_gradients(
+        loss, _, gradients = scan.loss_and_gradients(
             parts, params, nothing, one, jnp.float32(1 / tokens), here.placement, RematConfig("none")
         )
         return loss, gradients

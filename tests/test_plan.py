@@ -29,8 +29,8 @@ from jaxopt_llm.config import (
 )
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.planning import breakdown, checkpoint_interval, step_plan
-from jaxopt_llm.planning.search import networks, ranking, roofline
+from jaxopt_llm.planning import breakdown, step_plan
+from jaxopt_llm.planning.search import ranking, roofline
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -116,7 +116,7 @@ def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
     # float32 masters and two moments
     assert values["checkpoints"]["bytes"] == pytest.approx(12 * plan.parameters, rel=1e-3)
     assert values["checkpoints"]["seconds"] == pytest.approx(500 * plan.speed.step_seconds)
-    interval = checkpoint_interval.format_duration(500 * plan.speed.step_seconds)
+    interval = step_plan.format_duration(500 * plan.speed.step_seconds)
     assert f"checkpoints: one every 500 steps ({interval}), " in text
     # The policy recomputes everything, on GPUs that are nearly empty. To compute attention over 128 tokens again takes
     # less time than to copy its result into a stack and out of it.
@@ -372,6 +372,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "on stages": {
         "mesh": MeshConfig(pipeline=2, expert=4),
         "training": TrainingConfig(batch_size=128, sequence_length=128, accumulation=4),
+        "pipeline": PipelineConfig(residuals="recompute"),
     },
     "beside MLPs": {"moe.shared_expert_width": 1024, "moe.dense_layers": 2, "mlp_width": 4096},
 }
@@ -519,7 +520,7 @@ def test_a_search_covers_latent_attention(search: Callable[..., int], monkeypatc
         raise InputError(f"estimated {len(ranking.estimate_legal(config, clusters[0], ())[1])} settings")
 
     monkeypatch.setattr(planning, "MAX_COMPILES", 1)  # starts no processes
-    monkeypatch.setattr(networks, "search_networks", estimate_only)
+    monkeypatch.setattr(ranking, "search_networks", estimate_only)
     with pytest.raises(InputError, match=r"^estimated \d\d+ settings$"):
         search("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2)
 
@@ -537,7 +538,7 @@ def test_the_search_is_at_least_as_good_as_the_recipe() -> None:
     )  # the arithmetic is of a loop
     cluster = Cluster("h100", 1, 8)
     limit = int(0.92 * CHIPS["h100"].memory_bytes)
-    (found,) = networks.search_networks(
+    (found,) = ranking.search_networks(
         recipe, (cluster,), limit, (), lambda some: [(make_plan(each, "h100", 1, 8),) for each in some]
     )
     assert found.winner is not None

@@ -26,12 +26,12 @@ from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.context_exchange import resolve_context_exchange
-from jaxopt_llm.planning.prediction import predict_seconds
+from jaxopt_llm.planning.exchanges import resolve_context_exchange
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.workload import predict_seconds
 from jaxopt_llm.planning.step_plan import Plan, make_plan
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 PRETRAINING = ("llama2_7b", "10b", "llama3_8b", "llama2_70b", "llama2_70b_pipeline", "gpt3_175b")

@@ -82,7 +82,7 @@ def differentiate(config: ModelConfig, params: Params, objective: Objective, bat
     def run(params: Params, batch: Batch) -> Any:
         weight = 1 / objective.count(batch).astype(jnp.float32)
         remat = RematConfig("none")
-        loss, _, _, gradients = scan.loss_and_gradients(model, params, frozen, batch, weight, PLACEMENT, remat)
+        loss, _, gradients = scan.loss_and_gradients(model, params, frozen, batch, weight, PLACEMENT, remat)
         return split_loss(objective, loss * weight), gradients
 
     with jax.default_matmul_precision("float32"):

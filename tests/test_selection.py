@@ -55,9 +55,9 @@ def test_each_slow_test_is_in_one_share() -> None:
     assert names(fewer) == [each for each in names(shares[0]) if each != slow[0].nodeid]
 
 
-@pytest.mark.parametrize("changed", [HEAVY, "jaxopt_llm/model/moe/router.py"])
+@pytest.mark.parametrize("changed", [HEAVY, "jaxopt_llm/model/moe/experts.py"])
 def test_a_change_brings_the_slow_tests_of_its_files(changed: str) -> None:
-    touched = slow_tests(HEAVY if changed == HEAVY else "tests/model/moe/test_router_hf_torch.py", each=8)
+    touched = slow_tests(HEAVY if changed == HEAVY else "tests/model/moe/test_experts_router_hf_torch.py", each=8)
     others = slow_tests("tests/test_plan.py", each=592)
     share, left = selection.share_of(touched + others, 0, 16, [ROOT / changed])
     own, _ = selection.share_of(touched + others, 0, 16, ())
@@ -194,7 +194,7 @@ def test_a_change_that_nothing_imports_is_far(tmp_path: Path) -> None:
     ("test", "modules"),
     [
         ("tests/kernels/test_attention_xla.py", {"attention", "attention_xla"}),
-        ("tests/model/moe/test_router_hf_torch.py", {"router"}),
+        ("tests/model/moe/test_experts_router_hf_torch.py", {"experts"}),
         ("tests/test_matrix.py", set()),
     ],
 )

@@ -31,7 +31,7 @@ ROWS, LENGTH = 24, 16
 PLAIN = Config(
     # Wide enough for the blocks and groups of 8-bit and 4-bit codes, and as fast to compile.
     model=replace(toy.UNIFORM, width=256, head_dim=64, mlp_width=512),
-    training=TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, loss_chunk=0, skip_limit=1),
+    training=TrainingConfig(batch_size=ROWS, sequence_length=LENGTH, loss_chunk=0),
     # With this large epsilon the first update is nearly the gradient, and rounding noise of a zero is not a full step.
     optimizer=OptimizerConfig(learning_rate=1e-1, epsilon=1.0, weight_decay=0, clip_norm=0),
     schedule=ScheduleConfig(1, 10),

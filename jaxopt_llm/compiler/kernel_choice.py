@@ -57,15 +57,6 @@ def choose_attention(
     return AttentionChoice(requested)
 
 
-def check_expert_exchange(device: Any, exchange: str) -> None:
-    """Raise InputError if the device does not support this exchange of the experts' tokens."""
-    if exchange == "ragged" and get_compute_capability(device) is None:
-        raise InputError(
-            f"sharding.expert_exchange=ragged runs on GPUs only, not on {device.device_kind}; set "
-            "--sharding.expert-exchange auto, or all_to_all, which also sends the empty rows of its buffers"
-        )
-
-
 def choose_grouped_matmul(device: Any, requested: str, dtype: str) -> str:
     """Return the requested implementation of the experts' matmuls. "auto" is the kernel if it is supported.
 

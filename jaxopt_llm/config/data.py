@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
 
-from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, setting
+from jaxopt_llm.config.metadata import NON_NEGATIVE, Bounds, find_out_of_range, setting
 from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
@@ -99,8 +99,6 @@ class DataConfig:
     skip: skip them and count them by reason; replace: replace invalid UTF-8 by U+FFFD, and skip the other rows."""
     held_out: float = setting(0.05, bounds=Bounds(above=0, below=1))
     """Share of the documents that is held out of training for evaluation, above 0 and below 1."""
-    stall_seconds: float = setting(600.0, resume="freely", bounds=POSITIVE)
-    """Longest wait for one batch, in seconds. After that the run ends with an error."""
 
     @property
     def uses_bytes(self) -> bool:

@@ -5,7 +5,7 @@ The families are those of checkpoint/huggingface/families.py.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, section, setting
 
@@ -493,8 +493,7 @@ class ModelConfig:
             found.append(f"model.family={self.family} has no effect without model.pretrained: leave it out")
         if self.last_layers >= max(self.layers, 1):
             found.append(f"model.last_layers={self.last_layers}: must be below model.layers={self.layers}")
-        if self.scores and self.mtp_layers:
-            found.append(f"model.mtp_layers={self.mtp_layers}: must be 0 with model.scores={self.scores}")
+        found += self._require(f"model.scores={self.scores}", mtp_layers=0) if self.scores else []
         if not self.pattern:
             found.append("model.pattern: must name at least one kind of block")
         learned, rope = self.positions == "learned", self.rope
@@ -513,29 +512,20 @@ class ModelConfig:
                 found.append(f"model.{name}={size}: must be even")
             if size and (rope.size % 2 or rope.size > size):
                 found.append(f"model.rope.size={rope.size}: must be even and at most model.{name}={size}")
-        if self.value_norm and self.norm != "rms":
-            found.append(f"model.norm={self.norm}: must be rms with model.value_norm=True")
+        found += self._require("model.value_norm=True", norm="rms") if self.value_norm else []
         if self.qk_norm == "rotated_unit":
-            found += [
-                f"model.{name}={getattr(self, name)}: must be {required} with model.qk_norm=rotated_unit"
-                for name, required in (("positions", "rotary"), ("norm", "rms"))
-                if getattr(self, name) != required
-            ]
+            found += self._require("model.qk_norm=rotated_unit", positions="rotary", norm="rms")
         if self.moe.experts and self.moe.router_weighs == "inputs" and self.biases in ("mlp", "all"):
             found.append(
                 f"model.biases={self.biases}: with model.moe.router_weighs=inputs experts have no biases; set "
                 "--model.biases none or attention"
             )
         if self.moe.experts and self.moe.own_norms:
-            required = (("norm_placement", ("pre", "both")), ("parallel_block", (False,)))
-            found += [
-                f"model.{name}={getattr(self, name)}: must be {' or '.join(map(str, values))} with "
-                "model.moe.own_norms=True"
-                for name, values in required
-                if getattr(self, name) not in values
-            ]
+            found += self._require("model.moe.own_norms=True", norm_placement=("pre", "both"), parallel_block=False)
         found += self._sharing_problems() if self.shared_key_layers else []
-        found += self._mtp_problems() if self.mtp_layers else []
+        if self.mtp_layers:
+            reason = f"model.mtp_layers={self.mtp_layers}"
+            found += self._require(reason, positions="rotary", layer_input_size=0, shared_key_layers=0)
         if self.layer_input_size and not self.has_gate:
             found.append(f"model.mlp={self.mlp}: must be one of {', '.join(GATED)} with model.layer_input_size")
         if self.moe.experts and self.mlp == "xielu":
@@ -547,11 +537,13 @@ class ModelConfig:
         sizes = {self.of_layers(kind).rotary_dim for kind in scaled} or {self.rotary_dim}
         return [*dict.fromkeys(problem for size in sorted(sizes) for problem in self.rope.problems(size))]
 
-    def _mtp_problems(self) -> list[str]:
+    def _require(self, reason: str, **required: Any) -> list[str]:
+        """List the fields with another value than the required one, or than all of those in a tuple."""
+        allowed = {name: value if isinstance(value, tuple) else (value,) for name, value in required.items()}
         return [
-            f"model.{name}={getattr(self, name)}: must be {required} with model.mtp_layers={self.mtp_layers}"
-            for name, required in (("positions", "rotary"), ("layer_input_size", 0), ("shared_key_layers", 0))
-            if getattr(self, name) != required
+            f"model.{name}={getattr(self, name)}: must be {' or '.join(map(str, values))} with {reason}"
+            for name, values in allowed.items()
+            if getattr(self, name) not in values
         ]
 
     def _sharing_problems(self) -> list[str]:
@@ -573,13 +565,11 @@ class ModelConfig:
                 f"model.kv_heads={self.kv_heads}: with model.mla.kv_rank each query head has its own keys; set "
                 f"--model.kv-heads {self.heads}"
             )
-        return found + [
-            f"model.{name}={getattr(self, name)}: must be {required} with model.mla.kv_rank"
-            for name, required in (
-                *(("positions", "rotary"), ("norm", "rms"), ("qk_norm", "none"), ("biases", "none")),
-                *(("attention_gate", "none"), ("attention_sinks", False)),
-                *(("global_head_dim", 0), ("global_kv_heads", 0), ("values_from_keys", False), ("value_norm", False)),
-                ("shared_key_layers", 0),
-            )
-            if getattr(self, name) != required
-        ]
+        return found + self._require(
+            "model.mla.kv_rank",
+            positions="rotary",
+            norm="rms",
+            **dict.fromkeys(("qk_norm", "biases", "attention_gate"), "none"),
+            **dict.fromkeys(("attention_sinks", "values_from_keys", "value_norm"), False),
+            **dict.fromkeys(("global_head_dim", "global_kv_heads", "shared_key_layers"), 0),
+        )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, find_out_of_range, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_range, setting
 
 Float = Literal["float32", "bfloat16", "float16"]
 
@@ -35,12 +35,10 @@ class PrecisionConfig:
     """Loss scaling, for float16. none: off; dynamic: multiply the loss by a scale that keeps gradients within the range
     of float16; a step that still overflows is skipped and halves the scale (Micikevicius et al. 2018; PyTorch:
     GradScaler)."""
-    initial_loss_scale: float = setting(65536.0, bounds=POSITIVE)
+    initial_loss_scale: float = setting(65536.0, bounds=AT_LEAST_ONE)
     """Loss scale of the first step. A power of two adds no rounding error."""
     loss_scale_growth_interval: int = setting(2000, bounds=AT_LEAST_ONE)
     """Number of consecutive steps without overflow after which the loss scale doubles (GradScaler: growth_interval)."""
-    min_loss_scale: float = setting(1.0, bounds=POSITIVE)
-    """Minimum loss scale. If overflows bring the scale below it, the run ends with exit code 3."""
     matmul: Matmul = "compute_dtype"
     """Precision of the matmuls between activations and weights of the blocks, forward and backward; see
     docs/precision.md. fp8: e4m3, incoming gradients e5m2, one scale per tensor from its own maximum. int8: forward
@@ -105,11 +103,8 @@ class PrecisionConfig:
                 "precision.loss_scaling=dynamic has no use with the range of bfloat16 and float32: set "
                 "--precision.loss-scaling none, or --precision.compute-dtype float16"
             )
-        for name in ("initial_loss_scale", "loss_scale_growth_interval", "min_loss_scale"):
+        for name in ("initial_loss_scale", "loss_scale_growth_interval"):
             value = getattr(self, name)
             if not self.scales_loss and value != getattr(PrecisionConfig, name):
                 found.append(f"precision.{name}={value} has no effect without --precision.loss-scaling dynamic")
-        first, least = self.initial_loss_scale, self.min_loss_scale
-        if first < least:
-            found.append(f"precision.initial_loss_scale={first}: must be at least precision.min_loss_scale={least}")
         return found

@@ -5,10 +5,16 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from jaxopt_llm.config.data import DataConfig
-from jaxopt_llm.config.memory import OffloadConfig, RematConfig
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
-from jaxopt_llm.config.parallel import DistributedConfig, MeshConfig, PipelineConfig, ShardingConfig
+from jaxopt_llm.config.parallel import (
+    DistributedConfig,
+    MeshConfig,
+    OffloadConfig,
+    PipelineConfig,
+    RematConfig,
+    ShardingConfig,
+)
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
     NEXT_TOKEN,
@@ -71,13 +77,12 @@ class WatchdogConfig:
     """End the job with exit code 5 if a process makes no progress for this multiple of the median of its phase, and at
     least for the floor of the phase. 0 = off."""
     floor_seconds: float = setting(600.0, bounds=POSITIVE)
-    """Smallest limit, in seconds, of a step, an evaluation and a wait for data. A save that takes longer is slow: the
-    run says so and goes on."""
-    compile_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
-    """Smallest limit, in seconds, of the preparation of a run, which opens its data, of a compile, of a restore, and of
-    the first step and the first evaluation, which may compile."""
-    save_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
-    """Smallest limit, in seconds, of a save, which is written in the background."""
+    """Smallest limit, in seconds, of a step, an evaluation and a wait for data. A batch that takes longer ends the run
+    with an error, also without other processes. A save that takes longer is slow: the run says so and goes on."""
+    long_floor_seconds: float = setting(3600.0, bounds=POSITIVE)
+    """Smallest limit, in seconds, of what may take long: the preparation of a run, which opens its data, a compile, a
+    restore, the first step and the first evaluation, which may compile, and a save, which is written in the
+    background."""
     single_process: bool = False
     """Also watch a job of one process, whose devices can wait for each other too."""
 

@@ -114,9 +114,6 @@ class TrainingConfig:
     as segment_1/*, where * also matches slashes; the others are frozen, in precision.compute_dtype. With lora.rank,
     these parameters train in addition to the adapters (PEFT: modules_to_save). Empty = all parameters, or with
     lora.rank only the adapters."""
-    skip_limit: int = setting(10, resume="freely", in_backward=1, bounds=AT_LEAST_ONE)
-    """Number of consecutive skipped steps that end the run, with exit code 3. Overflows under loss scaling do not
-    count."""
 
     @property
     def logit_tokens(self) -> int:

@@ -107,7 +107,7 @@ def _rules(config: Config) -> list[Rule]:
     data, schedule, mesh, sharding = config.data, config.schedule, config.mesh, config.sharding
     optimizer, dense, objective = config.optimizer.name, not config.model.moe.experts, config.training.objective
     has_text_files = data.format in ("auto", "text")
-    exchanges = sharding.expert_exchange in ("all_to_all", "ragged", "auto")
+    exchanges = sharding.expert_exchange in ("all_to_all", "auto")
     return [
         ("data.format data.separator data.text_field", "data.paths is empty", not data.paths),
         ("data.weights", "data.paths names one path", len(data.paths) == 1),

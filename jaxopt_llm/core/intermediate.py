@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-# What an intermediate is. A named policy keeps all intermediates of some roles (execution/remat.py).
+# What an intermediate is. A named policy keeps all intermediates of some roles (execution/segments.py).
 # input: the norm that products read, or the input of the block. projection: a product that attention reads.
 # attention: its result. product: any other product with weights. routing: what a router decides and moves.
 Role = Literal["input", "projection", "attention", "product", "routing"]

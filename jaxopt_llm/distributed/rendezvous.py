@@ -122,8 +122,7 @@ def _ask(peer: Peer, job: Job, facts: Mapping[str, Any], deadline: float) -> str
         return str(answers[0]["start"])
     except wire.NotTrustedError as error:
         raise InputError(
-            f"{place}: process 0 there has another token; give all processes the same --distributed.token-file, or the "
-            f"same {wire.TOKEN_VARIABLE}"
+            f"{place}: process 0 there has another token; give all processes the same {wire.TOKEN_VARIABLE}"
         ) from error
     except TimeoutError as error:
         raise _NotReachedError(f"{place}: it does not answer; check the address and process 0") from error

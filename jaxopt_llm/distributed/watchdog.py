@@ -198,12 +198,9 @@ class _Clock:
 def find_limit(config: Config, phase: Phase, ended: Iterable[float]) -> float:
     """Return the seconds without progress after which a job ends. ended: durations of the phase so far."""
     settings, seconds = config.watchdog, tuple(ended)
-    compiles = phase in ("prepare", "compile", "restore") or (phase in ("step", "evaluate") and not seconds)
-    floor = settings.compile_floor_seconds if compiles else settings.floor_seconds
-    if phase == "save":
-        floor = settings.save_floor_seconds
-    elif phase == "data":
-        floor = max(floor, config.data.stall_seconds)  # a wait for a batch may take that long, and ends with an error
+    compiles = phase in ("step", "evaluate") and not seconds
+    is_long = compiles or phase in ("prepare", "compile", "restore", "save")
+    floor = settings.long_floor_seconds if is_long else settings.floor_seconds
     return max(floor, settings.factor * statistics.median(seconds)) if seconds else floor
 
 

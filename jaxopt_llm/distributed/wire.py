@@ -21,12 +21,9 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import InputError
 
 TOKEN_VARIABLE = "JAXOPT_LLM_TOKEN"
 HELLO_SECONDS = 5.0  # time that a new connection has for its first message
@@ -38,22 +35,9 @@ _MAX_PROCESSES = 2**20
 _LONGEST_TEXT = 1000  # characters of another process's text in a message to the user
 
 
-def read_token(config: DistributedConfig, environment: Mapping[str, str]) -> bytes:
-    """Return the token of the job, from `distributed.token_file` or the environment; empty without either.
-
-    Raises:
-        InputError: the file cannot be read or is empty.
-    """
-    if not config.token_file:
-        return environment.get(TOKEN_VARIABLE, "").strip().encode()
-    setting = f"distributed.token_file={config.token_file}"
-    try:
-        token = Path(config.token_file).read_bytes().strip()
-    except OSError as error:
-        raise InputError(f"{setting}: it cannot be read ({error.strerror}); correct the path") from error
-    if not token:
-        raise InputError(f"{setting}: it is empty; write a secret into it, such as the output of openssl rand -hex 32")
-    return token
+def read_token(environment: Mapping[str, str]) -> bytes:
+    """Return the token of the job; empty without one."""
+    return environment.get(TOKEN_VARIABLE, "").strip().encode()
 
 
 class NotTrustedError(ValueError):

@@ -38,7 +38,6 @@ READ = (
         "evaluation.patience",
         "logging.*",
         "profile.*",
-        "data.stall_seconds",
         "distributed.*",
         "watchdog.*",
     ),

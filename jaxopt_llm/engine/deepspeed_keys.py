@@ -194,7 +194,7 @@ PRECISION: Keys = {
 FP16: Keys = {  # with fp16.enabled
     "fp16.initial_scale_power": _joint("precision.initial_loss_scale", note="2 to this power"),
     "fp16.loss_scale_window": Maps(("precision.loss_scale_growth_interval",), default=1000),
-    "fp16.min_loss_scale": Maps(("precision.min_loss_scale",), default=1),
+    "fp16.min_loss_scale": Refused("a scale below 1 ends the run; set 1", harmless=(1,)),
     "fp16.loss_scale": Refused("the scale is dynamic; set 0, or use bf16", harmless=(0,)),
     **_all(Ignored("each overflow halves the scale (hysteresis 1)"), "fp16.", "hysteresis consecutive_hysteresis"),
     "fp16.auto_cast": Refused("cast the inputs in the loss"),

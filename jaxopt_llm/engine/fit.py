@@ -31,9 +31,9 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.offload import count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.free_memory import choose_unit
 from jaxopt_llm.planning.memory import KnownShapes, write_memory
 from jaxopt_llm.planning.oom import STEP, OomExplainer
-from jaxopt_llm.planning.units import choose_unit
 from jaxopt_llm.run.directory import has_checkpoint, read_decay_steps
 from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.records import Records, open_records
@@ -85,7 +85,7 @@ class EngineWorkload:
         return self.engine.lend_state(self.engine.state)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
-        return read_ahead(self.batches, start, self.config.data.stall_seconds, stopping)
+        return read_ahead(self.batches, start, self.config.watchdog.floor_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         loss, batch = batch if self.engine.losses else (None, batch)
@@ -169,7 +169,7 @@ def fit(
     Raises:
         InputError: the data does not fit, or the directory holds another run.
         Preempted: a signal stopped it. The same call continues the run.
-        TrainingDiverged: the loss is not finite for `training.skip_limit` steps in a row.
+        TrainingDiverged: the loss is not finite for 10 steps in a row.
         CheckpointError: no checkpoint of the run is intact, or the last one could not be written.
         OutOfMemory: the memory of the devices does not suffice.
         StateCorrupted: `run.check_replicas` has found wrong bits.

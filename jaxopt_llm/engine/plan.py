@@ -21,7 +21,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.breakdown import Part, break_down_step, format_breakdown
-from jaxopt_llm.planning.free_memory import count_chip_bytes
+from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import (
     KnownShapes,
     LiveArray,
@@ -32,7 +32,6 @@ from jaxopt_llm.planning.memory import (
     sum_by_kind,
 )
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.planning.units import GIB, choose_unit
 
 GPUS_PER_HOST = 8
 

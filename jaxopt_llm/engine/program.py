@@ -44,8 +44,7 @@ from jaxopt_llm.parallel import zero
 from jaxopt_llm.parallel.codes import find_row_sum
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.free_memory import count_usable_bytes, leave_free
-from jaxopt_llm.planning.units import GIB
+from jaxopt_llm.planning.free_memory import GIB, count_usable_bytes, leave_free
 from jaxopt_llm.run.messages import describe_exact_matrices
 from jaxopt_llm.step import lora, moments, optimizer
 from jaxopt_llm.step.program import ModelParts, StepProgram, make_share, make_step_program, take_share

@@ -33,7 +33,7 @@ class Executor:
     """The functions that run a model.
 
     loss_and_gradients: (model, trainable, frozen, batch, loss_weight, placement)
-        -> (loss, tokens, auxiliary, gradients).
+        -> (loss, auxiliary, gradients).
     loss: (model, params, batch, placement) -> (loss, auxiliary).
     read_tokens: (read, model, params, batch, placement) -> what `read` returns of each token, [M, B, S, ...].
         read: a method of the model that takes what `Model.log_probabilities` takes.
@@ -42,13 +42,13 @@ class Executor:
     batch: fields [M, B, S], M microbatches.
     loss_weight: float32 scalar, 1 / tokens for the gradient of the mean, times the loss scale if there is one.
 
-    The loss is that of `Model.loss`, summed over `Model.count` tokens or pairs; `tokens` is their number. The
-    gradients are those of the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable).
-    With gradient groups they have the sharding of the masters, otherwise `zero.gradient_sharding`.
+    The loss is that of `Model.loss`, summed over `Objective.count` tokens or pairs. The gradients are those of
+    the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable). With gradient groups they
+    have the sharding of the masters, otherwise `zero.gradient_sharding`.
     """
 
     loss_and_gradients: Callable[
-        [Model, Params, Params, Batch, jax.Array, Placement], tuple[jax.Array, jax.Array, Auxiliary, Params]
+        [Model, Params, Params, Batch, jax.Array, Placement], tuple[jax.Array, Auxiliary, Params]
     ]
     loss: Callable[[Model, Params, Batch, Placement], tuple[jax.Array, Auxiliary]]
     read_tokens: Callable[[ReadTokens, Model, Params, Batch, Placement], jax.Array]

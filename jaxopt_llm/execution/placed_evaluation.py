@@ -12,18 +12,25 @@ wherever the user's code reads a parameter: nothing moves until an equation need
   backward gathers the weight again instead of keeping it;
 - a weight that each iteration of another loop multiplies, such as a head in chunks, is gathered before the loop, and
   its gradient is summed over devices after it;
-- with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one (blocks.py);
+- with `saved`, the iterations of such loops are rematerialised, and the blocks of a model without one;
 - a lookup (`gather`) of rows of a table adds up their gradients in float32, and so does the sum or the product with a
   weight that is repeated, such as a bias;
 - every other equation reads the gathered array.
 
 Whatever framework the parameters come from, the jaxpr reads them as inputs, so no read can pass by unnoticed.
+
+A loss that was not written as a loop has blocks too: the equations that read the parameters of one layer of a list. A
+model that calls equal layers one after the other is traced to one long jaxpr. The parameters of a layer have a tag,
+the name of their block. The equations from the first to the last one that reads a tag make up the block. The cuts
+between blocks are where the fewest bytes are live, because a rematerialised block keeps what enters it.
 """
 
 import contextlib
 import functools
+import itertools
+import math
 import string
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,14 +41,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p, jit_p, mul_p, remat_p, scan_p, sub_p
 
 from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
-from jaxopt_llm.execution.blocks import Block, find_blocks
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, find_uses
 from jaxopt_llm.model.linear import plain_groups
 from jaxopt_llm.model.linear.leaves import LoraWeight
-from jaxopt_llm.model.linear.linear_function import apply_linear
 from jaxopt_llm.model.linear.weights import (
     GATHERED_NAME,
     Weight,
+    apply_linear,
     einsum,
     gather_before_loop,
     gather_for_use,
@@ -51,6 +57,122 @@ from jaxopt_llm.model.linear.weights import (
 )
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import PlacedWeight
+
+
+@dataclass(frozen=True)
+class Block:
+    """The equations [start, stop) of a jaxpr.
+
+    Attributes:
+        moves: those of them that only cast or transpose weights that are read after the block.
+        equations: the others.
+        entering: variables that they read and do not make.
+        leaving: variables that they make and that are read after the block.
+    """
+
+    start: int
+    stop: int
+    moves: list[JaxprEqn]
+    equations: list[JaxprEqn]
+    entering: list[Any]
+    leaving: list[Any]
+
+
+def find_blocks(jaxpr: Jaxpr, tags: Sequence[str | None]) -> list[Block]:
+    """Return the blocks, in order and disjoint.
+
+    A layer that is called twice, with others in between, is two blocks. One whose equations are rematerialised already
+    is none.
+
+    Args:
+        tags: for each argument the block of this parameter, "" for one of no block, and None for no parameter.
+    """
+    weights = _follow_weights(jaxpr, tags)
+    readers = _list_readers(jaxpr, weights)
+    places = [-1, *readers, len(jaxpr.eqns)]
+    before = dict(zip(readers, places[:-2], strict=True))
+    after = dict(zip(readers, places[2:], strict=True))
+    live = count_live_bytes(jaxpr, weights)
+
+    def cut(after: int, until: int) -> int:
+        """Return the last place with the fewest live bytes after an equation and up to another one."""
+        return min(range(until, after, -1), key=live.__getitem__)
+
+    of_blocks = [(index, tag) for index, tag in readers.items() if tag]
+    runs = [[index for index, _ in run] for _, run in itertools.groupby(of_blocks, key=lambda reader: reader[1])]
+    return [
+        _make_block(jaxpr, cut(before[run[0]], run[0]), cut(run[-1], after[run[-1]]), weights)
+        for run in runs
+        if any(jaxpr.eqns[index].primitive is not remat_p for index in run)
+    ]
+
+
+def _make_block(jaxpr: Jaxpr, start: int, stop: int, weights: Container[Any]) -> Block:
+    later = {var for eqn in jaxpr.eqns[stop:] for var in _list_variables(eqn.invars)}
+    later |= {*_list_variables(jaxpr.outvars)}
+    moves: list[JaxprEqn] = []
+    equations: list[JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns[start:stop]):
+        if any(var in weights and var in later for var in eqn.outvars):
+            moves.insert(0, eqn)
+            later |= {*_list_variables(eqn.invars)}  # an earlier move of the same weight
+        else:
+            equations.insert(0, eqn)
+    made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
+    read = dict.fromkeys(var for eqn in equations for var in _list_variables(eqn.invars))
+    return Block(
+        start,
+        stop,
+        moves,
+        equations,
+        entering=[var for var in read if var not in made],
+        leaving=[var for var in made if var in later],
+    )
+
+
+def _follow_weights(jaxpr: Jaxpr, tags: Sequence[str | None]) -> dict[Any, str]:
+    """Return the tag of each variable that is a parameter, or is made of one parameter alone, as by a cast."""
+    weights = {var: tag for var, tag in zip(jaxpr.invars, tags, strict=True) if tag is not None}
+    for eqn in jaxpr.eqns:
+        if (read := _list_variables(eqn.invars)) and len(read) == len(eqn.outvars) == 1 and read[0] in weights:
+            weights[eqn.outvars[0]] = weights[read[0]]
+    return weights
+
+
+def _list_readers(jaxpr: Jaxpr, weights: Mapping[Any, str]) -> dict[int, str]:
+    """Return the tag by equation of those that read weights and something else, in order.
+
+    It is "" for those that read weights of no or of several blocks.
+    """
+    readers: dict[int, str] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        tags = {weights[var] for var in _list_variables(eqn.invars) if var in weights}
+        if tags and not all(var in weights for var in eqn.outvars):
+            readers[index] = tags.pop() if len(tags) == 1 else ""
+    return readers
+
+
+def count_live_bytes(jaxpr: Jaxpr, weights: Container[Any] = ()) -> list[int]:
+    """Return, for the place before each equation and after the last one, the bytes that are made before and read after.
+
+    Arguments of the jaxpr and these weights do not count.
+    """
+    made = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars if var not in weights}
+    last: dict[Any, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        last |= {atom: index for atom in eqn.invars if not isinstance(atom, Literal) and atom in made}
+    last |= {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not isinstance(atom, Literal) and atom in made}
+    change = [0] * (len(jaxpr.eqns) + 2)
+    for var, index in last.items():
+        size = math.prod(typeof(var).shape) * typeof(var).dtype.itemsize
+        change[made[var] + 1] += size
+        change[index + 1] -= size
+    return list(itertools.accumulate(change[:-1]))
+
+
+def _list_variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
 
 Value = Any  # an array, or a Lazy weight
 MOVES = (broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.transpose_p, jax.lax.squeeze_p)
@@ -73,7 +195,7 @@ class Lazy:
     dtype: dtype in which the program sees it.
     rounded: whether the program rounded it from float32 to `dtype`, in which it is then gathered.
     moves: what the program did to the values so far.
-    block: name of the block that the weight belongs to (blocks.py); "" for none.
+    block: name of the block that the weight belongs to (placed_evaluation.py); "" for none.
     """
 
     weight: Weight

@@ -62,8 +62,8 @@ def loss_and_gradients(
     placement: Placement,
     remat: RematConfig,
     unrolled: bool = False,
-) -> tuple[jax.Array, jax.Array, Auxiliary, Params]:
-    """Return loss, number of tokens, auxiliary sums and gradients; see executor.py."""
+) -> Sums:
+    """Return loss, auxiliary sums and gradients; see executor.py."""
     inside = inside_gradient_group(placement)
     specs = tree.restrict(model.specs, trainable)
     params = tree.merge(trainable, frozen)
@@ -88,8 +88,7 @@ def loss_and_gradients(
             return _sum_in_place(objective, batch, specs, inside)
         return _sum_microbatches(one_microbatch, batch, specs, inside, by_period=unrolled)
 
-    loss, auxiliary, gradients = sum_over_groups(one_group, batch, specs, placement)
-    return loss, model.objective.count(batch), auxiliary, gradients
+    return sum_over_groups(one_group, batch, specs, placement)
 
 
 def _sum_microbatches(

@@ -16,6 +16,8 @@ slot:    a row of a chunk's leaves. It holds a period, or it is empty in chunks 
          (see stage_layout.py).
 
 Letters: R periods of a segment, B batch, S sequence, D width.
+
+`remat.policy` says which intermediates of a block are kept for the backward.
 """
 
 import functools
@@ -27,19 +29,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxopt_llm.compiler.xla_options import Recomputed
 from jaxopt_llm.config import Kind, Matmul, RematConfig
 from jaxopt_llm.core import tree
+from jaxopt_llm.core.intermediate import Intermediate, Role
 from jaxopt_llm.execution.by_layer import read_rows, select_period
-from jaxopt_llm.execution.remat import checkpoint, checkpoint_policy
 from jaxopt_llm.model import param
 from jaxopt_llm.model.context import Context, NewCache
-from jaxopt_llm.model.intermediates import mark
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.linear.leaves import adapter_paths, join_scaled
 from jaxopt_llm.model.model import Auxiliary, Keys, Model, Params, Segment, name_mtp_modules, name_segments
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, mark
+
+# The roles whose intermediates each policy keeps of a block in addition to its input. Under every policy, elementwise
+# results are computed again, and no gathered weight is kept, because it is no intermediate.
+ROLES_BY_POLICY: dict[str, frozenset[Role]] = {
+    "none": frozenset({"projection", "attention", "product"}),
+    "dots": frozenset({"projection", "product"}),
+    "save_qkv": frozenset({"projection", "attention"}),
+    "save_attention": frozenset({"attention"}),
+    "full": frozenset(),
+    "auto": frozenset(),  # until a policy is chosen (planning/settings_choice.py)
+}
+
+checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)  # XLA merges no recomputation within a scan
+
+
+def keeps_inputs_only(remat: RematConfig) -> bool:
+    """Return whether `remat.policy` keeps nothing of a block but its input."""
+    return isinstance(remat.policy, str) and not ROLES_BY_POLICY[remat.policy]
+
+
+def is_kept(remat: RematConfig, intermediate: Intermediate) -> bool:
+    """Return whether `remat.policy` keeps an intermediate, on the device or, by `remat.offload`, on the host."""
+    if isinstance(remat.policy, str):
+        return intermediate.role in ROLES_BY_POLICY[remat.policy] or intermediate in remat.offload
+    return intermediate in remat.policy or intermediate in remat.offload
+
+
+def name_recomputed(remat: RematConfig) -> Recomputed:
+    """Return what the backward computes again of each layer, apart from elementwise operations."""
+    if remat.policy == "none":
+        return "nothing"
+    return "layers" if keeps_inputs_only(remat) else "a part"
+
+
+def checkpoint_policy(remat: RematConfig) -> Any:
+    """Return the policy as `jax.checkpoint` takes it."""
+    by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["saved"],
+        names_which_can_be_offloaded=["offloaded"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def policy(primitive: Any, *shapes: Any, **params: Any) -> Any:
+        name = params.get("name")
+        if isinstance(name, Intermediate) and is_kept(remat, name):
+            params["name"] = "offloaded" if name in remat.offload else "saved"
+        return by_name(primitive, *shapes, **params)
+
+    return policy
+
 
 # Most layers of a segment that a pipeline's chunk runs without a loop. XLA does not mix two loops, so only without them
 # the collectives of a forward run next to the matmuls of a backward. Five layers of 70B compile in 27 instead of 12 s.

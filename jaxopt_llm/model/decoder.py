@@ -22,9 +22,8 @@ from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.head import Head
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function
-from jaxopt_llm.model.linear import outliers, vocabulary, weights
+from jaxopt_llm.model.linear import vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.model import TEACHER_HEAD, Auxiliary, Params, Segment
 from jaxopt_llm.model.moe import experts
@@ -39,7 +38,7 @@ from jaxopt_llm.parallel.activations import (
     to_device_order,
     to_residual_order,
 )
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Decoder:
         (self_attention.py, kernels/grouped_matmul.py). max_segments: maximum number of segments in a row, padding
         included; None if any number is possible.
     objective: what is learned.
-    counts_outliers: whether blocks count the outlier columns that int8 products leave among the integers.
     specs: the decoder's own by default; others if parameters are adapted, quantised or stacked by stage.
     """
 
@@ -62,7 +60,6 @@ class Decoder:
     grouped_matmul: str = "xla"
     max_segments: int | None = None
     objective: Objective = field(default_factory=NextToken)
-    counts_outliers: bool = False
     specs: Params = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,27 +132,22 @@ class Decoder:
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any, Auxiliary]:
-        with outliers.collect_left() as left:
-            if "mtp" in params:
-                x = self._join_tokens(params, x, context, layer["input"])
-            attended, cache = self._attend(kind, params, x, context, cache)
-            if self.config.parallel_block:
-                transformed, auxiliary = self._transform(params, x, context, layer["index"])
-                x = self._add_residual(x, attended + transformed, context)
-            else:
-                x = self._add_residual(x, attended, context)
-                transformed, auxiliary = self._transform(params, x, context, layer["index"])
-                x = self._add_residual(x, transformed, context)
-            if "input_mlp" in params:
-                x = self._add_residual(x, self._transform_input(params, x, context, layer["input"]), context)
-            if self.config.layer_scales:
-                scale = jax.lax.stop_gradient(weights.materialise(params["layer"]["scale"], jnp.dtype(jnp.float32)))
-                x = (x * scale).astype(x.dtype)
-            x = self._norm(params, "mtp_output_norm")(x)
-        if self.counts_outliers:
-            auxiliary = dataclasses.replace(
-                auxiliary, statistics={outliers.LEFT: sum(left, jnp.zeros((), jnp.float32))}
-            )
+        if "mtp" in params:
+            x = self._join_tokens(params, x, context, layer["input"])
+        attended, cache = self._attend(kind, params, x, context, cache)
+        if self.config.parallel_block:
+            transformed, auxiliary = self._transform(params, x, context, layer["index"])
+            x = self._add_residual(x, attended + transformed, context)
+        else:
+            x = self._add_residual(x, attended, context)
+            transformed, auxiliary = self._transform(params, x, context, layer["index"])
+            x = self._add_residual(x, transformed, context)
+        if "input_mlp" in params:
+            x = self._add_residual(x, self._transform_input(params, x, context, layer["input"]), context)
+        if self.config.layer_scales:
+            scale = jax.lax.stop_gradient(weights.materialise(params["layer"]["scale"], jnp.dtype(jnp.float32)))
+            x = (x * scale).astype(x.dtype)
+        x = self._norm(params, "mtp_output_norm")(x)
         return x, cache, auxiliary
 
     def normalise(self, non_layer: Params, x: jax.Array) -> jax.Array:
@@ -207,8 +199,6 @@ class Decoder:
 
     def zero_auxiliary(self) -> Auxiliary:
         statistics = experts.zero_statistics(self.config) if self.config.moe.experts else {}
-        if self.counts_outliers:
-            statistics = {outliers.LEFT: jnp.zeros((), jnp.float32)}
         return Auxiliary(jnp.zeros((), jnp.float32), statistics)
 
     def _add_residual(self, x: jax.Array, update: jax.Array, context: Context) -> jax.Array:
@@ -223,7 +213,7 @@ class Decoder:
         is_rotated = config.positions == "rotary" and kind != "global_nope"
         grows = config.rope.query_growth and is_rotated == (config.rope.growth_layers == "rotary")
         attend: Callable[..., tuple[jax.Array, Any]] = self_attention
-        norms: tuple[str, ...] = ("query_norm", "key_norm", "value_norm")
+        names: tuple[str, ...] = ("query_norm", "key_norm", "value_norm")
         options = AttentionOptions(
             rotary=Rotary.from_config(config, kind) if is_rotated else None,
             window=window,
@@ -237,17 +227,16 @@ class Decoder:
         )
         takes_keys = not config.mla.kv_rank and "key" not in params["attention"]
         if config.mla.kv_rank:
-            attend, norms = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
+            attend, names = latent_attention.latent_attention, ("query_latent_norm", "latent_norm")
         units = {"query_norm", "key_norm"} if config.qk_norm == "rotated_unit" and is_rotated else set()
         units |= {"value_norm"} if config.value_norm else set()
-        functions = {name: self._make_norm({}) if name in units else self._norm(params, name) for name in norms}
+        norms = {name: self._make_norm({}) if name in units else self._norm(params, name) for name in names}
         with attention_scope(window or chunk, count_key_parts(context.placement)):
             attended, written = attend(
                 params["attention"],
                 x,
                 context,
-                norm=self._norm(params, "attention_norm"),
-                **functions,
+                norms=norms | {"attention_norm": self._norm(params, "attention_norm")},
                 options=options,
                 cache=context.caches[kind] if takes_keys else cache,
             )

@@ -10,6 +10,7 @@ N size of the part of a key that has no positions, P size of the rotary part, K 
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -19,7 +20,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
@@ -33,7 +33,7 @@ from jaxopt_llm.model.self_attention import (
     write_cache,
 )
 from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 NORM_EPSILON = 1e-6  # of the latents' norms: fixed as in DeepSeek's code, independent of the other norms
 
@@ -74,13 +74,14 @@ def latent_attention(
     x: jax.Array,
     context: Context,
     *,
-    norm: Function,
-    query_latent_norm: Function,
-    latent_norm: Function,
+    norms: Mapping[str, Function],
     options: AttentionOptions,
     cache: LatentCache | None,
 ) -> tuple[jax.Array, LatentCache | None]:
-    """Attend to norm(x) through latents. Arguments and results as in `self_attention`."""
+    """Attend to x, normed, through latents. Arguments and results as in `self_attention`.
+
+    norms: `attention_norm` of x, and `query_latent_norm` and `latent_norm` of the latents.
+    """
     placement = context.placement
     by_head = functools.partial(constrain_heads, placement)
 
@@ -89,7 +90,7 @@ def latent_attention(
 
     @recomputed
     def project_keys_and_values(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        normed = latent_norm(latent)
+        normed = norms["latent_norm"](latent)
         key, value = project_all(normed, params, {"key": "BSR,RHN->BSHN", "value": "BSR,RHV->BSHV"}, placement)
         return keep_projection(placement, key, "key", "heads"), keep_projection(placement, value, "value", "heads")
 
@@ -97,7 +98,7 @@ def latent_attention(
     def project_out(out: jax.Array) -> jax.Array:
         return project("BSHV,HVD->BSD", out, params, "output", placement)
 
-    query, latent, rotary_key = _project_in(params, x, placement, norm, query_latent_norm)
+    query, latent, rotary_key = _project_in(params, x, placement, norms)
     plain_query, rotary_query = jnp.split(query, [query.shape[-1] - rotary_key.shape[-1]], axis=-1)
     rotary_query, rotary_key = rotate(rotary_query), rotate(rotary_key[:, :, None])  # [B, S, H, P], [B, S, 1, P]
     if cache is None:
@@ -107,7 +108,7 @@ def latent_attention(
         q, k = (by_head(jnp.concatenate(part, -1), "heads") for part in parts)
         out = attend_to_sequence(q, k, value, context, options)
     else:
-        normed = latent_norm(latent)[:, :, None]
+        normed = norms["latent_norm"](latent)[:, :, None]
         cache = LatentCache(write_cache(cache.key, jnp.concatenate([normed, rotary_key], -1), context))
         to_latent, to_value = (weights.gather_merged(params[name], (0,)) for name in ("key", "value"))
         latent_query = by_head(jnp.einsum("BSHN,RHN->BSHR", plain_query, to_latent), "heads")
@@ -132,16 +133,17 @@ def _pin_layout(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def _project_in(
-    params: dict[str, Weight], x: jax.Array, placement: Placement, norm: Function, query_latent_norm: Function
+    params: dict[str, Weight], x: jax.Array, placement: Placement, norms: Mapping[str, Function]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries [B, S, H, K], latents [B, S, R] and shared keys [B, S, P] of norm(x), all before rotation."""
+    """Return queries [B, S, H, K], latents [B, S, R] and shared keys [B, S, P] of x, normed, all before rotation."""
 
     def keep_whole(x: jax.Array, name: str) -> jax.Array:
         return constrain(placement, x, name, "projection", "batch", "sequence", None)
 
     @recomputed
     def project_down(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x = mark(all_gather_sequence(norm(x), placement), "attention_input", "input", "batch", "sequence", "embed")
+        x = all_gather_sequence(norms["attention_norm"](x), placement)
+        x = mark(x, "attention_input", "input", "batch", "sequence", "embed")
         query_product = {"query": "BSD,DHK->BSHK"} if "query" in params else {"query_down": "BSD,DQ->BSQ"}
         products = query_product | {"latent": "BSD,DR->BSR", "rotary_key": "BSD,DP->BSP"}
         query, latent, rotary_key = project_all(x, params, products, placement)
@@ -153,7 +155,7 @@ def _project_in(
 
     @recomputed
     def project_query_up(latent: jax.Array) -> jax.Array:
-        normed = query_latent_norm(latent)
+        normed = norms["query_latent_norm"](latent)
         query = project("BSQ,QHK->BSHK", normed, params, "query_up", placement)
         return keep_projection(placement, query, "query", "heads")
 

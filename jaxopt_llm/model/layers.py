@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.intermediates import constrain, mark
-from jaxopt_llm.model.linear import outliers, projections, weights
+from jaxopt_llm.model.linear import projections, weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, constant, normal, ones, zeros
 from jaxopt_llm.parallel.activations import all_gather_sequence, multiply_tokens, reduce_scatter_sequence
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(weights.GATHERED_NAME, projections.LOW_RANK_NAME)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,20 +29,7 @@ def recomputed(function: F) -> F:
     computing. A matmul inside is not recomputed: its own backward needs only its operands. This is why the operations
     that feed a matmul are recomputed together with it. A gathered weight that is kept is not gathered again.
     """
-
-    def run(*arguments: Any) -> tuple[Any, list[jax.Array]]:
-        with outliers.collect_left() as left:
-            return function(*arguments), left
-
-    checkpointed = jax.checkpoint(run, prevent_cse=False, policy=_KEPT)
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        result, left = checkpointed(*arguments)
-        outliers.add_left(left)
-        return result
-
-    return call  # type: ignore[return-value]
+    return jax.checkpoint(function, prevent_cse=False, policy=_KEPT)  # type: ignore[return-value]
 
 
 def recomputed_apart(function: F) -> F:

@@ -5,6 +5,7 @@ Letters: B batch, S sequence, T slots of the cache, D width, H heads, G key-valu
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -19,14 +20,13 @@ from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
 from jaxopt_llm.model.context import Context, NewCache
-from jaxopt_llm.model.intermediates import constrain, mark
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.model.rotary import Rotary, grow_queries
 from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
-from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 BIASED_PROJECTIONS = {
     **dict.fromkeys(("none", "mlp"), ()),
@@ -97,21 +97,16 @@ def self_attention(
     x: jax.Array,
     context: Context,
     *,
-    norm: Function,
-    query_norm: Function,
-    key_norm: Function,
-    value_norm: Function,
+    norms: Mapping[str, Function],
     options: AttentionOptions,
     cache: Cache | NewCache | None,
 ) -> tuple[jax.Array, Cache | NewCache | None]:
-    """Attend to norm(x). x: [B, S, D] -> [B, S, D].
+    """Attend to x [B, S, D], normed. Return the output, and the cache with the keys and values of this call.
 
+    They are written at `context.cache_index`.
+    norms: `attention_norm` of x, and `query_norm`, `key_norm` and `value_norm` of its projections.
     cache: also NewCache; without a key projection, the cache of another layer, which is only read.
-
-    Returns:
-        The output, and the cache with the keys and values of this call written at `context.cache_index`.
     """
-    by_head = functools.partial(constrain_heads, context.placement)
     keep = functools.partial(keep_projection, context.placement)
 
     def rotate(x: jax.Array) -> jax.Array:
@@ -122,7 +117,7 @@ def self_attention(
 
     @recomputed
     def project_in(x: jax.Array) -> tuple[jax.Array, ...]:
-        x = all_gather_sequence(norm(x), context.placement)
+        x = all_gather_sequence(norms["attention_norm"](x), context.placement)
         x = mark(x, "attention_input", "input", "batch", "sequence", "embed")
         products = {name: subscripts for name, subscripts in INPUT_PRODUCTS.items() if name in params}
         found = dict(zip(products, project_all(x, params, products, context.placement), strict=True))
@@ -140,28 +135,37 @@ def self_attention(
         return project("BSHK,HKD->BSD", out, params, "output", context.placement)
 
     q, *others = project_in(x)
-    q = place(q, query_norm)
+    q = place(q, norms["query_norm"])
     if options.growth is not None:
         q = grow_queries(options.growth, q, context.positions)
     if "key" in params:
         k, v, *gates = others
-        k, v = place(k, key_norm), value_norm(v)
+        k, v = place(k, norms["key_norm"]), norms["value_norm"](v)
         cache = _write_caches(cache, k, v, context)
     else:
         gates = others
     if isinstance(cache, Cache):
         k, v = (jnp.swapaxes(written, 1, 2) for written in (cache.key, cache.value))
-    copies = math.lcm(k.shape[2], count_head_shards(context.placement)) // k.shape[2]
-    if copies > 1:
-        # More devices than key-value heads: a device holds whole heads, so several devices share one. Also constrained
-        # before the copies, so that their gradients are summed in 16 bits and not in the dtype of earlier operations.
-        k, v = (by_head(x, "kv_heads") for x in (k, v))
-        k, v = (by_head(jnp.repeat(x, copies, axis=2), "kv_heads") for x in (k, v))
+    k, v = (_copy_heads(x, context.placement) for x in (k, v))
     attend_to = attend_to_sequence if context.cache_index is None else attend_to_cache
     sinks = weights.materialise(params["sinks"], jnp.dtype(jnp.float32)) if "sinks" in params else None
-    out = by_head(attend_to(q, k, v, context, options, sinks), "heads")
+    out = constrain_heads(context.placement, attend_to(q, k, v, context, options, sinks), "heads")
     out = reduce_scatter_sequence(project_out(out, *gates), context.placement)
     return mark(out, "attention_output", "product", "batch", "residual_sequence", "embed"), cache
+
+
+def _copy_heads(x: jax.Array, placement: Placement) -> jax.Array:
+    """Return keys or values [B, S, G, K] with as many copies of each head as devices share it, side by side.
+
+    A device holds whole heads, so with more devices than heads several devices share one.
+    """
+    copies = math.lcm(x.shape[2], count_head_shards(placement)) // x.shape[2]
+    if copies == 1:
+        return x
+    # Also constrained before the copies, so that their gradients are summed in 16 bits and not in the dtype of earlier
+    # operations.
+    x = constrain_heads(placement, x, "kv_heads")
+    return constrain_heads(placement, jnp.repeat(x, copies, axis=2), "kv_heads")
 
 
 def _write_caches(cache: Cache | NewCache | None, k: jax.Array, v: jax.Array, context: Context) -> Cache | None:

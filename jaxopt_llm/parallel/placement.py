@@ -3,6 +3,8 @@
 Layers name only logical axes. One table (axes.py) maps them to mesh axes for parameters, another one for activations.
 Functions of a placement add ZeRO (zero.py), sequence and context parallelism and pipeline stages (activations.py). The
 placement is an explicit argument, never ambient, because a jitted function must not remember a stale one.
+
+A layer says the name, the role and the logical axes of an intermediate once, in `constrain` or `mark`.
 """
 
 import functools
@@ -12,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.config import AXES, BATCH_AXES, OffloadConfig, PrecisionConfig, ShardingConfig
 from jaxopt_llm.config.precision import Exactness
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.intermediate import Intermediate, Role
 from jaxopt_llm.parallel.axes import (
     ACTIVATION_AXES,
     LOOPED_AXES,
@@ -194,3 +198,16 @@ class Placement:
             raise InputError(f"sharding: two dimensions on one mesh axis: {dims}; {remedy}")
         entries = [dim if len(dim) > 1 else dim[0] if dim else None for dim in dims]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+
+def mark(x: jax.Array, name: str, role: Role, *axes: str | None) -> jax.Array:
+    """Return x, with a name for `jax.checkpoint` policies and for the trace (execution/trace.py).
+
+    It changes no sharding: for arrays whose sharding is pinned already.
+    """
+    return checkpoint_name(x, Intermediate(name, role, *axes))
+
+
+def constrain(placement: Placement, x: jax.Array, name: str, role: Role, *axes: str | None) -> jax.Array:
+    """Pin the sharding of x, given the logical axis of each dimension, and mark it."""
+    return mark(placement.constrain(x, *axes), name, role, *axes)

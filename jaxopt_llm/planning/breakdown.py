@@ -14,8 +14,7 @@ from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.hlo import count_convolution_products
 from jaxopt_llm.compiler.instructions import Computation, Instruction, Module, parse_module
 from jaxopt_llm.kernels.attention import SCOPE
-from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
-from jaxopt_llm.planning.kernel_time import estimate_kernel
+from jaxopt_llm.planning.kernel_bytes import estimate_kernel, list_fused, walk_kernels
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.step.update import UPDATE
 

@@ -17,8 +17,8 @@ from jaxopt_llm.core.errors import InputError, describe_install
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.breakdown import Part
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.memory import Memory
-from jaxopt_llm.planning.units import GIB
 
 PACKAGES = {".html": "plotly", ".svg": "matplotlib"}  # package that draws each format
 # Colours of Okabe and Ito, which readers with colour blindness distinguish, and two greys.

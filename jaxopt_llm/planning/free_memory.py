@@ -1,4 +1,4 @@
-"""The rule for the memory of a device, which `plan`, `plan --search`, the start of a run and advice share.
+"""Memory of a device: the units of tables, and the rule that `plan`, its search, the start of a run and advice share.
 
 XLA may use a share of a GPU's memory (runtime.MEMORY_FRACTION). A chosen setting leaves FREE of that share unused,
 unless no setting can. Arithmetic decides which settings are compiled, and may err by SLACK; the compiler's figure
@@ -11,6 +11,14 @@ import jax
 
 from jaxopt_llm.compiler.chips import Chip, chip_of
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
+
+GIB = 2**30
+
+
+def choose_unit(size: int) -> tuple[str, int]:
+    """Return the name and the bytes of the unit in which a table of parts of `size` bytes is printed."""
+    return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
+
 
 # Share of what XLA may use that a step leaves free: for the fragments of XLA's allocator, samples and evaluations.
 FREE = 0.05

@@ -1,8 +1,12 @@
-"""Memory of a compiled step on each device at its peak: bytes by kind, and the largest arrays by name."""
+"""Memory of a compiled step on each device at its peak: bytes by kind, and the largest arrays by name.
+
+`Activations` gives the shapes of those that a layer saves for the backward, by name.
+"""
 
 import collections
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +19,66 @@ from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.execution.in_backward import FORWARD_SCOPE
+from jaxopt_llm.execution.trace import Mark
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.weights import GRADIENT
+from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.parallel.activations import sent_sharding
 from jaxopt_llm.parallel.gathering import GATHER_SCOPE
 from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement, Spec
 from jaxopt_llm.parallel.zero import gathered_sharding, gradient_sharding, master_sharding, parameter_sharding
-from jaxopt_llm.planning.activations import Activations
+from jaxopt_llm.planning.free_memory import GIB, choose_unit
+from jaxopt_llm.planning.search.block_cost import follow_backward, trace_layers
 from jaxopt_llm.planning.search.passes import Passes
-from jaxopt_llm.planning.units import GIB, choose_unit
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs, TrainState
 from jaxopt_llm.step.update import UPDATE
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activations of one microbatch on each device."""
+
+    config: Config
+    placement: Placement
+
+    def local_shape(self, mark: Mark) -> tuple[int, ...]:
+        """Return the shape of each device's part of an intermediate."""
+        rows, sequence = self._global_shape
+        sizes = {"batch": rows, "sequence": sequence, "residual_sequence": sequence, "expert_rows": self._expert_rows}
+        whole = [sizes.get(axis or "", size) for axis, size in zip(mark.name.axes, mark.shape, strict=True)]
+        return tuple(
+            1 if axis == "devices" else size // self.placement.count_parts(axis, size)
+            for axis, size in zip(mark.name.axes, whole, strict=True)
+        )
+
+    @property
+    def _global_shape(self) -> tuple[int, int]:
+        training = self.config.training
+        return training.batch_size // training.accumulation, training.sequence_length
+
+    @property
+    def _expert_rows(self) -> int:
+        rows, sequence = self._global_shape
+        tokens = math.prod(self.placement.activation("batch", "sequence").shard_shape((rows, sequence)))
+        return (
+            exchange.count_rows(self.config.model.moe, self.placement, tokens) if self.config.model.moe.experts else 0
+        )
+
+    @property
+    def stage_input_shape(self) -> tuple[int, ...]:
+        """Shape of each device's part of the activation that pipeline stages send to each other."""
+        rows, sequence = self._global_shape
+        sent = sent_sharding(sequence, self.placement)
+        return tuple(sent.shard_shape((rows, sequence, self.config.model.width)))
+
+    def list_saved(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return name and shape of what a layer saves on the device from its forward to its backward."""
+        remat = self.config.remat
+        marks = (mark for trace, _ in trace_layers(self.config) for mark in follow_backward(trace, remat).saved)
+        return [(mark.name, self.local_shape(mark)) for mark in marks if mark.name not in remat.offload]
+
 
 MAX_ARRAYS = 6  # arrays that are listed by name
 GRADIENT_DTYPES = ("f32", "bf16")  # dtypes in which gradients are summed, in XLA's names

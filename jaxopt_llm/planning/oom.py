@@ -23,10 +23,10 @@ from jaxopt_llm.kernels.attention import get_compute_capability
 from jaxopt_llm.parallel.offload import HOST, count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.advice import advise, format_advice
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.memory import KnownShapes, find_largest, format_kinds, format_largest, sum_by_kind
-from jaxopt_llm.planning.prediction import describe_cluster
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
-from jaxopt_llm.planning.units import GIB
+from jaxopt_llm.planning.search.workload import describe_cluster
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import TrainState
 

@@ -1,7 +1,11 @@
-"""Plan of a training step: its memory, traffic, FLOPs and speed, read off the program compiled for given GPUs."""
+"""Plan of a training step: its memory, traffic, FLOPs and speed, read off the program compiled for given GPUs.
 
+It also has the size of a checkpoint, the time between two, and the speed of a run.
+"""
+
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +13,7 @@ import jax
 
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
-from jaxopt_llm.compiler.chips import USUAL_LINKS, LinkRates, seconds_at_peak
+from jaxopt_llm.compiler.chips import USUAL_LINKS, Chip, LinkRates, seconds_at_peak
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -20,13 +24,13 @@ from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
-from jaxopt_llm.planning.breakdown import break_down_step
-from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan, plan_checkpoints
-from jaxopt_llm.planning.context_exchange import FIELD, resolve_context_exchange
-from jaxopt_llm.planning.free_memory import count_chip_bytes, leave_free
+from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, break_down_step, format_breakdown
+from jaxopt_llm.planning.exchanges import FIELD, resolve_context_exchange
+from jaxopt_llm.planning.free_memory import choose_unit, count_chip_bytes, leave_free
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, sum_by_kind
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
+from jaxopt_llm.planning.search.grouped_rate import describe_rates
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
@@ -36,9 +40,197 @@ from jaxopt_llm.planning.settings_choice import (
     list_candidates,
     list_choices,
 )
-from jaxopt_llm.planning.speed import Speed, compute_speed
 from jaxopt_llm.run.directory import stores_frozen_weights
 from jaxopt_llm.step.program import Program, compute_utilisation, make_program
+from jaxopt_llm.step.state import StateSpecs, checkpoint_specs
+
+# Smallest and largest ratio of the measured time of a step to the planned one, over the steps in
+# benchmarks/results/nvidia-h200-steps.json.
+MEASURED_RATIOS = (1.03, 1.10)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a run by arithmetic; nothing is measured.
+
+    Attributes:
+        step_seconds: sum of the breakdown.
+        tokens_per_second: of all GPUs together, with padding.
+        mfu: model FLOPs per second divided by the chip's peak, with causal attention, as `train` reports it.
+        days: time of all steps of the run, without evaluations and checkpoints; None if epochs determine the steps.
+        steps: steps of the run; 0 if epochs determine them.
+        search_step_seconds: the same step by the arithmetic with which `--search` ranks settings.
+        assumptions: rates, and what the estimate leaves out.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    days: float | None
+    steps: int
+    search_step_seconds: float
+    assumptions: tuple[str, ...]
+    breakdown: tuple[Part, ...]
+
+
+def compute_speed(
+    config: Config, chip: Chip, breakdown: tuple[Part, ...], mfu_per_token: float, work: roofline.Work
+) -> Speed:
+    """Return the speed of a run.
+
+    Args:
+        mfu_per_token: MFU at one token per second.
+        work: the step's work as `--search` counts it, with the compiled FLOPs and transfers.
+    """
+    training = config.training
+    attention = resolve_attention(config, chip.compute_capability).training.attention
+    seconds = sum(part.seconds for part in breakdown)
+    tokens_per_second = training.batch_size * training.sequence_length / seconds
+    by_search = roofline.compute_step_time(work, chip, config.precision.compute_dtype).total
+    return Speed(
+        step_seconds=seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu_per_token * tokens_per_second,
+        days=training.steps * seconds / 86_400 if training.steps else None,
+        steps=training.steps,
+        search_step_seconds=by_search,
+        assumptions=list_assumptions(chip, attention, breakdown, work),
+        breakdown=breakdown,
+    )
+
+
+def list_assumptions(chip: Chip, attention: str, breakdown: Sequence[Part], work: roofline.Work) -> tuple[str, ...]:
+    """Return the rates that the step's time assumes, and what it leaves out. The last line is what it leaves out.
+
+    attention: its implementation.
+    """
+    links = dict.fromkeys(each.link for each in work.transfers)
+    rates = {"network": chip.network_bytes_per_second, chip.peer_link: chip.peer_bytes_per_second}
+    used = [f"{link} {_percent(roofline.LINK_EFFICIENCY[link])} of {rates[link] / 1e9:,.4g} GB/s" for link in links]
+    if any(part.name.startswith(HOST_COPIES) for part in breakdown):
+        rate = f"{chip.host_bytes_per_second / 1e9:,.4g} GB/s"
+        used.append(f"{chip.host_link} to the host {_percent(roofline.PCIE_EFFICIENCY)} of {rate}")
+    memory = f"memory {_percent(roofline.MEMORY_EFFICIENCY)} of {chip.memory_bytes_per_second / 1e12:.4g} TB/s"
+    matmuls = f"matmuls {_percent(roofline.MATMUL_EFFICIENCY)} of the chip's peak"
+    if attention in roofline.KERNEL_EFFICIENCY:
+        directions = (roofline.kernel_efficiency(chip, attention, each) for each in ("forward", "backward"))
+        matmuls += f" ({attention} {' and '.join(map(_percent, directions))})"
+    launches = sum(part.runs for part in breakdown if part.name in KERNELS)
+    left_out = [f"launches of {launches:,} kernels", "latency of transfers", _describe_clocks(links)]
+    return (
+        f"assumed: {', '.join([matmuls, memory, *used])}",
+        *([describe_rates(chip, work.grouped.groups)] if work.grouped else []),
+        f"left out: {', '.join([*left_out, 'reading of data', 'evaluations', 'checkpoints'])}",
+    )
+
+
+def _describe_clocks(links: Collection[str]) -> str:
+    """Return what the time leaves out of the speed of kernels, with what was measured of it."""
+    least, most = MEASURED_RATIOS
+    clocks = f"clocks that fall under load (steps of one H200 took {least:.2f} to {most:.2f} times as long as planned)"
+    return f"{clocks}, multiprocessors that collectives take from kernels (not measured)" if links else clocks
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def format_speed(speed: Speed, fits: bool = True) -> list[str]:
+    """Return the lines of the speed, its assumptions and the breakdown."""
+    if speed.days is None:
+        length = "the number of steps follows from training.epochs and the data"
+    else:
+        days = f"{speed.days:,.1f} days" if speed.days >= 1 else f"{24 * speed.days:,.2f} hours"
+        tokens = speed.tokens_per_second * speed.step_seconds * speed.steps
+        length = f"{days} for {speed.steps:,} steps ({tokens / 1e9:,.4g}B tokens)"
+    return [
+        f"speed{'' if fits else ' if it fitted'}, by a roofline of the compiled program (not measured)",
+        f"  {speed.step_seconds:,.4g} s a step, {speed.tokens_per_second:,.0f} tokens/s, MFU {speed.mfu:.1%}, {length}",
+        *(f"  {line}" for line in speed.assumptions),
+        f"  --search, which counts memory traffic by arithmetic, estimates {speed.search_step_seconds:,.4g} s",
+        "",
+        *format_breakdown(speed.breakdown),
+    ]
+
+
+LONG_SECONDS = 2 * 3600  # work that a crash may lose, at most, before a shorter interval is advised
+ADVISED_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Checkpoints of a run.
+
+    Attributes:
+        every: steps between two checkpoints; those of the run if it has fewer.
+        seconds: time between two checkpoints, which is the most that a crash can lose.
+        bytes: size of a checkpoint, before compression.
+        frozen_bytes: the part of it that is frozen parameters; 0 if they stay in a pretrained folder.
+        advice: settings for an interval of about ADVISED_SECONDS; empty unless the interval exceeds LONG_SECONDS.
+    """
+
+    every: int
+    seconds: float
+    bytes: int
+    frozen_bytes: int
+    advice: dict[str, Any]
+
+
+def plan_checkpoints(config: Config, specs: StateSpecs, step_seconds: float) -> CheckpointPlan:
+    """Return size and interval of the checkpoints of a run whose step takes `step_seconds`."""
+    every = min(config.checkpoint.every, config.training.steps or config.checkpoint.every)
+    sizes = {name: _count_bytes(tree) for name, tree in checkpoint_specs(specs).items()}
+    seconds = every * step_seconds
+    return CheckpointPlan(
+        every=every,
+        seconds=seconds,
+        bytes=sum(sizes.values()),
+        frozen_bytes=sizes.get("frozen", 0),
+        advice=_advise_interval(config, step_seconds) if seconds > LONG_SECONDS else {},
+    )
+
+
+def _count_bytes(tree: Any) -> int:
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(tree))
+
+
+def _advise_interval(config: Config, step_seconds: float) -> dict[str, Any]:
+    """Return settings with a round number of steps between checkpoints, and other intervals that divide it."""
+    every = max(int(float(f"{ADVISED_SECONDS / step_seconds:.1g}")), 1)
+    settings = {"checkpoint.every": every}
+    if config.checkpoint.keep_every % every:
+        settings["checkpoint.keep_every"] = every * math.ceil(config.checkpoint.keep_every / every)
+    if config.checkpoint.keep_best and every % max(config.evaluation.every, 1):
+        settings["evaluation.every"] = every
+    return settings
+
+
+def format_checkpoints(plan: CheckpointPlan) -> list[str]:
+    """Return the lines on size and interval, and the advice."""
+    size = _format_size(plan.bytes)
+    lines = [f"checkpoints: one every {plan.every:,} steps ({format_duration(plan.seconds)}), {size} each"]
+    if plan.frozen_bytes:
+        frozen = _format_size(plan.frozen_bytes)
+        lines.append(f"  {frozen} of it are frozen parameters; with a folder as --model.pretrained they are not saved")
+    if plan.advice:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in plan.advice.items())
+        duration = format_duration(plan.seconds * plan.advice["checkpoint.every"] / plan.every)
+        lines.append(f"  a crash would lose up to {format_duration(plan.seconds)}; save every {duration} with {flags}")
+    return lines
+
+
+def _format_size(size: int) -> str:
+    name, unit = choose_unit(size)
+    return f"{size / unit:,.1f} {name}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in the unit that fits: seconds, minutes, hours or days."""
+    for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:,.2g} seconds"
+
 
 GPUS_PER_HOST = 8
 

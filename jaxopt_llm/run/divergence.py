@@ -15,6 +15,7 @@ from jaxopt_llm.core.metric import read_value
 from jaxopt_llm.observe.meter import LossWindow
 from jaxopt_llm.step.step import Metrics, is_of_step
 
+SKIP_LIMIT = 10  # skipped steps in a row, or rollbacks to one checkpoint, that end a run; overflows do not count
 _NOT_RECORDED = {"skipped", "skipped_in_a_row", "overflow"}
 SKIPPED_BATCHES = "skipped_batches"  # the entry of a checkpoint's record
 
@@ -81,8 +82,8 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
     """Return the numbers of a skipped step as text; "" if the step was not skipped.
 
     Raises:
-        TrainingDiverged: training.skip_limit steps in a row were skipped, or overflows reduced the loss scale below
-            precision.min_loss_scale.
+        TrainingDiverged: SKIP_LIMIT steps in a row were skipped, or one whose updates in the backward cannot be
+            skipped, or overflows reduced the loss scale below 1.
     """
     if made_update(metrics):
         return ""
@@ -91,12 +92,12 @@ def check_skips(step: int, metrics: Metrics, config: Config) -> str:
     if int(metrics["overflow"]):
         scale = float(metrics["loss_scale"])
         numbers += f", loss scale now {scale:g}"
-        if scale < config.precision.min_loss_scale:
+        if scale < 1:
             raise TrainingDiverged(
-                f"step {step}: {numbers}, below precision.min_loss_scale={config.precision.min_loss_scale:g}: "
-                f"no loss scale prevents the overflows; {remedy}, or --precision.compute-dtype bfloat16"
+                f"step {step}: {numbers}: no loss scale prevents the overflows; {remedy}, or --precision.compute-dtype "
+                "bfloat16"
             )
-    elif (in_a_row := int(metrics["skipped_in_a_row"])) >= config.training.skip_limit:
+    elif (in_a_row := int(metrics["skipped_in_a_row"])) >= (1 if config.optimizer.in_backward else SKIP_LIMIT):
         skipped = f"{in_a_row} steps in a row were skipped; " if in_a_row > 1 else ""
         raise TrainingDiverged(f"step {step}: {numbers}; {skipped}{remedy}")
     return numbers
@@ -187,7 +188,7 @@ class Spikes:
         """Return the answer to a spike; None if there was none, or if there is no checkpoint.
 
         Raises:
-            TrainingDiverged: training.skip_limit ranges of batches were left out since the last checkpoint.
+            TrainingDiverged: SKIP_LIMIT ranges of batches were left out since the last checkpoint.
         """
         spike, self._spike = self._spike, None
         start = self._checkpoints.latest_verified_step() if spike is not None else None
@@ -195,8 +196,7 @@ class Spikes:
             return None
         saved = SkippedBatches.from_record(self._checkpoints.read_record(start))
         left_out = self.left_out.leave_out(start, spike)
-        if len(left_out.ranges) - len(saved.ranges) > self._config.training.skip_limit:
-            limit = f"training.skip_limit={self._config.training.skip_limit}"
+        if len(left_out.ranges) - len(saved.ranges) > SKIP_LIMIT:
             remedy = describe_remedy(self._config)
-            raise TrainingDiverged(f"step {spike}: a spike after {limit} returns to step {start}; {remedy}")
+            raise TrainingDiverged(f"step {spike}: a spike after {SKIP_LIMIT} others returns to step {start}; {remedy}")
         return Return(spike, start, left_out)

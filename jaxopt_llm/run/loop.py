@@ -17,8 +17,7 @@ from jaxopt_llm.checkpoint.native.identity import write_identity
 from jaxopt_llm.config import Config, ProfileConfig
 from jaxopt_llm.core.errors import InputError, Preempted
 from jaxopt_llm.distributed.launchers import hold_start
-from jaxopt_llm.observe.dashboards import Profiler
-from jaxopt_llm.observe.logs import EventLog
+from jaxopt_llm.observe.dashboards import EventLog, Profiler
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.run.divergence import Return, SkippedBatches, Spikes, check_end
 from jaxopt_llm.run.records import Recorder, Records, open_logs, set_aside_logs

@@ -15,12 +15,12 @@ from jaxopt_llm.config import Config, ShardingConfig
 from jaxopt_llm.config.training import DISTILL, NEXT_TOKEN
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import errors, hub, tree
-from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.moe import exchange
+from jaxopt_llm.parallel.codes import BLOCK_SIZES
 from jaxopt_llm.parallel.gathering import find_exact_matrices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import find_undivided

@@ -19,8 +19,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import TrainingDiverged
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.distributed.watchdog import Watchdog
-from jaxopt_llm.observe.dashboards import Dashboards
-from jaxopt_llm.observe.logs import EventLog, MetricsLog
+from jaxopt_llm.observe.dashboards import Dashboards, EventLog, MetricsLog
 from jaxopt_llm.observe.meter import LossWindow, Meter, MetricsWindow
 from jaxopt_llm.observe.progress import ProgressLine
 from jaxopt_llm.run.divergence import FinishedStep, Spikes, check_skips, describe_remedy, made_update, to_json_number

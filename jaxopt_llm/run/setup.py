@@ -134,7 +134,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
             must be equal.
     """
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
-    assert not is_open, "planning/context_exchange.py resolves `auto` before"
+    assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
     check_hub_commits(requested, processes)
     documents = open_documents(requested, processes)

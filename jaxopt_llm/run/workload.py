@@ -180,7 +180,7 @@ class DecoderWorkload:
         return initialize_groups(specs, optimizers, seed, placement, given)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
-        return read_ahead(self._setup.loader, start, self.config.data.stall_seconds, stopping)
+        return read_ahead(self._setup.loader, start, self.config.watchdog.floor_seconds, stopping)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         placed = self._setup.local_rows.make_global(batch)

@@ -12,7 +12,7 @@ from jaxopt_llm.config import LoraConfig, PrecisionConfig
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.model.linear import leaves, nf4
+from jaxopt_llm.model.linear import leaves, quantised
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
 
@@ -131,10 +131,10 @@ def _nf4_problems(specs: Params, config: LoraConfig, is_quantised: Select) -> li
     dimensions = {(spec.axes[dim], spec.shape[dim]) for spec in matrices for dim in (leaves.nf4_dim(spec),)}
     names = {"embed": "model.width=", "latent": "the rank of a latent, "}
     return [
-        f"lora.base=nf4: {names.get(axis, 'a dimension of ')}{size} is not a multiple of {nf4.BLOCK_SIZES[-1]}: set "
-        "--lora.base int8"
+        f"lora.base=nf4: {names.get(axis, 'a dimension of ')}{size} is not a multiple of {quantised.BLOCK_SIZES[-1]}: "
+        "set --lora.base int8"
         for axis, size in sorted(dimensions, key=str)
-        if not nf4.block_size(size)
+        if not quantised.block_size(size)
     ]
 
 

@@ -26,7 +26,7 @@ from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
-from jaxopt_llm.execution.remat import name_recomputed
+from jaxopt_llm.execution.segments import name_recomputed
 from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice
@@ -414,7 +414,6 @@ def _make_model(
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         kernel_choice.check_matmul(device, placement.precision.matmul)
-        kernel_choice.check_expert_exchange(device, placement.sharding.expert_exchange)
         call = _describe_attention(config, placement)
         attention = kernel_choice.choose_attention(device, training.attention, call)
         if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:
@@ -434,7 +433,6 @@ def _make_model(
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
         objective=_make_objective(config, teacher),
-        counts_outliers=placement.precision.outlier_threshold > 0,
     ), attention
 
 

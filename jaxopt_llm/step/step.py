@@ -26,7 +26,7 @@ from jaxopt_llm.execution.executor import Executor, sum_of_squares
 from jaxopt_llm.execution.in_backward import loss_and_update
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.linear import leaves, outliers
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import ScaledWeight, is_wrapped
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.moe import experts
@@ -349,9 +349,8 @@ def _invert_count(model: Model, batch: Batch) -> jax.Array:
 
 
 def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
-    """Return the losses of MTP modules, and the metrics of routers or the number of outlier columns that were left."""
-    rest = {name: value for name, value in statistics.items() if name not in mtp.STATISTICS}
-    return mtp.make_metrics(statistics) | (rest if outliers.LEFT in rest else experts.router_metrics(rest))
+    """Return the losses of MTP modules and the metrics of routers."""
+    return mtp.make_metrics(statistics) | experts.router_metrics(statistics)
 
 
 def differentiate_decoder(
@@ -377,7 +376,7 @@ def differentiate_decoder(
             assert state.teacher is not None
             batch = teacher.add_inputs(state.teacher, batch, placement)
             trainable, frozen = teacher.extend_trainable(trainable), teacher.extend_frozen(frozen, state.teacher)
-        loss, _, auxiliary, gradients = executor.loss_and_gradients(
+        loss, auxiliary, gradients = executor.loss_and_gradients(
             model, trainable, frozen, batch, scale * weight, placement
         )
         if teacher is not None:

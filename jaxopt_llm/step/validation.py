@@ -7,8 +7,8 @@ from typing import get_args
 from jaxopt_llm.checkpoint.pretrained import TEACHER, make_teacher_config
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import METADATA, WITH_IN_BACKWARD, get_field, normalize_names, wrong_types
-from jaxopt_llm.config.memory import Policy
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.parallel import Policy
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import stage_layout, trace
 from jaxopt_llm.model.decoder import Decoder

@@ -76,8 +76,7 @@ class Task:
         launcher gave: as torchrun's variables, which `find_job` prefers to variables of other launchers.
 
         Args:
-            token: token of the job's programs; "" for none. One in the supervisor's own environment comes before it,
-                and for the program `distributed.token_file` comes before both.
+            token: token of the job's programs; "" for none. One in the supervisor's own environment comes before it.
         """
         is_given = bool(os.environ.get(TOKEN_VARIABLE, "").strip())
         tokens = {TOKEN_VARIABLE: token} if token and not is_given else {}

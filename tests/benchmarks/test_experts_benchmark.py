@@ -14,8 +14,8 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 RECIPES = ("benchmarks/recipes/experts_1b.py", "benchmarks/recipes/experts_small.py", "configs/mixtral_8x7b.py")

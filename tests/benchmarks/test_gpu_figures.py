@@ -24,8 +24,8 @@ from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import cli
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.planning.units import GIB
 from jaxopt_llm.step.validation import validate
 
 QUICK = ("llama_8b",)

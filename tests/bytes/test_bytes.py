@@ -48,8 +48,9 @@ from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import master_sharding
-from jaxopt_llm.planning import advice, breakdown, prediction
+from jaxopt_llm.planning import advice, breakdown
 from jaxopt_llm.planning.kernel_bytes import count_kernel_bytes, list_fused, walk_kernels
+from jaxopt_llm.planning.search import workload
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.step import update
 from jaxopt_llm.step.optimizer import make_optimizer
@@ -427,7 +428,7 @@ CONFIG = Config(
 def test_the_savings_of_stages_are_foretold() -> None:
     stages = [(replace(CONFIG, sharding=ShardingConfig(stage)), compiled(8, FSDP, stage)) for stage in (0, 1, 2, 3)]
     for (before, wide), (after, narrow) in itertools.combinations(stages, 2):
-        foretold = prediction.predict_footprint(before).peak - prediction.predict_footprint(after).peak
+        foretold = workload.predict_footprint(before).peak - workload.predict_footprint(after).peak
         assert foretold == pytest.approx(wide.memory.peak - narrow.memory.peak, rel=0.2), (before, after)
 
 

@@ -24,8 +24,8 @@ from jaxopt_llm.config import (
     cli,
 )
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.core.block_format import BLOCK_SIZES
 from jaxopt_llm.model import param
+from jaxopt_llm.parallel.codes import BLOCK_SIZES
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning.step_plan import make_plan

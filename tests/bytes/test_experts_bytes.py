@@ -45,7 +45,7 @@ def mixed(
 def tokens_over(axis: str, step: Compiled) -> list[hlo.Collective]:
     """Not weights, nor their gradients, which XLA sums over one axis after the other."""
     found = [each for each in step.collectives if each.axes == (axis,)]
-    return [each for each in found if "shard_map" in each.source or each.kind == "ragged-all-to-all"]
+    return [each for each in found if "shard_map" in each.source]
 
 
 def rows(mesh: MeshConfig) -> int:
@@ -71,22 +71,18 @@ def test_gathered_tokens_travel_once_there_and_once_back(mesh: MeshConfig) -> No
 
 
 @pytest.mark.parametrize(
-    ("mesh", "exchange"),
-    [
-        pytest.param(SPLIT, "ragged", marks=pytest.mark.core),
-        *slow(*((mesh, "all_to_all") for mesh in (SPLIT, SPLIT_BY_TENSOR, ON_EXPERT_ALONE, ON_64)), (ON_64, "ragged")),
-    ],
+    "mesh", [pytest.param(SPLIT, marks=pytest.mark.core), *slow((SPLIT_BY_TENSOR,), (ON_EXPERT_ALONE,), (ON_64,))]
 )
-def test_choices_travel_with_their_room(mesh: MeshConfig, exchange: str) -> None:
+def test_choices_travel_with_their_room(mesh: MeshConfig) -> None:
     """Over `expert` alone: to their experts forward, in the forward that is run again, and their results' gradients
-    backward; back forward and backward. Of a round's room ragged sends what is filled, which no program says."""
-    sent = tokens_over("expert", mixed(mesh, exchange=exchange))
+    backward; back forward and backward."""
+    sent = tokens_over("expert", mixed(mesh, exchange="all_to_all"))
     own = rows(mesh) // (mesh.size("fsdp") * mesh.expert) * SEQUENCE
     room = math.ceil(ShardingConfig().expert_room * own * CHOSEN / mesh.expert)  # rows for the experts of one device
     once = mesh.expert * room * WIDTH * 2
-    kind = {"all_to_all": "all-to-all", "ragged": "ragged-all-to-all"}[exchange]
     tokens = (
-        sum(each.wire_bytes * each.times for each in sent if each.kind == kind and each.array_bytes >= once) / LAYERS
+        sum(each.wire_bytes * each.times for each in sent if each.kind == "all-to-all" and each.array_bytes >= once)
+        / LAYERS
     )
     assert tokens == 5 * once * (mesh.expert - 1) / mesh.expert
     # And a few numbers for each choice.

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxopt_llm import convert, load_pretrained
-from jaxopt_llm.checkpoint.native import orbax_arrays
+from jaxopt_llm.checkpoint.native import checkpoints
 from jaxopt_llm.checkpoint.run_weights import RunWeights, StoredLayers
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import param_specs
@@ -62,7 +62,7 @@ def test_an_export_holds_a_few_tensors(
     divided: bool, base: Path, held: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint whose stacks are single chunks costs one stack in memory, and is decompressed once to be written."""
-    monkeypatch.setattr(orbax_arrays, "MAX_STACK_CHUNK_BYTES", LAYER_BYTES if divided else 2**40)
+    monkeypatch.setattr(checkpoints, "MAX_STACK_CHUNK_BYTES", LAYER_BYTES if divided else 2**40)
     convert.import_folder(base, tmp_path / "run", str(base))
     reads: list[str] = []
     read_slice = RunWeights._read_slice

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from jaxopt_llm.config import Config, DataConfig, WatchdogConfig
+from jaxopt_llm.config import Config, WatchdogConfig
 from jaxopt_llm.distributed import activity
 from jaxopt_llm.distributed.activity import Activity, Pace, PerStep, PhaseProgress, Totals, find_slowest
 from jaxopt_llm.distributed.watchdog import find_behind, find_limit
 
-FLOORS = WatchdogConfig(factor=10, floor_seconds=600, compile_floor_seconds=3600, save_floor_seconds=1800)
-RUN = Config(watchdog=FLOORS, data=DataConfig(stall_seconds=60))
+FLOORS = WatchdogConfig(factor=10, floor_seconds=600, long_floor_seconds=3600)
+RUN = Config(watchdog=FLOORS)
 
 
 class Clock:
@@ -106,18 +106,14 @@ def test_a_call_that_changes_a_value_makes_progress(monkeypatch: pytest.MonkeyPa
         ("evaluate", (70,), 700),
         ("compile", (1,), 3600),
         ("restore", (1,), 3600),
-        ("save", (), 1800),
-        ("save", (300,), 3000),
+        ("save", (), 3600),
+        ("save", (400,), 4000),
     ],
 )
 def test_a_limit_is_a_multiple_of_the_median_and_at_least_the_floor(
     phase: activity.Phase, ended: tuple[float, ...], limit: float
 ) -> None:
     assert find_limit(RUN, phase, ended) == limit
-
-
-def test_data_may_take_as_long_as_a_stall_does() -> None:
-    assert find_limit(Config(watchdog=FLOORS, data=DataConfig(stall_seconds=900)), "data", (1,)) == 900
 
 
 def test_the_process_behind_is_the_one_that_the_others_wait_for() -> None:

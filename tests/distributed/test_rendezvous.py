@@ -7,14 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ports import free_address
 
-from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.core.errors import InputError, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import rendezvous, wire
 from jaxopt_llm.distributed.launchers import Job
@@ -219,7 +217,7 @@ def test_a_process_with_another_token_is_refused(coordinator: str, monkeypatch: 
         return process(coordinator, 1, token=b"secret")()
 
     (first, _), message, (second, _) = run_together(process(coordinator, 0, token=b"secret"), other_token, of_the_job)
-    assert "process 0 there has another token; give all processes the same --distributed.token-file" in message
+    assert "process 0 there has another token; give all processes the same JAXOPT_LLM_TOKEN" in message
     assert first == second
 
 
@@ -304,17 +302,9 @@ def test_a_hello_out_of_range_is_none(change: dict[str, Any]) -> None:
         Hello.parse(hello | change)
 
 
-def test_the_token_is_read_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("of the file\n")
-    environment = {"JAXOPT_LLM_TOKEN": "of the environment"}
-    assert wire.read_token(DistributedConfig(), {}) == b""
-    assert wire.read_token(DistributedConfig(), environment) == b"of the environment"
-    config = DistributedConfig(token_file=str(tmp_path / "token"))
-    assert wire.read_token(config, environment) == b"of the file"
-    (tmp_path / "token").write_text("\n")
-    for name, problem in (("token", "it is empty"), ("missing", "it cannot be read")):
-        with pytest.raises(InputError, match=problem):
-            wire.read_token(DistributedConfig(token_file=str(tmp_path / name)), {})
+def test_the_token_is_read_from_the_environment() -> None:
+    assert wire.read_token({}) == b""
+    assert wire.read_token({"JAXOPT_LLM_TOKEN": " of the job\n"}) == b"of the job"
 
 
 def test_a_connection_to_itself_is_not_a_coordinator(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     "name",
     [
         *("watchdog.factor", "watchdog.single_process", "run.check_replicas", "checkpoint.replicate_every"),
-        *("training.on_spike", "training.spike_factor", "distributed.token_file"),
+        *("training.on_spike", "training.spike_factor", "distributed.timeout_seconds"),
     ],
 )
 def test_settings_of_the_loop_are_those_of_an_engine(name: str) -> None:

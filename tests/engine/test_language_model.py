@@ -92,11 +92,11 @@ def of_the_decoder(name: str) -> tuple[float, Any]:
         scan.loss_and_gradients, decoder, placement=placement, remat=RematConfig("none"), loss_weight=weight
     )
     nothing = jax.tree.map(lambda _: None, parameters)
-    loss, tokens, auxiliary, gradients = jax.jit(run)(parameters, nothing, toy.microbatches(batch, 1))
+    loss, auxiliary, gradients = jax.jit(run)(parameters, nothing, toy.microbatches(batch, 1))
     for path, spec in tree.leaves_with_path(decoder.specs):
         if spec.sign_rate:  # it follows the load in `train` only
             gradients = tree.map_with_path(lambda at, x, path=path: 0 * x if at == path else x, gradients)
-    return float((loss + auxiliary.loss) / tokens), gradients
+    return float((loss + auxiliary.loss) * weight), gradients
 
 
 LANGUAGE = {name: jaxopt_llm.LanguageModel(config) for name, config in CONFIGS.items()}

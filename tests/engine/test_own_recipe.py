@@ -91,7 +91,7 @@ def test_processes_train_the_model_of_a_recipe(recipe: Path, tmp_path: Path) -> 
 def test_a_job_ends_if_one_process_stops_in_its_preparation(function: str, recipe: Path, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate", function)
     job = ("--distributed.coordinator", free_address(), "--distributed.processes", 2, "--mesh.fsdp", 2)
-    run = ("--config", recipe, "--run.directory", tmp_path / "run", "--watchdog.compile-floor-seconds", 20)
+    run = ("--config", recipe, "--run.directory", tmp_path / "run", "--watchdog.long-floor-seconds", 20)
     processes = [
         start_python("-c", GATED, json.dumps(gates), "train", *run, *job, "--distributed.process-id", index)
         for index, gates in enumerate(([], [gate.told]))

@@ -57,7 +57,7 @@ def test_loss_and_gradients_equal_the_reference(config: ModelConfig, batch: Batc
 
     executor = scan.make_executor(RematConfig("full"))
     run = jax.jit(lambda *of: executor.loss_and_gradients(model, *of, jnp.float32(1), placement))
-    loss, _, auxiliary, found = run(params, jax.tree.map(lambda _: None, params), toy.microbatches(batch, accumulation))
+    loss, auxiliary, found = run(params, jax.tree.map(lambda _: None, params), toy.microbatches(batch, accumulation))
     losses = [loss, *auxiliary.statistics[mtp.LOSSES]]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     tree.map_with_path(
@@ -112,8 +112,8 @@ def test_documents_of_a_row_compute_as_documents_alone(config: ModelConfig) -> N
     params, executor = toy.params(model.specs), scan.make_executor(RematConfig("none"))
     nothing = jax.tree.map(lambda _: None, params)
     run = jax.jit(lambda batch: executor.loss_and_gradients(model, params, nothing, batch, 1.0, toy.placement()))
-    loss, _, auxiliary, gradients = run(toy.microbatches(batch, 1))
-    expected, _, expected_auxiliary, expected_gradients = run(toy.microbatches(toy.one_document_per_row(batch), 1))
+    loss, auxiliary, gradients = run(toy.microbatches(batch, 1))
+    expected, expected_auxiliary, expected_gradients = run(toy.microbatches(toy.one_document_per_row(batch), 1))
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     for name in mtp.STATISTICS:
         np.testing.assert_allclose(auxiliary.statistics[name], expected_auxiliary.statistics[name], rtol=1e-6)

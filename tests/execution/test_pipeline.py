@@ -76,7 +76,7 @@ def compute(
 
     def both(params: Params, batch: Batch) -> Any:
         loss_weight = 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
-        loss, _, added, gradients = executor.loss_and_gradients(model, params, frozen, batch, loss_weight, placement)
+        loss, added, gradients = executor.loss_and_gradients(model, params, frozen, batch, loss_weight, placement)
         evaluated, also_added = executor.loss(model, params, batch, placement.for_evaluation())
         return {"loss": loss, "added": added, "evaluated": evaluated, "also_added": also_added}, gradients
 

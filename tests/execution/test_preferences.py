@@ -63,8 +63,9 @@ def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
     frozen = jax.tree.map(lambda spec: None, model.specs)
 
     def run(params: Params, batch: Any) -> Any:
-        weight = 1 / model.objective.count(batch).astype(jnp.float32)
-        loss, count, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
+        count = model.objective.count(batch)
+        weight = 1 / count.astype(jnp.float32)
+        loss, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
         evaluated, _ = executor.loss(model, params, batch, placement)
         found = executor.read_tokens(model.log_probabilities, model, params, batch, placement)
         return loss, evaluated, count, found, gradients

@@ -68,8 +68,9 @@ def compute(
     frozen = jax.tree.map(lambda spec: None, model.specs)
 
     def run(params: Params, batch: Any) -> Any:
-        weight = 1 / model.objective.count(batch).astype(jnp.float32)
-        loss, count, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
+        count = model.objective.count(batch)
+        weight = 1 / count.astype(jnp.float32)
+        loss, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
         return loss, executor.loss(model, params, batch, placement)[0], count, gradients
 
     jitted = jax.jit(run, compiler_options=compiler_options(placement.mesh, 2))

@@ -50,7 +50,7 @@ def test_unrolled_layers_compute_the_same(case: str, microbatches: int) -> None:
 
     def compute(placement: Placement, unrolled: bool) -> tuple[float, object]:
         def step(params: object) -> tuple[jax.Array, object]:
-            loss, _, _, gradients = scan.loss_and_gradients(
+            loss, _, gradients = scan.loss_and_gradients(
                 model, params, frozen, batch, np.float32(0.01), placement, RematConfig("none"), unrolled
             )
             return loss, gradients

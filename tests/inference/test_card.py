@@ -36,7 +36,6 @@ def test_settings_of_machines_are_left_out(tmp_path: Path) -> None:
         "run.directory": "/home/someone/runs",
         "run.seed": 5,
         "distributed.coordinator": "10.0.0.1:80",
-        "distributed.token_file": "/home/someone/token",
         "logging.wandb_project": "hidden",
         "data.chat_template": "/home/someone/a.jinja",
     }

@@ -91,8 +91,8 @@ def test_attention_keeps_its_input_but_not_the_normed_input(biases: str) -> None
     options = AttentionOptions(rotary, window=None, scale=1.0, softcap=None, implementation="xla")
 
     def layer(params: dict, x: jax.Array) -> jax.Array:
-        norms = {"norm": jnp.tanh} | dict.fromkeys(("query_norm", "key_norm", "value_norm"), lambda x: x)
-        return self_attention(params, x, CONTEXT, **norms, options=options, cache=None)[0]
+        norms = {"attention_norm": jnp.tanh} | dict.fromkeys(("query_norm", "key_norm", "value_norm"), lambda x: x)
+        return self_attention(params, x, CONTEXT, norms=norms, options=options, cache=None)[0]
 
     assert count_residuals(layer, attention_specs(config, 1.0), WIDTH) == 1
 

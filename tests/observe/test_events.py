@@ -9,7 +9,7 @@ import pytest
 from disks import files_no_larger_than
 
 from jaxopt_llm.core.errors import Preempted, TrainingDiverged
-from jaxopt_llm.observe.logs import EventLog
+from jaxopt_llm.observe.dashboards import EventLog
 
 pytestmark = pytest.mark.core
 

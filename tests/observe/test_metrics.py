@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from disks import files_no_larger_than
 
-from jaxopt_llm.observe import logs
-from jaxopt_llm.observe.logs import MetricsLog
+from jaxopt_llm.observe import dashboards
+from jaxopt_llm.observe.dashboards import MetricsLog
 
 
 def write(path: Path, *steps: int, resume_step: int = 0) -> None:
@@ -158,8 +158,8 @@ def test_closing_writes_the_file_again_after_a_sync_that_failed(path: Path, monk
     with pytest.raises(OSError):
         log.sync()
     monkeypatch.setattr(os, "fsync", fsync)
-    replace = logs.replace_durably
-    monkeypatch.setattr(logs, "replace_durably", lambda file, text: (written.append(file), replace(file, text)))
+    replace = dashboards.replace_durably
+    monkeypatch.setattr(dashboards, "replace_durably", lambda file, text: (written.append(file), replace(file, text)))
     log.close()
     assert written == [path]
     assert read(path) == [(1, 0)]

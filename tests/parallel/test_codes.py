@@ -8,8 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import MeshConfig
-from jaxopt_llm.core.block_format import Bits
-from jaxopt_llm.parallel.codes import decode, encode, find_block_size, move_blocks
+from jaxopt_llm.parallel.codes import Bits, decode, encode, find_block_size, move_blocks
 from jaxopt_llm.parallel.mesh import make_mesh
 
 

@@ -16,10 +16,11 @@ from jaxopt_llm.compiler.topology import gpu_topology
 from jaxopt_llm.config import Config, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig, cli, fields
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning import advice, prediction
+from jaxopt_llm.planning import advice
 from jaxopt_llm.planning.advice import Advice, advise, format_advice
+from jaxopt_llm.planning.free_memory import GIB
+from jaxopt_llm.planning.search import workload
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.planning.units import GIB
 
 CLUSTER = Cluster("h100", 1, 8)
 SMALL = Config(
@@ -72,7 +73,7 @@ def test_predicted_remat_savings_match_recorded_ones(policy: str, offload: tuple
 
 
 def saved(before: Config, after: Config) -> int:
-    return prediction.predict_footprint(before).peak - prediction.predict_footprint(after).peak
+    return workload.predict_footprint(before).peak - workload.predict_footprint(after).peak
 
 
 @pytest.mark.parametrize("devices", [8, 64])
@@ -93,15 +94,15 @@ def test_predicted_zero_savings_match_recorded_ones(devices: int) -> None:
 def test_gradient_reduction_holds_gradients_twice() -> None:
     """Check the peak on two GPUs, which is at the reduction, against benchmarks/sharding.py --devices 2."""
     two = changed(cli.load_recipe("10b.py"), mesh__fsdp=2, training__batch_size=8, sharding__zero_stage=1)
-    assert prediction.predict_footprint(two).peak / GIB == pytest.approx(133.42, rel=0.02)
+    assert workload.predict_footprint(two).peak / GIB == pytest.approx(133.42, rel=0.02)
 
 
 def test_optimizer_in_backward_holds_gradients_of_one_layer() -> None:
     plain = llama(mesh__fsdp=1, sharding__zero_stage=0)
-    settings = {"optimizer__in_backward": True, "optimizer__clip_norm": 0, "training__skip_limit": 1}
+    settings = {"optimizer__in_backward": True, "optimizer__clip_norm": 0}
     assert (
-        prediction.predict_footprint(changed(plain, **settings)).gradients
-        < 0.2 * prediction.predict_footprint(plain).gradients
+        workload.predict_footprint(changed(plain, **settings)).gradients
+        < 0.2 * workload.predict_footprint(plain).gradients
     )
 
 
@@ -112,7 +113,7 @@ def test_narrower_settings_are_advised_only_where_they_fit_the_run() -> None:
     exact = llama(precision__compute_dtype="float32", precision__reduce_dtype="float32")
     assert "precision.reduce_dtype" in advised(llama()) - advised(exact)
     # The settings that `optimizer.in_backward` requires are the user's own: advice does not set them.
-    alone = llama(mesh__fsdp=1, optimizer__clip_norm=0, training__skip_limit=1)
+    alone = llama(mesh__fsdp=1, optimizer__clip_norm=0)
     for config, is_advised in ((alone, True), (llama(mesh__fsdp=1), False)):
         found = advice.advise(config, CLUSTER, 10 * GIB)
         assert any(each.settings == {"optimizer.in_backward": True} for each in found) == is_advised
@@ -120,8 +121,8 @@ def test_narrower_settings_are_advised_only_where_they_fit_the_run() -> None:
 
 def test_offloaded_activations_count_as_host_memory() -> None:
     inputs = 32 * 4096 * 4096 * 2  # of all layers, a row on each GPU
-    assert prediction.predict_footprint(llama(remat__offload=("block_input",))).host == inputs
-    assert prediction.predict_footprint(llama()).host == 0
+    assert workload.predict_footprint(llama(remat__offload=("block_input",))).host == inputs
+    assert workload.predict_footprint(llama()).host == 0
 
 
 # A microbatch of 2048 tokens on each GPU, and a vocabulary large enough for the logits to matter.
@@ -136,7 +137,7 @@ WIDE = changed(
 
 
 def test_jax_0_11_fetches_non_layer_moments_early() -> None:
-    found = prediction.predict_footprint(changed(WIDE, sharding__zero_stage=0, offload__optimizer=True))
+    found = workload.predict_footprint(changed(WIDE, sharding__zero_stage=0, offload__optimizer=True))
     moments = 2 * 4 * (32_000 + 1) * 1024  # of the embedding table and of the final norm
     early = moments if jax.__version_info__ >= (0, 11) else 0
     assert found.optimizer == pytest.approx(early, abs=1024)  # step counts are on the device
@@ -145,7 +146,7 @@ def test_jax_0_11_fetches_non_layer_moments_early() -> None:
 
 def test_whole_logits_can_be_the_peak() -> None:
     settings = {"remat__policy": "none", "training__loss_chunk": 0, "training__attention": "triton"}
-    found = prediction.predict_footprint(changed(WIDE, **settings))
+    found = workload.predict_footprint(changed(WIDE, **settings))
     assert found.loss > (4 + 2) * 2048 * 32_000 > found.working
     assert found.peak == found.parameters + found.optimizer + found.activations + found.loss
 
@@ -192,7 +193,7 @@ def test_predicted_savings_match_compiled_ones(
     second = advice.apply_settings(first, after)
     assert second is not None
     for each in (first, second):
-        assert prediction.predict_footprint(each).peak == pytest.approx(peak(each), rel=0.05)
+        assert workload.predict_footprint(each).peak == pytest.approx(peak(each), rel=0.05)
     found = peak(first) - peak(second) - saved(first, second)
     assert found / 2**20 == pytest.approx(beyond[jax.__version_info__ >= (0, 11)], abs=1)
 
@@ -216,7 +217,7 @@ LONG = llama(training__sequence_length=65_536, training__attention="pallas")
 def test_advice_divides_long_sequences() -> None:
     found = {tuple(each.settings): each for each in advise(LONG, CLUSTER, 60 * GIB)}
     divided = found["mesh.fsdp", "mesh.context", "training.accumulation"]
-    assert divided.same and divided.saves > 0.4 * prediction.predict_footprint(LONG).peak
+    assert divided.same and divided.saves > 0.4 * workload.predict_footprint(LONG).peak
     sizes = divided.settings
     assert sizes["mesh.fsdp"] * sizes["mesh.context"] == 8 == sizes["training.accumulation"] * sizes["mesh.fsdp"]
     short = changed(LONG, training__sequence_length=2048)
@@ -305,9 +306,7 @@ def test_the_cheapest_sufficient_option_of_a_series_is_advised() -> None:
 
 def test_a_large_batch_is_divided_as_far_as_it_must_be() -> None:
     config = changed(llama(), training__batch_size=8 * 3 * 1024)
-    whole, least = (
-        prediction.predict_footprint(changed(config, training__accumulation=rows)).peak for rows in (1, 3072)
-    )
+    whole, least = (workload.predict_footprint(changed(config, training__accumulation=rows)).peak for rows in (1, 3072))
     for lacking, microbatches in ((whole - least, 3072), (int(0.45 * (whole - least)), 2)):
         found = advise(config, CLUSTER, lacking)
         (divided,) = (each for each in found if list(each.settings) == ["training.accumulation"])

@@ -10,8 +10,8 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import figure
 from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.figure import check_figure_file, draw_html, draw_svg, make_charts, save_figure
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.memory import Memory
-from jaxopt_llm.planning.units import GIB
 
 pytestmark = pytest.mark.core
 

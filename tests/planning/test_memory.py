@@ -10,9 +10,8 @@ from jaxopt_llm.compiler.buffers import Buffer
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.planning import memory
-from jaxopt_llm.planning.activations import Activations
-from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory
-from jaxopt_llm.planning.units import GIB
+from jaxopt_llm.planning.free_memory import GIB
+from jaxopt_llm.planning.memory import Activations, KnownShapes, LiveArray, Memory
 from jaxopt_llm.step.program import make_program
 
 KNOWN = KnownShapes(

@@ -10,9 +10,9 @@ from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import OutOfMemory
 from jaxopt_llm.planning import breakdown, settings_choice
-from jaxopt_llm.planning.free_memory import leave_free
-from jaxopt_llm.planning.prediction import predict_footprint
+from jaxopt_llm.planning.free_memory import GIB, leave_free
 from jaxopt_llm.planning.search.roofline import Cluster
+from jaxopt_llm.planning.search.workload import predict_footprint
 from jaxopt_llm.planning.settings_choice import (
     Candidate,
     choose_settings,
@@ -22,7 +22,6 @@ from jaxopt_llm.planning.settings_choice import (
     list_settings,
 )
 from jaxopt_llm.planning.step_plan import Plan, make_plan
-from jaxopt_llm.planning.units import GIB
 
 pytestmark = pytest.mark.core
 

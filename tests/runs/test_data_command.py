@@ -106,7 +106,7 @@ errors.run_command(train.main)
 
 
 def test_rows_depend_on_weights_and_seed_and_a_stall_ends_the_run(corpus: Path, tmp_path: Path) -> None:
-    settings = ("--data.weights", 9, 1, "--run.seed", 1, "--data.held-out", 0.2, "--data.stall-seconds", 5)
+    settings = ("--data.weights", 9, 1, "--run.seed", 1, "--data.held-out", 0.2, "--watchdog.floor-seconds", 5)
     paths = [corpus / "a.jsonl", corpus / "a.npy"]
     given = [*tiny(tmp_path / "run"), *data(corpus, *map(str, paths)), *settings, "--training.steps", 9]
     stdout, stderr = finish(start_python("-c", WATCHED, tmp_path / "log", *given), 2)

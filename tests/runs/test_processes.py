@@ -134,19 +134,19 @@ def test_many_processes_begin_from_one_folder(corpus: tuple[str, Path], tmp_path
 WAITS = """
 import ctypes, errno, fcntl, itertools, os, sys, time, types
 from jaxopt_llm.core import errors
-from jaxopt_llm.distributed import connection, process_group, rendezvous
+from jaxopt_llm.distributed import process_group, rendezvous
 from jaxopt_llm.config import DistributedConfig
 from jaxopt_llm.distributed.launchers import Job
 
 address, index, gate, *failing = sys.argv[1:]
-config, make_client = DistributedConfig(), connection._jax.get_distributed_runtime_client
+config, make_client = DistributedConfig(), process_group._jax.get_distributed_runtime_client
 
 def slower(*arguments, heartbeat_timeout, **options):
     assert heartbeat_timeout > config.timeout_seconds, "JAX would abort before the watch reports the reason"
     return make_client(*arguments, heartbeat_timeout=heartbeat_timeout, **options)
 
 def main():
-    connection._jax.get_distributed_runtime_client = slower
+    process_group._jax.get_distributed_runtime_client = slower
     with process_group.join_job(Job(address, 2, int(index)), config, {}) as processes:
         processes.note_checkpoint(0)
         sys.stderr.write("joined\\n")

@@ -21,7 +21,7 @@ DEADLINE = 60  # seconds after which a process ends in good order although it ha
 PHASES = f"""
 import os, sys, threading, time
 import jax
-from jaxopt_llm.config import Config, DataConfig, DistributedConfig, RunConfig, WatchdogConfig
+from jaxopt_llm.config import Config, DistributedConfig, RunConfig, WatchdogConfig
 from jaxopt_llm.core import errors
 from jaxopt_llm.data.tokens import pieces
 from jaxopt_llm.data.reading.source import Document
@@ -33,9 +33,8 @@ from jaxopt_llm.distributed.watchdog import Watchdog
 address, count, index, directory, hangs = sys.argv[1:]
 config = Config(
     run=RunConfig(directory=directory),
-    data=DataConfig(stall_seconds={LIMIT}),
     watchdog=WatchdogConfig(
-        floor_seconds={LIMIT}, compile_floor_seconds={LIMIT}, save_floor_seconds={LIMIT},
+        floor_seconds={LIMIT}, long_floor_seconds={LIMIT},
         factor=0 if hangs == "nothing, unwatched" else 1,
     ),
 )
@@ -182,8 +181,8 @@ def start_run(
         "--evaluation.every",
         10**6,
     )
-    run = (*run, "--watchdog.floor-seconds", RUN_LIMIT, "--watchdog.save-floor-seconds", 2 * RUN_LIMIT)
-    run = (*run, "--data.stall-seconds", RUN_LIMIT, *overrides)
+    run = (*run, "--watchdog.floor-seconds", RUN_LIMIT, "--watchdog.long-floor-seconds", 4 * RUN_LIMIT)
+    run = (*run, *overrides)
     gates: list[list[Gate]] = [[], []]
     gates[gated] += [gate] if gate else []
     first = start_gated(directory, gates[0], *run, "--distributed.process-id", 0)
@@ -210,7 +209,7 @@ def start_run(
 def test_a_run_ends_if_one_process_stops(function: str, call: int, phase: str, step: int, tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", function, call)
     evaluation = ("--evaluation.every", 6, "--evaluation.batches", 2)
-    processes = start_run(run, gate, *evaluation, "--watchdog.compile-floor-seconds", 4 * RUN_LIMIT)
+    processes = start_run(run, gate, *evaluation)
     for index, process in enumerate(processes):
         _, stderr = finish(process, 5)
         assert f"process 1 ({HOST}) of 2 makes no progress: it is in phase {phase} of step {step} for" in stderr
@@ -226,7 +225,7 @@ PREPARE_LIMIT = 20  # seconds, in which nothing else than the gate may keep a pr
 @pytest.mark.slow
 def test_a_run_ends_if_one_process_stops_while_it_opens_its_data_and_can_be_started_again(tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.tokens.corpus:_open_file")
-    for index, process in enumerate(start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT)):
+    for index, process in enumerate(start_run(run, gate, "--watchdog.long-floor-seconds", PREPARE_LIMIT)):
         _, stderr = finish(process, 5)
         assert f"error: process 1 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
         assert "run again to continue from the last checkpoint, if there is one" in stderr
@@ -237,7 +236,7 @@ def test_a_run_ends_if_one_process_stops_while_it_opens_its_data_and_can_be_star
 @pytest.mark.slow
 def test_the_stacks_are_printed_if_the_run_directory_hangs(tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.train:lock_directory")
-    processes = start_run(run, gate, "--watchdog.compile-floor-seconds", PREPARE_LIMIT, gated=0)
+    processes = start_run(run, gate, "--watchdog.long-floor-seconds", PREPARE_LIMIT, gated=0)
     for index, process in enumerate(processes):
         _, stderr = finish(process, 5)
         assert f"error: process 0 ({HOST}) of 2 makes no progress: it is in phase prepare of step 0 for" in stderr
@@ -264,7 +263,6 @@ def test_a_run_goes_on_while_a_save_is_slow_and_ends_if_it_never_returns(tmp_pat
 def test_a_run_of_one_process_is_watched_if_asked(tmp_path: Path) -> None:
     run, gate = tmp_path / "run", Gate(tmp_path / "gate", "jaxopt_llm.data.rows.loader:_poll", 6)
     watched = ("--watchdog.single-process", True, "--watchdog.floor-seconds", RUN_LIMIT)
-    watched = (*watched, "--data.stall-seconds", RUN_LIMIT)
     _, stderr = finish(start_gated(run, [gate], "--training.steps", 10, *watched), 5)
     assert f"process 0 ({HOST}) of 1 makes no progress: it is in phase data of step 6" in stderr
     assert "in gated" in (run / f"stacks.0.{HOST}.txt").read_text()

@@ -41,13 +41,13 @@ def poisoned(executor: Executor) -> Executor:
 
     def loss_and_gradients(parts: Any, trainable: Any, frozen: Any, batch: Batch, *rest: Any) -> Any:
         mark = batch.positions[0, 0, 0]
-        loss, tokens, auxiliary, gradients = executor.loss_and_gradients(parts, trainable, frozen, batch, *rest)
+        loss, auxiliary, gradients = executor.loss_and_gradients(parts, trainable, frozen, batch, *rest)
         loss = jnp.where(mark == POISON["loss"], jnp.inf, loss)
         gradients = jax.tree.map(lambda x: x * jnp.where(mark == POISON["large gradient"], 1000.0, 1.0), gradients)
         scale = gradients["non_layer"]["final_norm"]["scale"]
         wrong = jnp.where(mark == POISON["gradient"], jnp.nan, scale[3])
         gradients["non_layer"]["final_norm"]["scale"] = scale.at[3].set(wrong)
-        return loss, tokens, auxiliary, gradients
+        return loss, auxiliary, gradients
 
     return replace(executor, loss_and_gradients=loss_and_gradients)
 

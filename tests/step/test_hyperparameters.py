@@ -39,7 +39,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "loop": {},
     "no loop": {"training.unroll": "all", "remat.policy": "none"},
     "pipeline": {"mesh.pipeline": 2, "training.accumulation": 2},
-    "in the backward": {"optimizer.in_backward": True, "optimizer.clip_norm": 0.0, "training.skip_limit": 1},
+    "in the backward": {"optimizer.in_backward": True, "optimizer.clip_norm": 0.0},
     "offload": {"offload.optimizer": True},
     "local steps": {"mesh.data": 2, "training.local_steps": 2},
     "adapters": {"lora.rank": 2, "lora.dropout": 0.1},

@@ -88,8 +88,9 @@ def find_log_probabilities() -> np.ndarray:
     program, placement = make({"lora.rank": 0})
     state = initialize_state(program.specs, program.optimizers, 0, placement)
     batch = toy.microbatches(toy.pairs(ROWS, LENGTH), 2)
-    found = jax.jit(functools.partial(program.executor.log_probabilities, program.model, placement=placement))
-    return np.asarray(found(state.masters, jax.device_put(batch, program.batch_sharding)))
+    model = program.model
+    read = functools.partial(program.executor.read_tokens, model.log_probabilities, model, placement=placement)
+    return np.asarray(jax.jit(read)(state.masters, jax.device_put(batch, program.batch_sharding)))
 
 
 def score(batch: Batch) -> np.ndarray:

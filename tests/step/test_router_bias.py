@@ -26,7 +26,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.segments import no_perturbations
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.model.moe import router
+from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.parallel.zero import abstract_checkpoint, master_sharding
 from jaxopt_llm.step import state as training_state
@@ -178,7 +178,7 @@ def test_its_gradient_is_whole_counts_in_reductions_of_16_bits() -> None:
         cotangent, frozen = jnp.float32(1 / 7), no_perturbations(parts.specs)
         return scan.loss_and_gradients(parts, params, frozen, batch, cotangent, placement, RematConfig("none"))
 
-    _, _, auxiliary, gradients = jax.jit(of)(toy.params(parts.specs))
+    _, auxiliary, gradients = jax.jit(of)(toy.params(parts.specs))
     load = np.asarray(auxiliary.statistics["expert_load"])[1]
     assert np.max(np.abs(MODEL.moe.experts * load - np.sum(load))) > 256
     found = gradients["segment_1"]["block_0"]["mlp"]["router_bias"]
@@ -196,7 +196,7 @@ def test_it_rests_in_float32_where_it_is_frozen() -> None:
 def test_a_load_that_is_even_in_uneven_parts_leaves_it() -> None:
     parts = np.array([[3, 0, 4, 1, 5, 2], [1, 9, 0, 4, 2, 7], [6, 1, 6, 5, 3, 1]], np.float32)
     assert np.ptp(parts.sum(axis=0)) == 0
-    each = [jax.grad(lambda bias, load: router.bias_update_loss(bias, load) / 7)(jnp.zeros(6), load) for load in parts]
+    each = [jax.grad(lambda bias, load: experts.bias_update_loss(bias, load) / 7)(jnp.zeros(6), load) for load in parts]
     np.testing.assert_array_equal(sum(each), 0)
     np.testing.assert_array_equal(each[0], 6 * parts[0] - 15)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxopt_llm.checkpoint.huggingface import families, find_family, safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
@@ -31,7 +31,6 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.param import ParamSpec
-from jaxopt_llm.parallel import offload
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -507,7 +506,7 @@ class Layers(Protocol):
         """Return the dtype of a parameter: the dtype of its base, and float32 for a quantised base."""
 
     def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
-        """Return a parameter dequantised and with its adapter merged: see `fetch_layer`."""
+        """Return a parameter dequantised and with its adapter merged: see `leaves.fetch_layer`."""
 
     def release(self) -> None:
         """Remove what was read from memory, because other parameters follow."""
@@ -523,7 +522,7 @@ class LoadedLayers:
         return leaves.weight_dtype(self.leaves[path])
 
     def fetch(self, path: str, layer: int | None, contracting: tuple[int, ...]) -> np.ndarray:
-        return fetch_layer(self.leaves[path], layer, (), contracting)
+        return leaves.fetch_layer(self.leaves[path], layer, (), contracting)
 
     def release(self) -> None:
         pass
@@ -572,10 +571,6 @@ def write_layers(
         InputError: no family fits the model, the path already exists, or a value is not finite in the dtype.
     """
     origin = origin or Origin()
-    origin_settings = {} if origin.folder is None else read_settings(origin.folder)
-    text_settings = text_part.read_text(origin_settings)
-    if config.scores:  # a folder of the text model alone
-        origin_settings = text_settings
     family = choose_family(config, origin.folder)
     rest = open_rest(origin.folder, family, config)
     # In the order of the source. No class in transformers loads single experts where the family has them in one tensor.
@@ -603,20 +598,26 @@ def write_layers(
         last = [name for name in whole if name not in {rest.name(each) for each in order}]
         order = [*map(rest.name, order), *last]
         safetensors.write_folder(folder, widest_first, get_tensor, max_file_bytes, order)
-        content = {
-            **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
-            **{name: text_settings[name] for name in COPIED_SETTINGS if name in text_settings},
-            **origin.settings,
-            **family.write(config),
-            **(_describe_labels(text_settings | origin.settings, config) if config.scores else {}),
-            **rest.settings,
-            "torch_dtype": str(widest),
-        }
-        content = text_part.write_text(origin_settings, content)
+        content = _describe_model(family, config, origin, rest.settings | {"torch_dtype": str(widest)})
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
         origin.write_files(folder)
         rest.copy_files(folder)
         check(folder)
+
+
+def _describe_model(family: Family, config: ModelConfig, origin: Origin, others: Settings) -> Settings:
+    """Return the content of config.json. others: further fields, which take precedence."""
+    whole = {} if origin.folder is None else read_settings(origin.folder)
+    text = text_part.read_text(whole)
+    content = {
+        **dict.fromkeys(TOKEN_IDS),  # null, because transformers has defaults that may be outside the vocabulary
+        **{name: text[name] for name in COPIED_SETTINGS if name in text},
+        **origin.settings,
+        **family.write(config),
+        **(_describe_labels(text | origin.settings, config) if config.scores else {}),
+        **others,
+    }
+    return text_part.write_text(text if config.scores else whole, content)  # with scores, the text model alone
 
 
 def _describe_labels(source: Settings, config: ModelConfig) -> Settings:
@@ -666,38 +667,3 @@ def make_tensor_getter(
 def collect_leaves(params: Params) -> dict[str, tree.Leaf]:
     """Return path -> leaf, where quantised weights and weights with adapters are single leaves."""
     return dict(tree.leaves_with_path(params, is_leaf=leaves.is_wrapped))
-
-
-def fetch_layer(
-    leaf: tree.Leaf, layer: int | None, sizes: tuple[int, ...], contracting: tuple[int, ...] = ()
-) -> np.ndarray:
-    """Fetch one layer of a leaf to the host, dequantised and with its adapter merged.
-
-    Args:
-        leaf: the leaf, on any devices.
-        layer: index in the stack; None for a leaf that is not stacked.
-        sizes: sizes of the dimensions without padding; empty: keep all.
-        contracting: the dimensions that a product with the layer sums over.
-    """
-    stack = jax.tree.map(lambda array: array[None], leaf) if layer is None else leaf
-    sharding = jax.tree.leaves(leaf)[0].sharding
-    assert isinstance(sharding, NamedSharding)
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    array = np.asarray(_compile_fetch(replicated)(stack, layer or 0, contracting))
-    return array[tuple(slice(size) for size in sizes)]
-
-
-@functools.cache
-def _compile_fetch(replicated: NamedSharding) -> Callable[[tree.Leaf, int, tuple[int, ...]], jax.Array]:
-    """Return a jitted function that merges one row of a stack on every device.
-
-    If the stack is in host memory, only that row is copied to the devices.
-    """
-
-    def take(stack: tree.Leaf, row: jax.Array, contracting: tuple[int, ...]) -> jax.Array:
-        def take_row(array: jax.Array) -> jax.Array:
-            return offload.fetch_to_device(jax.lax.dynamic_index_in_dim(array, row, keepdims=False))
-
-        return leaves.merge_to_array(jax.tree.map(take_row, stack), contracting)
-
-    return jax.jit(take, static_argnums=2, out_shardings=replicated)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
 from jaxopt_llm.checkpoint.huggingface.family import MTP_COUNTS, Family
-from jaxopt_llm.checkpoint.huggingface.quantised import methods, schemes
+from jaxopt_llm.checkpoint.huggingface.quantised import formats, methods
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
 
 TEXT = "text_config"
@@ -27,7 +27,7 @@ PREFIXES = {
 }
 MODULES = "model.language_model."  # start of the names of its modules in the classes of transformers
 PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # of a text model without a prefix
-OUTSIDE = ("tie_word_embeddings", schemes.FIELD)  # fields of the text model beside `text_config`
+OUTSIDE = ("tie_word_embeddings", formats.FIELD)  # fields of the text model beside `text_config`
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffix in safetensors.PICKLE_SUFFIXES))
 
 
@@ -49,7 +49,7 @@ def write_text(settings: Settings, written: Settings) -> Settings:
     changed = {name: value for name, value in written.items() if name not in name_of_class}
     outside = {name: changed[name] for name in (*OUTSIDE, "torch_dtype") if name in changed}
     kept, text = (
-        {name: value for name, value in each.items() if name not in ("dtype", schemes.FIELD)}
+        {name: value for name, value in each.items() if name not in ("dtype", formats.FIELD)}
         for each in (settings, text)
     )
     return kept | outside | {TEXT: text | changed}

@@ -3,9 +3,9 @@
 adapter_writer.py writes such folders. Beside adapters, a folder may hold whole weights: `modules_to_save`, and tables
 of another size. PEFT loads such a tensor in place of the model's own. It may also hold single rows: token_rows.py.
 
-A PEFT adapter belongs to a module, or to a parameter (see modules.py). It has A [rank, in] and B [out, rank], whatever
-the layout of the weight; for stacked experts, A [experts, rank, in] and B [out, rank, experts]. (If PEFT mistakes the
-inputs of experts for outputs, the file's A is our B, and its B our A: `PeftModule.is_swapped`.) A
+A PEFT adapter belongs to a module, or to a parameter (see adapter_config.py). It has A [rank, in] and B [out, rank],
+whatever the layout of the weight; for stacked experts, A [experts, rank, in] and B [out, rank, experts]. (If
+PEFT mistakes the inputs of experts for outputs, the file's A is our B, and its B our A: `PeftModule.is_swapped`.) A
 fused module has one adapter for all parameters that lie next to each other in it. On reading, each of our parameters
 gets this A and its own rows of B. On writing, the A of the parameters are stacked along the rank, and their B are
 blocks on a diagonal: the same adapter with a higher rank. An embedding table that is also the head has the same adapter
@@ -32,8 +32,7 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equ
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredFile, StoredTensor
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import adapter_config, token_rows
-from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
-from jaxopt_llm.checkpoint.peft.modules import (
+from jaxopt_llm.checkpoint.peft.adapter_config import (
     BASE,
     EMBEDDING_FACTORS,
     HEAD,
@@ -41,11 +40,14 @@ from jaxopt_llm.checkpoint.peft.modules import (
     LINEAR_FACTORS,
     MAGNITUDE,
     PREFIX,
+    PeftConfig,
     PeftModule,
+    find_endings,
     find_modules,
     find_separate_modules,
     find_table,
     name_stems,
+    read_peft_config,
 )
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree

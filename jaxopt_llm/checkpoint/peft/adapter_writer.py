@@ -20,16 +20,13 @@ from jaxopt_llm.checkpoint.huggingface.family import Family
 from jaxopt_llm.checkpoint.huggingface.model_folder import (
     Layers,
     collect_leaves,
-    fetch_layer,
     make_tensor_getter,
     write_nothing,
 )
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
 from jaxopt_llm.checkpoint.peft import token_rows
-from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, write_peft_config
-from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, is_table, list_enclosing
-from jaxopt_llm.checkpoint.peft.modules import (
+from jaxopt_llm.checkpoint.peft.adapter_config import (
     BASE,
     EMBEDDING_FACTORS,
     HEAD,
@@ -38,13 +35,18 @@ from jaxopt_llm.checkpoint.peft.modules import (
     MAGNITUDE,
     MLP,
     PREFIX,
+    PeftConfig,
     PeftModule,
+    find_endings,
     find_modules,
     find_table,
     name_stems,
+    write_peft_config,
 )
+from jaxopt_llm.checkpoint.peft.adapter_folder import WEIGHTS, is_table, list_enclosing
 from jaxopt_llm.config import LoraConfig, ModelConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.model import Params
 
@@ -382,5 +384,5 @@ def _fetch_factor(factor: jax.Array, piece: TensorPiece, outputs: bool) -> np.nd
     is_side = [dim not in spec.expert_dims and (dim in spec.contracting) != outputs for dim in range(len(spec.shape))]
     sizes = [size for size, is_one in zip(spec.shape, is_side, strict=True) if is_one]
     experts = (factor.shape[1],) if piece.expert is not None or spec.expert_dims else ()
-    fetched = fetch_layer(factor, piece.layer, (*experts, *sizes))
+    fetched = leaves.fetch_layer(factor, piece.layer, (*experts, *sizes))
     return fetched.reshape(*(experts or (1,)), math.prod(sizes), -1)

@@ -17,8 +17,7 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equ
 from jaxopt_llm.checkpoint.huggingface.quantised.codes import Codes, Part
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
 from jaxopt_llm.checkpoint.peft import adapter_config
-from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig
-from jaxopt_llm.checkpoint.peft.modules import HEAD, PREFIX, PeftModule
+from jaxopt_llm.checkpoint.peft.adapter_config import HEAD, PREFIX, PeftConfig, PeftModule
 from jaxopt_llm.core.errors import InputError
 
 DELTA = "token_adapter.trainable_tokens_delta"  # PEFT's name: it holds the rows themselves

@@ -135,7 +135,7 @@ def read_ahead(
                     raise Preempted(step - _AHEAD)
                 if time.perf_counter() - clock > stall_seconds:
                     problem = f"no batch in {stall_seconds:g} s: reading {loader.current_source} stalls"
-                    raise InputError(f"{problem}; check its storage, or increase data.stall_seconds")
+                    raise InputError(f"{problem}; check its storage, or increase watchdog.floor_seconds")
             if isinstance(batch, Exception):
                 raise batch
             yield batch, time.perf_counter() - clock

@@ -7,7 +7,7 @@ A block passes each weight on as it received it, and never learns how the weight
     grouped_matmul  matmul of each token with the matrix of its expert                    weights.py
     materialise     the array itself, for elementwise use: norm scales, biases, routers   weights.py
     look_up         rows of an embedding table                                            vocabulary.py
-    apply_linear    any function that is linear in the weight, in models of users         linear_function.py
+    apply_linear    any function that is linear in the weight, in models of users         weights.py
     gather_for_use  the array itself, for any other use, in models of users               weights.py
     cross_entropy   head and loss in one step; vocabulary parallel                        vocabulary.py
 

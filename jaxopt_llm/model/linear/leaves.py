@@ -7,6 +7,7 @@ checkpointed and counted like any other array. The fields hold whatever the tree
 A "bare" parameter is the plain array that a leaf class stands for, at the path without the leaf's own fields.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
-from jaxopt_llm.model.linear import nf4
+from jaxopt_llm.model.linear import quantised
 from jaxopt_llm.model.linear.quantised import to_integers
 from jaxopt_llm.model.param import FLOAT32, Initializer, ParamSpec, normal, ones, zeros
+from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
 
 INT8, UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
@@ -41,7 +44,7 @@ class Int8Weight:
 
 @struct.dataclass
 class Nf4Weight:
-    """Weight as 4-bit codes with one scale per block; with double quantisation the scales are codes as well (nf4.py).
+    """Weight as 4-bit codes with one scale per block, itself a code with double quantisation (quantised.py).
 
     dim: the dimension along which blocks lie, counted from the end; see `nf4_dim`.
     """
@@ -176,7 +179,7 @@ def nf4_specs(spec: ParamSpec, double: bool) -> Nf4Weight:
     double: whether the scales are codes too. A block size must divide the dimension `nf4_dim(spec)`.
     """
     dim = nf4_dim(spec)
-    size, values = spec.shape[dim], nf4.block_size(spec.shape[dim])
+    size, values = spec.shape[dim], quantised.block_size(spec.shape[dim])
     assert values is not None
 
     def with_length(length: int, dtype: Any) -> ParamSpec:
@@ -203,7 +206,7 @@ def nf4_dim(spec: ParamSpec) -> int:
         return named[0]
     dims = dict.fromkeys((*spec.contracting, *range(spec.leading, len(spec.shape))))
     whole = [dim for dim in dims if not PARAMETER_AXES.get(spec.axes[dim] or "")]
-    return next((dim for dim in whole if nf4.block_size(spec.shape[dim])), [*whole, *dims][0])
+    return next((dim for dim in whole if quantised.block_size(spec.shape[dim])), [*whole, *dims][0])
 
 
 def lora_specs(spec: ParamSpec, rank: int, scale: float, dora: bool = False, dropout: float = 0.0) -> LoraWeight:
@@ -268,16 +271,16 @@ def count_parameters(specs: tree.Tree) -> int:
 def quantise(array: jax.Array, specs: QuantisedWeight) -> QuantisedWeight:
     """Round each value of a bare array to the nearest code of the format of `specs`."""
     if isinstance(specs, Nf4Weight):
-        codes, scales, tops = nf4.encode(array, specs.dim, double=specs.tops is not None)
+        codes, scales, tops = quantised.encode(array, specs.dim, double=specs.tops is not None)
         return Nf4Weight(codes, scales, tops, specs.dim)
-    quantised = to_integers(array, specs.codes.contracting, max_code=127)
-    return Int8Weight(quantised.codes, quantised.scales)
+    rounded = to_integers(array, specs.codes.contracting, max_code=127)
+    return Int8Weight(rounded.codes, rounded.scales)
 
 
 def dequantise(weight: QuantisedWeight) -> jax.Array:
     """Return the bare array, float32."""
     if isinstance(weight, Nf4Weight):
-        return nf4.decode(weight.codes, weight.scales, weight.tops, weight.dim)
+        return quantised.decode(weight.codes, weight.scales, weight.tops, weight.dim)
     return weight.codes.astype(jnp.float32) * weight.scales
 
 
@@ -347,3 +350,38 @@ def merge_to_array(weight: tree.Leaf, contracting: tuple[int, ...]) -> jax.Array
         return merged
     norms = jnp.expand_dims(channel_norms(merged, contracting), contracting)
     return merged * jnp.expand_dims(weight.magnitude, contracting) / jnp.where(norms > 0, norms, 1)
+
+
+def fetch_layer(
+    leaf: tree.Leaf, layer: int | None, sizes: tuple[int, ...], contracting: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Fetch one layer of a leaf to the host, dequantised and with its adapter merged.
+
+    Args:
+        leaf: the leaf, on any devices.
+        layer: index in the stack; None for a leaf that is not stacked.
+        sizes: sizes of the dimensions without padding; empty: keep all.
+        contracting: the dimensions that a product with the layer sums over.
+    """
+    stack = jax.tree.map(lambda array: array[None], leaf) if layer is None else leaf
+    sharding = jax.tree.leaves(leaf)[0].sharding
+    assert isinstance(sharding, NamedSharding)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    array = np.asarray(_compile_fetch(replicated)(stack, layer or 0, contracting))
+    return array[tuple(slice(size) for size in sizes)]
+
+
+@functools.cache
+def _compile_fetch(replicated: NamedSharding) -> Callable[[tree.Leaf, int, tuple[int, ...]], jax.Array]:
+    """Return a jitted function that merges one row of a stack on every device.
+
+    If the stack is in host memory, only that row is copied to the devices.
+    """
+
+    def take(stack: tree.Leaf, row: jax.Array, contracting: tuple[int, ...]) -> jax.Array:
+        def take_row(array: jax.Array) -> jax.Array:
+            return offload.fetch_to_device(jax.lax.dynamic_index_in_dim(array, row, keepdims=False))
+
+        return merge_to_array(jax.tree.map(take_row, stack), contracting)
+
+    return jax.jit(take, static_argnums=2, out_shardings=replicated)

@@ -13,10 +13,7 @@ of them are split off. They are lower case, because the axes of the whole produc
 selected by products with 0 and 1, which devices divide as any other product.
 """
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -32,8 +29,6 @@ from jaxopt_llm.parallel.zero import GROUP_AXIS
 
 # The largest number of columns of a part that are split off. The paper finds up to 7 in models of up to 13B parameters.
 COLUMNS = 64
-_collected: contextvars.ContextVar[list[jax.Array] | None] = contextvars.ContextVar("collected", default=None)
-LEFT = "outlier_columns_left"  # metric: columns above the threshold beyond these, of all products of a step
 
 
 @struct.dataclass
@@ -126,40 +121,6 @@ def split_outliers(
         axes=axes,
         summed=summed,
     )
-
-
-@contextlib.contextmanager
-def collect_left() -> Iterator[list[jax.Array]]:
-    """Collect, while a block is traced, the number of outlier columns that its products leave among the integers."""
-    left: list[jax.Array] = []
-    token = _collected.set(left)
-    try:
-        yield left
-    finally:
-        _collected.reset(token)
-
-
-def add_left(counts: list[jax.Array]) -> None:
-    """Add the counts of an inner function to those that are collected, if any are."""
-    collected = _collected.get()
-    if collected is not None:
-        collected += counts
-
-
-def note_left(subscripts: str, x: jax.Array, shardings: WeightShardings, split: tuple[str, int] | None) -> None:
-    """Count the outlier columns of a product beyond COLUMNS of a part, if they are collected.
-
-    XLA finds that the product needs the same largest values, and computes them once.
-    """
-    if _collected.get() is None:
-        return
-    left, right, result = (*subscripts.split("->")[0].split(","), subscripts.split("->")[1])
-    summed, parts = _list_summed(right, result, split)
-    columns = _to_columns(jax.lax.stop_gradient(x), left, summed, parts)
-    over = jnp.sum(_find_largest(columns, shardings.grouped) > shardings.outlier_threshold, axis=-1)  # [z]
-    count = jnp.sum(jnp.maximum(over - COLUMNS, 0)).astype(jnp.float32)
-    # Each group counts the columns of all, and the groups' counts are summed.
-    add_left([count / jax.lax.axis_size(GROUP_AXIS) if shardings.grouped else count])
 
 
 def _find_largest(columns: jax.Array, grouped: bool) -> jax.Array:

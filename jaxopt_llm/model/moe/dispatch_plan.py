@@ -25,14 +25,10 @@ class Arrivals:
 
     order: int32 [N, R], the slot of each row.
     place: int32 [N, R], the row of each slot; R for an empty slot.
-    sent, received: int32 [N, P], number of slots filled for each device and by each device.
     """
 
     order: jax.Array
     place: jax.Array
-    sent: jax.Array
-    received: jax.Array
-    ragged: bool = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -142,7 +138,6 @@ def make_round_plan(
     begin: Any,
     per_pair: int,
     *,
-    ragged: bool,
     moe: MoEConfig,
     placement: Placement,
 ) -> DispatchPlan:
@@ -174,9 +169,6 @@ def make_round_plan(
         arrivals = Arrivals(
             order=jnp.zeros_like(row).at[row].set(slots.reshape(-1), mode="drop", unique_indices=True),
             place=row,
-            sent=jnp.sum(sent, axis=1),
-            received=ends[:, -1],
-            ragged=ragged,
         )
         flat = experts.reshape(-1)
         device = jnp.minimum(flat // local_count, devices - 1)

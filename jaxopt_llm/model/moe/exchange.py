@@ -1,14 +1,13 @@
 """Exchange of tokens between devices for expert parallelism: dispatch to the experts' devices and combine.
 
 Between dispatch and combine, all arrays are rows of each device, sorted by expert and stacked along a first dimension
-N. There are three exchanges over `expert` (`sharding.expert_exchange`):
+N. There are two exchanges over `expert` (`sharding.expert_exchange`):
 
 gather: every device gets all tokens and takes the rows of its own experts; the partial sums of each token come back.
     Traffic does not grow with the experts per token, but every device has room for all choices.
 all_to_all: each choice goes only to the device of its expert, in a buffer between each pair of devices that has room
     for `sharding.expert_room` times an even load. Choices that do not fit go in further, small rounds. An even load
     takes one round, and nothing is dropped.
-ragged: all_to_all that sends only the filled part of the buffers.
 
 A choice is one (token, expert) pair of the router's top-k.
 
@@ -32,14 +31,14 @@ from jaxopt_llm.parallel.gathering import split_perturbations, with_perturbation
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import GROUP_AXIS
 
-Exchange = Literal["gather", "all_to_all", "ragged"]
+Exchange = Literal["gather", "all_to_all"]
 ExpertFunction = Callable[..., jax.Array]  # (params, *inputs, plan) -> y [B, S, D]
 
 
 def get_exchange(sharding: ShardingConfig, devices: int) -> Exchange:
     """Return the configured exchange. devices: along `expert`.
 
-    A run has replaced `auto` by the faster one (planning/search/exchange_choice.py). Elsewhere it is the one with fewer
+    A run has replaced `auto` by the faster one (planning/exchanges.py). Elsewhere it is the one with fewer
     rows.
     """
     if devices == 1:
@@ -84,9 +83,7 @@ def run_experts(
     if has_cache or exchange == "gather":
         return run(params, *inputs, dispatch_plan.make_gather_plan(experts, moe, placement)), once
     by_expert = dispatch_plan.sort_choices(experts, moe, placement)
-    make_plan = functools.partial(
-        dispatch_plan.make_round_plan, ragged=exchange == "ragged", moe=moe, placement=placement
-    )
+    make_plan = functools.partial(dispatch_plan.make_round_plan, moe=moe, placement=placement)
     tokens = by_expert.order.shape[1] // moe.experts_per_token
     rounds = dispatch_plan.plan_rounds(moe, placement, tokens)
     if rounds.limit == 1:
@@ -121,7 +118,7 @@ def combine(placement: Placement, rows: jax.Array, plan: DispatchPlan) -> jax.Ar
     mesh = ExpertMesh(placement)
 
     def on_device(rows: jax.Array, plan: DispatchPlan) -> jax.Array:
-        summed = jnp.sum(_return_to_choices(mesh, rows[0], plan), axis=1)
+        summed = jnp.sum(_return_to_choices(rows[0], plan), axis=1)
         y = _return_to_tokens(mesh, summed.astype(rows.dtype), plan)
         if mesh.residual != mesh.tokens:
             return jax.lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
@@ -155,7 +152,7 @@ def _dispatch_weights_backward(placement: Placement, plan: DispatchPlan, d_rows:
     mesh = ExpertMesh(placement)
 
     def on_device(d_rows: jax.Array, plan: DispatchPlan) -> jax.Array:
-        gradient = _return_to_choices(mesh, d_rows[0], plan)[..., 0]
+        gradient = _return_to_choices(d_rows[0], plan)[..., 0]
         return mesh.sum_over_tensor(_return_to_tokens(mesh, gradient, plan))
 
     return placement.shard_map(on_device, (mesh.local, mesh.local), mesh.tokens)(d_rows, plan), None
@@ -171,16 +168,13 @@ def _send(mesh: ExpertMesh, items: jax.Array, index: jax.Array, plan: DispatchPl
     """Send items[index] to the experts' devices. items: [I, X] of this device; index: int32 [R]. Return rows [R, X]."""
     if plan.arrivals is None:
         return mesh.all_gather(items)[index]
-    arrivals = plan.arrivals
-    return _all_to_all(mesh, items[index], arrivals.sent, arrivals.received, arrivals.ragged)[arrivals.order[0]]
+    return _all_to_all(items[index])[plan.arrivals.order[0]]
 
 
-def _return_to_choices(mesh: ExpertMesh, rows: jax.Array, plan: DispatchPlan) -> jax.Array:
+def _return_to_choices(rows: jax.Array, plan: DispatchPlan) -> jax.Array:
     """Send rows [R, X] back to their choices, float32 [tokens, k, X]; 0 for choices that are in no row."""
     if plan.arrivals is not None:
-        arrivals = plan.arrivals
-        slots = rows.at[arrivals.place[0]].get(mode="fill", fill_value=0)
-        rows = _all_to_all(mesh, slots, arrivals.received, arrivals.sent, arrivals.ragged)
+        rows = _all_to_all(rows.at[plan.arrivals.place[0]].get(mode="fill", fill_value=0))
     return rows.at[plan.place[0]].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
@@ -191,16 +185,9 @@ def _return_to_tokens(mesh: ExpertMesh, x: jax.Array, plan: DispatchPlan) -> jax
     return x.reshape(-1, plan.length, x.shape[-1])
 
 
-def _all_to_all(mesh: ExpertMesh, slots: jax.Array, sent: jax.Array, received: jax.Array, ragged: bool) -> jax.Array:
+def _all_to_all(slots: jax.Array) -> jax.Array:
     """Exchange slots [R, X], ordered by device."""
-    if not ragged:
-        return jax.lax.all_to_all(slots, "expert", 0, 0, tiled=True)
-    per_pair = slots.shape[0] // mesh.devices
-    begins = per_pair * jnp.arange(mesh.devices, dtype=jnp.int32)
-    output_offsets = jnp.full_like(begins, per_pair * mesh.index)
-    return jax.lax.ragged_all_to_all(
-        slots, jnp.zeros_like(slots), begins, sent[0], output_offsets, received[0], axis_name="expert"
-    )
+    return jax.lax.all_to_all(slots, "expert", 0, 0, tiled=True)
 
 
 # --- rounds

@@ -19,12 +19,12 @@ from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.microbatch import (
     BYTES,
+    MoECost,
     accumulates_gradients,
     adds_in_place,
     count_table_rows,
     count_tokens,
 )
-from jaxopt_llm.planning.search.moe_cost import MoECost
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.state_sizes import StateSizes
 from jaxopt_llm.step.local_steps import has_groups
@@ -193,6 +193,7 @@ def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, p
     # While cuDNN's backward works, the MLP is done.
     workspace = cost.workspace * tokens * config.mesh.context / config.training.sequence_length if cost.cudnn else 0.0
     matmuls = max(attention + ahead + waiting, workspace + ahead, running) + residual + weights
+    matmuls += compute * tokens * _count_late(config, block, passes)
     # After all matmuls of a layer, its gradients are whole and wait for their reduction.
     whole = BYTES[config.precision.reduce_dtype] * state.layers.trained / (passes.layers * passes.chunks)
     layer_end = (config.sharding.zero_stage >= 2) * whole + _gathers_ahead(config) * weights
@@ -200,6 +201,17 @@ def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, p
     # gradients of both tables from its own loss and of the head from the loss before wait, too.
     waiting_tables = (config.sharding.zero_stage > 0) + 2 * model.mtp_layers
     return max(matmuls, layer_end) + waiting_tables * _head_gradient(config, state)
+
+
+def _count_late(config: Config, block: BlockCost, passes: Passes) -> float:
+    """Return the elements per token by which those grow that wait for the backward of a chunk without a loop.
+
+    XLA leaves the gradients of the chunk's weights to the end. What a layer saved is gone by then, but what the
+    gradients are formed from waits.
+    """
+    if config.mesh.pipeline == 1 or passes.in_loops:
+        return 0.0
+    return max(0.0, passes.layers - 1) * max(0.0, block.count_operands() - block.count_saved(config.remat))
 
 
 @functools.cache

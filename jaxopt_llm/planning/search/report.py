@@ -1,15 +1,30 @@
-"""Report of a search: settings in words, the table of the compiled settings, and the same as JSON."""
+"""Report of a search: the table of the compiled settings, also as JSON, its explanation as a tree, and remedies.
+
+At each decision along the winner's branch the tree shows the other branches: what they save, what they cost, and why
+they were not chosen.
+
+If nothing fits, it suggests changes, cheapest first. Arithmetic confirms that each of them fits.
+"""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxopt_llm.compiler.chips import CHIPS, Chip
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, fields
-from jaxopt_llm.config.fields import FIELDS, SEARCHED
+from jaxopt_llm.config.fields import FIELDS, METADATA, SEARCHED
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.planning.free_memory import FREE
-from jaxopt_llm.planning.search.ranking import CompiledCandidate, SearchResult
-from jaxopt_llm.planning.units import GIB
+from jaxopt_llm.planning.free_memory import FREE, GIB, count_chip_bytes, leave_free
+from jaxopt_llm.planning.search.ranking import (
+    Candidate,
+    CompiledCandidate,
+    SearchResult,
+    estimate_all,
+    order_candidates,
+)
+from jaxopt_llm.planning.search.roofline import LABELS, Cluster, compute_step_time
 
 
 def describe_mesh(mesh: MeshConfig) -> str:
@@ -196,3 +211,178 @@ def to_json(result: SearchResult, seconds: float, plan_json: Callable[[Any], Any
             for candidate in result.compiled
         ],
     }
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One decision: its name, the section or the setting that is decided, and its description."""
+
+    name: str
+    part: str
+    describe: Callable[[Config], str]
+
+
+LEVELS = (
+    _Level("mesh", "mesh", lambda config: describe_mesh(config.mesh)),
+    _Level("pipeline", "pipeline", lambda config: describe_pipeline(config.pipeline)),
+    _Level("sharding", "sharding", lambda config: ", ".join(describe_sharding(config))),
+    _Level(
+        "accumulation",
+        "training.accumulation",
+        lambda config: f"{config.training.accumulation} microbatch{'es' * (config.training.accumulation > 1)}",
+    ),
+    _Level("remat", "remat", lambda config: describe_remat(config.remat)),
+    _Level(
+        "optimizer state",
+        "offload.optimizer",
+        lambda config: "on the host" if config.offload.optimizer else "on the GPU",
+    ),
+    *(_Level(name, name, lambda config, name=name: str(fields.get_field(config, name))) for name in SEARCHED),  # type: ignore[misc]
+)
+
+
+def format_tree(result: SearchResult) -> str:
+    """Return the tree as text. Times and bytes are estimates, for the best setting of each branch."""
+    smallest = min(result.candidates, key=lambda candidate: candidate.footprint.peak)
+    chosen = result.winner.candidate if result.winner else smallest
+    return "\n".join(
+        [
+            f"decisions, by arithmetic (limit {result.limit / GIB:.1f} GiB; * compiled; time and memory of each "
+            "branch's best setting, relative to the chosen one)",
+            *_format_branches(result, chosen, result.candidates, LEVELS),
+        ]
+    )
+
+
+def _format_branches(
+    result: SearchResult, chosen: Candidate, candidates: Sequence[Candidate], levels: Sequence[_Level], depth: int = 0
+) -> Iterator[str]:
+    if not levels:
+        return
+    level, *rest = levels
+    groups: dict[Hashable, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(fields.get_field(candidate.config, level.part), []).append(candidate)
+    branch = groups[fields.get_field(chosen.config, level.part)]
+    if len(groups) == 1 and not (depth == 0 and result.illegal):
+        yield from _format_branches(result, chosen, branch, rest, depth)
+        return
+    indent = "  " * depth
+    yield f"{indent}{level.name}"
+    yield f"{indent}  > {_format_branch(result, level, branch, chosen, chosen)}"
+    yield from _format_branches(result, chosen, branch, rest, depth + 2)
+    others = [group for group in groups.values() if group is not branch]
+    for group in sorted(others, key=lambda group: _find_best(result, group).time.total):
+        yield f"{indent}  - {_format_branch(result, level, group, _find_best(result, group), chosen)}"
+    if depth == 0:
+        for mesh, problems in result.illegal.items():
+            yield f"{indent}  - {describe_mesh(mesh)}: illegal: {problems[0]}"
+
+
+def _find_best(result: SearchResult, group: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate that fits by arithmetic, or the one that needs least memory."""
+    smallest = min(group, key=lambda candidate: candidate.footprint.peak)
+    return next(filter(result.may_fit, group), smallest)
+
+
+def _format_branch(
+    result: SearchResult, level: _Level, group: Sequence[Candidate], best: Candidate, chosen: Candidate
+) -> str:
+    compiled = {candidate.config for candidate in result.compiled}
+    mark = "*" if any(candidate.config in compiled for candidate in group) else ""
+    line = f"{level.describe(best.config)}{mark} ({len(group):,}): "
+    peak = best.footprint.peak / GIB
+    if best is chosen:
+        return line + f"{best.time.total:.3f} s, {peak:.1f} GiB"
+    if not result.may_fit(best):
+        return line + f"does not fit, needs at least {peak:.1f} GiB"
+    slower, larger = best.time.total / chosen.time.total - 1, peak - chosen.footprint.peak / GIB
+    return line + f"{slower:+.1%}, {larger:+.1f} GiB{_explain_slowdown(best, chosen)}"
+
+
+def _explain_slowdown(best: Candidate, chosen: Candidate) -> str:
+    """Return the part of the step's time that grew most, or "" if none grew."""
+    before = dataclasses.asdict(chosen.time)
+    growth = {name: seconds - before[name] for name, seconds in dataclasses.asdict(best.time).items()}
+    name = max(growth, key=lambda name: growth[name])
+    return f": {LABELS[name]} {growth[name] * 1e3:+,.0f} ms" if growth[name] > 5e-4 else ""
+
+
+ADAPTER_RANK = 16  # rank of the adapters that are suggested
+MAX_REMEDIES = 3
+LONGER = 1.1  # ratio from which on a remedy gives the time of a step without overlap, too
+HOST_FACTORS = (2, 4, 8, 16, 32, 64)  # numbers of hosts that are tried, as multiples of the given hosts
+
+
+def find_remedies(result: SearchResult, allowed: tuple[str, ...]) -> list[str]:
+    """Return up to MAX_REMEDIES changes that make a setting fit.
+
+    Args:
+        allowed: fields that the search was allowed to change.
+    """
+    found = itertools.chain(
+        _try_narrower(result, allowed), _try_larger_gpus(result, allowed), _try_more_hosts(result, allowed)
+    )
+    most = HOST_FACTORS[-1] * result.cluster.hosts
+    none = f"shorten --training.sequence-length, because up to {most} hosts do not help"
+    return [*itertools.islice(found, MAX_REMEDIES)] or [none]
+
+
+def _try_narrower(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
+    """Try each field that the user has not allowed, and then training only adapters."""
+    recipe = result.recipe
+    for name in SEARCHED:
+        if name not in allowed and (found := _find_fitting(recipe, result.cluster, result.limit, (*allowed, name))):
+            yield f"--allow {name} (price: {METADATA[name].price}): {_describe(found, result.cluster, recipe)}"
+    if recipe.lora.rank == 0:
+        adapted = replace(recipe, lora=replace(recipe.lora, rank=ADAPTER_RANK))
+        if found := _find_fitting(adapted, result.cluster, result.limit, allowed):
+            yield f"train only adapters: {_describe(found, result.cluster, recipe)}"
+
+
+def _try_larger_gpus(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
+    """Try the chips that have more memory and are slower in nothing, smallest first."""
+    given = result.cluster.chip
+
+    def figures(chip: Chip) -> tuple[float, ...]:
+        rates = (chip.memory_bytes_per_second, chip.peer_bytes_per_second, chip.network_bytes_per_second)
+        return chip.peak_flops["bfloat16"], *rates
+
+    for name, chip in sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes):
+        limit = leave_free(count_chip_bytes(chip))
+        cluster = replace(result.cluster, gpu=name)
+        slower = any(new < old for new, old in zip(figures(chip), figures(given), strict=True))
+        if chip.memory_bytes <= given.memory_bytes or slower:
+            continue
+        if found := _find_fitting(result.recipe, cluster, limit, allowed):
+            yield f"--gpu {name}: {_describe(found, cluster, result.recipe)}"
+            return
+
+
+def _try_more_hosts(result: SearchResult, allowed: tuple[str, ...]) -> Iterator[str]:
+    for factor in HOST_FACTORS:
+        larger = replace(result.cluster, hosts=factor * result.cluster.hosts)
+        if found := _find_fitting(result.recipe, larger, result.limit, allowed):
+            yield f"--hosts {larger.hosts}: {_describe(found, larger, result.recipe)}"
+            return
+
+
+def _find_fitting(config: Config, cluster: Cluster, limit: int, allowed: tuple[str, ...]) -> Candidate | None:
+    """Return the fastest setting that fits by arithmetic, of those that need least memory."""
+    fastest, *_ = order_candidates(estimate_all(config, cluster, allowed, lean=True), limit) or (None,)
+    return fastest if fastest and fastest.footprint.peak <= limit else None
+
+
+def _describe(found: Candidate, cluster: Cluster, recipe: Config) -> str:
+    figures = f"about {found.footprint.peak / GIB:.1f} GiB and {found.time.total:.2f} s per step"
+    exposed = _time_without_overlap(found, cluster)
+    if exposed > LONGER * found.time.total:
+        figures += f" ({exposed:.2f} s if XLA hides no transfer)"
+    return f"{figures} with {format_flags(found.config, recipe) or 'the recipe without changes'}"
+
+
+def _time_without_overlap(found: Candidate, cluster: Cluster) -> float:
+    """Return the time of a step if XLA hides no transfer. Only compiling shows what it does hide."""
+    exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)  # type: ignore[type-var]
+    work = replace(found.work, transfers=exposed)
+    return compute_step_time(work, cluster.chip, found.config.precision.compute_dtype).total

@@ -1,15 +1,22 @@
-"""Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything."""
+"""Work of a step by arithmetic: FLOPs, bytes and transfers of each GPU, without compiling anything.
 
+`predict_footprint` and `predict_seconds` make memory and time of it.
+"""
+
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax
+
 from jaxopt_llm.checkpoint.pretrained import make_teacher_config
-from jaxopt_llm.compiler.chips import Chip
+from jaxopt_llm.compiler.chips import CHIPS, Chip, chip_of
 from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.model.flops import CODE_PRODUCTS, count_quantised_blocks
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost, count_head_values
 from jaxopt_llm.planning.search.block_cost import BlockCost
+from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
@@ -19,9 +26,10 @@ from jaxopt_llm.planning.search.roofline import (
     Cluster,
     GroupedWork,
     Work,
+    compute_step_time,
     kernel_efficiency,
 )
-from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_teacher_sizes
+from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes, compute_teacher_sizes
 from jaxopt_llm.planning.search.transfers import estimate_transfers
 
 # Bytes that `xla`'s attention reads and writes for each score, counted in a compiled program (jax 0.10.2). Forward:
@@ -227,3 +235,32 @@ def _streamed_bytes(
     streamed += 2 * (state.parameters + state.optimizer + state.host)
     streamed += 8 * (state.layers.masters + state.non_layer.masters)
     return streamed
+
+
+STAND_IN = "h100"  # GPU by whose rates a run on other devices is estimated
+
+
+@functools.cache
+def predict_footprint(config: Config) -> Footprint:
+    """Return the memory of a step by arithmetic."""
+    state = compute_state_sizes(config)
+    assert state is not None, "`validate` refuses such moments"
+    return compute_footprint(config, state)
+
+
+@functools.cache
+def predict_seconds(config: Config, cluster: Cluster) -> float:
+    """Return the time of a step by the arithmetic with which `plan --search` ranks settings."""
+    state = compute_state_sizes(config)
+    assert state is not None, "`validate` refuses such moments"
+    return compute_step_time(estimate_work(config, state, cluster), cluster.chip, config.precision.compute_dtype).total
+
+
+def describe_cluster(devices: int) -> Cluster:
+    """Return the GPUs of this run; for devices without figures, GPUs whose rates have similar proportions.
+
+    devices: number of devices in all processes.
+    """
+    chip, hosts = chip_of(jax.devices()[0].device_kind), jax.process_count()
+    name = next((name for name, known in CHIPS.items() if known is chip), STAND_IN)
+    return Cluster(name, hosts, devices // hosts)

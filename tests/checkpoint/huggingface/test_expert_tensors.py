@@ -19,8 +19,8 @@ from commands import command
 from test_model_folder import resident_file_bytes, rewrite
 
 from jaxopt_llm import convert, load_pretrained
-from jaxopt_llm.checkpoint.huggingface import model_folder, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
 from jaxopt_llm.checkpoint.huggingface.model_folder import (
     LoadedLayers,
@@ -38,6 +38,7 @@ from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.grouped_matmul import IMPLEMENTATIONS, XlaProducts
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
+from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.zero import parameter_sharding
 
 pytestmark = pytest.mark.core
@@ -192,10 +193,10 @@ def test_a_round_trip_is_equal_to_the_bit(family: str, tmp_path: Path, monkeypat
         fetched.append(arguments)
         return fetch_layer(*arguments)
 
-    fetch_layer = model_folder.fetch_layer
+    fetch_layer = leaves.fetch_layer
     config = (CONFIGS | WHOLE)[family]
     source = folders.folder(tmp_path / "one", config, jnp.bfloat16)
-    monkeypatch.setattr(model_folder, "fetch_layer", record_and_fetch)
+    monkeypatch.setattr(leaves, "fetch_layer", record_and_fetch)
     load_pretrained(source).save_pretrained(tmp_path / "two")
     specs = jax.tree.leaves(Decoder(config).specs)
     assert len(fetched) == sum(1 if spec.layers is None else len(spec.layers) for spec in specs)

@@ -16,7 +16,7 @@ from damages import DAMAGES, flip, largest
 from disks import files_no_larger_than
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxopt_llm.checkpoint.native import integrity, orbax_arrays, step_directories
+from jaxopt_llm.checkpoint.native import checkpoints, integrity, step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import MAX_SMALL_COPIES, Checkpoints, PendingSaves
 from jaxopt_llm.config import CheckpointConfig
 from jaxopt_llm.core.errors import CheckpointError
@@ -134,7 +134,7 @@ def test_arrays_in_host_memory_are_copied_before_they_are_written() -> None:
     arrays = {
         kind: jax.device_put(jnp.arange(6.0), on_device.with_memory_kind(kind)) for kind in ("device", "pinned_host")
     }
-    given = orbax_arrays.make_save_arguments(arrays).item
+    given = checkpoints.make_save_arguments(arrays).item
     assert given["device"] is arrays["device"]
     copy, original = given["pinned_host"], arrays["pinned_host"]
     assert copy.sharding == original.sharding and copy.tolist() == original.tolist()
@@ -143,8 +143,8 @@ def test_arrays_in_host_memory_are_copied_before_they_are_written() -> None:
 
 
 def test_only_stacks_have_chunks_by_layer_and_not_what_is_named_as_one() -> None:
-    large = np.broadcast_to(np.float32(0), (2, orbax_arrays.MAX_STACK_CHUNK_BYTES))
-    chunks = orbax_arrays.choose_chunks({"segment_0": {"up": large}, "non_layer": {"segment_embedding": large}})
+    large = np.broadcast_to(np.float32(0), (2, checkpoints.MAX_STACK_CHUNK_BYTES))
+    chunks = checkpoints.choose_chunks({"segment_0": {"up": large}, "non_layer": {"segment_embedding": large}})
     assert chunks["segment_0"]["up"].shard_axes == (0,)
     assert chunks["non_layer"]["segment_embedding"].shard_axes == ()
 

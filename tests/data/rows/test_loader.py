@@ -245,7 +245,7 @@ def test_waiting_is_measured_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loader.let.release()
     assert next(batches)[1] == 3.0
     clock.step = 4.0
-    with pytest.raises(InputError, match="no batch in 10 s: .*slow.jsonl stalls.*data.stall_seconds"):
+    with pytest.raises(InputError, match="no batch in 10 s: .*slow.jsonl stalls.*watchdog.floor_seconds"):
         next(batches)
     loader.let.release(n=100)
     assert clock.now == 3.0 + 4 * 4.0  # one reading before the wait, and as many as exceed 10 s

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from marks import slow
 
 from jaxopt_llm.config import (
     LoraConfig,
@@ -30,7 +29,6 @@ from jaxopt_llm.parallel.gathering import PlacedWeight, attach_shardings, make_p
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group, parameter_sharding
 from jaxopt_llm.step import state as training_state
-from jaxopt_llm.step.program import Program
 
 pytestmark = pytest.mark.core
 
@@ -245,30 +243,3 @@ def test_a_model_with_outliers_trains_as_in_compute_dtype() -> None:
     exact = train("compute_dtype")
     split, plain = (np.abs(train("int8", threshold) / exact - 1) for threshold in (THRESHOLD, 0.0))
     assert split.max() < 5e-3 and plain.mean() > 4 * split.mean()
-
-
-def batch_of(program: Program) -> Batch:
-    return jax.device_put(toy.microbatches(toy.packed(8, 32), 2), program.batch_sharding)
-
-
-@pytest.mark.parametrize(
-    ("where", "policy"),
-    [
-        ({"data": 2, "fsdp": 2}, "none"),
-        ({"pipeline": 2}, "full"),
-        *slow(({}, "full"), ({"zero_stage": 3, "fsdp": 2, "tensor": 2}, "none"), ({"pipeline": 2}, "none")),
-    ],
-)
-def test_columns_that_are_left_are_counted(where: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three columns pass the threshold in each of five products of a block; only one is split off."""
-    monkeypatch.setattr(outliers, "COLUMNS", 1)
-    config = replace(toy.UNIFORM, layers=4, width=64, mlp_width=64)
-    training = TrainingConfig(batch_size=8, sequence_length=32, accumulation=2)
-    precision = PrecisionConfig(compute_dtype="float32", matmul="int8", outlier_threshold=20.0)
-    placement = replace(toy.placement(**where), precision=precision)
-    sections = training, OptimizerConfig(), ScheduleConfig(1, 100), RematConfig(policy), LoraConfig()  # type: ignore[arg-type]
-    program = toy.make_program(config, *sections, placement)
-    state = training_state.initialize_state(program.specs, program.optimizers, 0, placement)
-    planted = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), plant_outliers(state.masters), state.masters)
-    _, metrics = program.step(replace(state, masters=planted), batch_of(program))
-    assert metrics["outlier_columns_left"] == 2 * 5 * 4 * 2  # columns, products, layers, microbatches

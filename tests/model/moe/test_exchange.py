@@ -72,7 +72,7 @@ def test_sequence_parallelism_matches_one_device(method: Any) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("asked", ["auto", "gather", "all_to_all", "ragged"])
+@pytest.mark.parametrize("asked", ["auto", "gather", "all_to_all"])
 def test_the_exchange_of_a_placement(asked: Any) -> None:
     """What no run has chosen has the fewest rows. A single device exchanges nothing."""
     sharding = ShardingConfig(expert_exchange=asked)
@@ -96,40 +96,6 @@ def test_rounds_take_every_choice(room: float) -> None:
         assert sent >= choices and (count == 1 or sent - rounds.later < choices)
     ends = [rounds.first, *(rounds.begin(index) + rounds.later for index in range(1, rounds.limit))]
     assert ends[-1] >= most and (len(ends) == 1 or ends[-2] < most)
-
-
-def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: str,
-) -> jax.Array:
-    """Emulate `jax.lax.ragged_all_to_all`, which XLA supports only on GPUs.
-
-    NaN where a device expects other rows than it receives.
-    """
-    row, own = jnp.arange(output.shape[0]), jax.lax.axis_index(axis_name)
-    sides = jax.lax.all_gather((input_offsets, send_sizes, output_offsets), axis_name)
-    for sender, rows in enumerate(jax.lax.all_gather(operand, axis_name)):
-        begin, size, to = (each[sender, own] for each in sides)
-        moved = jnp.where(recv_sizes[sender] == size, rows[(row - to + begin) % row.size], jnp.nan)
-        output = jnp.where(((row >= to) & (row < to + size))[:, None], moved, output)
-    return output
-
-
-@pytest.mark.parametrize("load", ["random", "crowded"])
-def test_ragged_exchange_matches_one_device(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    params = crowded(CONFIG) if load == "crowded" else toy.params(Decoder(CONFIG).specs)
-    loss, _, gradients = run(CONFIG, params, toy.placement())
-    ragged = replace(ALL_TO_ALL, expert_exchange="ragged", zero_stage=3)
-    many = run(CONFIG, params, placement(ragged, expert=2, fsdp=2))
-    assert many[0] == pytest.approx(loss, rel=1e-6)
-    assert toy.distance(many[2], gradients) < 3e-6
 
 
 @pytest.mark.core

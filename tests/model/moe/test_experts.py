@@ -20,7 +20,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.segments import no_perturbations
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
-from jaxopt_llm.model.moe import experts, router
+from jaxopt_llm.model.moe import experts
 from jaxopt_llm.parallel.placement import Placement
 
 pytestmark = pytest.mark.core
@@ -109,8 +109,8 @@ ROWS, LENGTH = 4, 24
 def run(config: ModelConfig, params: Params, placement: Placement, accumulation: int = 1) -> tuple[Any, ...]:
     """Return the loss, the auxiliary sums and the gradients."""
     batch = toy.microbatches(toy.packed(ROWS, LENGTH), accumulation)
-    loss, tokens, auxiliary, gradients = program(config, placement)(params, batch)
-    return float(loss / tokens), auxiliary, gradients
+    loss, auxiliary, gradients = program(config, placement)(params, batch)
+    return float(loss / jnp.sum(batch.loss_mask)), auxiliary, gradients
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def test_equal_scores_choose_the_first_group(name: str, levels: list[float]) -> 
         if config.moe.router_bias
         else np.zeros(config.moe.experts)
     )
-    routing = router.choose_experts(
+    routing = experts.choose_experts(
         jnp.asarray(logits, jnp.float32), jnp.asarray(bias), None, None, config.moe, toy.placement()
     )
     if config.moe.router == "sigmoid":
@@ -228,12 +228,12 @@ def test_router_metrics() -> None:
 
 def test_scores_that_underflow_to_0_give_no_nan() -> None:
     config = replace_fields(CONFIGS["deepseek"], {"moe.shared_expert_width": 0})
-    routing = router.choose_experts(jnp.full((1, 3, 4), -110.0), None, None, None, config.moe, toy.placement())
+    routing = experts.choose_experts(jnp.full((1, 3, 4), -110.0), None, None, None, config.moe, toy.placement())
     assert np.isfinite(routing.weights).all()
 
     def loss(logits: jax.Array) -> jax.Array:
-        routing = router.choose_experts(logits, None, None, None, config.moe, toy.placement())
-        return router.balance_loss(routing, jnp.ones((1, 3), bool), config.moe) + jnp.sum(routing.weights)
+        routing = experts.choose_experts(logits, None, None, None, config.moe, toy.placement())
+        return experts.balance_loss(routing, jnp.ones((1, 3), bool), config.moe) + jnp.sum(routing.weights)
 
     assert np.isfinite(jax.grad(loss)(jnp.full((1, 3, 4), -88.0))).all()
 
@@ -241,13 +241,13 @@ def test_scores_that_underflow_to_0_give_no_nan() -> None:
 def test_nothing_is_dropped_with_a_cache() -> None:
     config = CONFIGS["capacity"]
     logits = jnp.zeros((1, 6, 4))
-    assert not router.choose_experts(logits, None, jnp.arange(6)[None], None, config.moe, toy.placement()).kept.all()
-    assert router.choose_experts(logits, None, None, None, config.moe, toy.placement()).kept.all()
+    assert not experts.choose_experts(logits, None, jnp.arange(6)[None], None, config.moe, toy.placement()).kept.all()
+    assert experts.choose_experts(logits, None, None, None, config.moe, toy.placement()).kept.all()
 
 
 def test_a_capacity_above_all_tokens_drops_none() -> None:
     config = replace_fields(CONFIG, {"moe.capacity_factor": 1e30})
-    assert router.choose_experts(
+    assert experts.choose_experts(
         jnp.zeros((1, 6, 4)), None, jnp.arange(6)[None], None, config.moe, toy.placement()
     ).kept.all()
 
@@ -256,6 +256,6 @@ def test_padding_takes_no_capacity_from_tokens() -> None:
     """The second choice of tokens is the first choice of padding, and first choices come before second ones."""
     real = jnp.arange(8)[None] < 4
     logits = jnp.where(real[..., None], jnp.array([4.0, 3.0, 0.0, 0.0]), jnp.array([0.0, 4.0, 3.0, 0.0]))
-    routing = router.choose_experts(logits, None, jnp.arange(8)[None], real, CONFIGS["capacity"].moe, toy.placement())
+    routing = experts.choose_experts(logits, None, jnp.arange(8)[None], real, CONFIGS["capacity"].moe, toy.placement())
     assert routing.kept[:, :4].all()
     assert not routing.kept[:, 4:].any() and not routing.weights[:, 4:].any()

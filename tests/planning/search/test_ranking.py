@@ -17,12 +17,10 @@ from jaxopt_llm.core.errors import DoesNotFit, InputError
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.planning import breakdown
 from jaxopt_llm.planning.breakdown import Part
-from jaxopt_llm.planning.checkpoint_interval import CheckpointPlan
-from jaxopt_llm.planning.free_memory import add_slack
+from jaxopt_llm.planning.free_memory import GIB, add_slack
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.memory import Memory
-from jaxopt_llm.planning.search import decision_tree, networks, ranking, report
-from jaxopt_llm.planning.search.networks import search_networks
+from jaxopt_llm.planning.search import ranking, report
 from jaxopt_llm.planning.search.ranking import (
     MAX_COMPILED,
     MIN_GAIN,
@@ -31,13 +29,12 @@ from jaxopt_llm.planning.search.ranking import (
     estimate,
     estimate_all,
     order_candidates,
+    search_networks,
 )
-from jaxopt_llm.planning.search.remedies import find_remedies
+from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
-from jaxopt_llm.planning.speed import compute_speed
-from jaxopt_llm.planning.step_plan import Plan
-from jaxopt_llm.planning.units import GIB
+from jaxopt_llm.planning.step_plan import CheckpointPlan, Plan, compute_speed
 
 RECIPE = dataclasses.replace(cli.load_recipe("10b.py"), mesh=MeshConfig(fsdp=4))
 CLUSTER = Cluster("h200", 1, 4)
@@ -302,7 +299,7 @@ def test_a_row_longer_than_a_gpu_holds_is_divided() -> None:
 
 def test_the_tree_gives_a_reason_for_every_mesh() -> None:
     found, _ = run(limit=LIMIT // 2)
-    said = decision_tree.format_tree(found)
+    said = report.format_tree(found)
     assert found.winner is not None and f"  > {report.describe_mesh(found.winner.config.mesh)}* (" in said
     assert "  - data 4 (" in said and "does not fit, needs at least " in said
     for line in ("sharding", "accumulation", "remat", "optimizer state"):
@@ -351,7 +348,7 @@ def plan_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             return dataclasses.replace(as_estimated(config, limit=limit), collectives=())
 
         monkeypatch.setattr(planning, "make_plan", make_plan)
-        monkeypatch.setattr(networks, "search_networks", lambda *_: [run(make_plan, limit=limit)[0]])
+        monkeypatch.setattr(ranking, "search_networks", lambda *_: [run(make_plan, limit=limit)[0]])
         given = ("--config", "10b.py", "--mesh.fsdp", "4", "--gpus-per-host", "4", *arguments)
         monkeypatch.setattr(sys, "argv", ["plan", *given])
         return planning.main()

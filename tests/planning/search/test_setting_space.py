@@ -162,8 +162,7 @@ def test_fields_that_change_training_vary_only_if_allowed() -> None:
 
 def test_optimizer_in_backward_requires_full_remat() -> None:
     optimizer = dataclasses.replace(RECIPE.optimizer, in_backward=True, clip_norm=0)
-    training = dataclasses.replace(RECIPE.training, skip_limit=1)
-    recipe = dataclasses.replace(RECIPE, optimizer=optimizer, training=training)
+    recipe = dataclasses.replace(RECIPE, optimizer=optimizer)
     found = [
         *enumerate_settings(recipe, MeshConfig(fsdp=8)),
         *enumerate_settings(recipe, MeshConfig(pipeline=2, fsdp=4)),

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface.codecs import CORRECT, Settings, unsupported
-from jaxopt_llm.checkpoint.huggingface.quantised import formats, schemes
+from jaxopt_llm.checkpoint.huggingface.quantised import formats
 from jaxopt_llm.checkpoint.huggingface.quantised.codes import AGAIN, Parts
-from jaxopt_llm.checkpoint.huggingface.quantised.formats import Format, Options
-from jaxopt_llm.checkpoint.huggingface.quantised.schemes import FIELD, USE_ORIGINAL
+from jaxopt_llm.checkpoint.huggingface.quantised.formats import FIELD, USE_ORIGINAL, Format, Options
 from jaxopt_llm.checkpoint.huggingface.safetensors import FLOAT_DTYPES, StoredTensor
 from jaxopt_llm.core.errors import InputError
 
@@ -40,7 +39,7 @@ def _require(options: Options, name: str, known: tuple[Any, ...], default: Any =
 
 def _check_float8(options: Options) -> None:
     if options.get("weight_block_size") is not None:
-        schemes.check_block(f"{FIELD}.weight_block_size", options["weight_block_size"])
+        formats.check_block(f"{FIELD}.weight_block_size", options["weight_block_size"])
 
 
 def _check_mxfp4(options: Options) -> None:
@@ -73,7 +72,7 @@ def _check_bitsandbytes(options: Options) -> None:
 METHODS = {
     "fp8": Method((formats.FLOAT8,), _check_float8),
     "mxfp4": Method((formats.MXFP4,), _check_mxfp4),
-    "compressed-tensors": Method((formats.PACKED, formats.PLAIN), schemes.check),
+    "compressed-tensors": Method((formats.PACKED, formats.PLAIN), formats.check),
     "gptq": Method((formats.GPTQ,), _check_gptq),
     "awq": Method((formats.AWQ,), _check_awq),
     "bitsandbytes": Method((formats.FOUR_BITS, formats.EIGHT_BITS), _check_bitsandbytes),

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxopt_llm.config import Config, fields
-from jaxopt_llm.planning import run_programs
+from jaxopt_llm.planning import settings_choice
 from jaxopt_llm.planning.free_memory import count_usable_bytes
-from jaxopt_llm.planning.run_programs import compile_fitting, find_deciding_changes
+from jaxopt_llm.planning.settings_choice import compile_fitting, find_deciding_changes
 from jaxopt_llm.run.directory import Started
 
 CHOSEN = fields.replace_fields(
@@ -34,7 +34,7 @@ def test_a_choice_is_kept_while_nothing_changes_that_decides_it() -> None:
     assert find_changes(mesh__fsdp=2) == "the mesh changed"
 
 
-@pytest.mark.parametrize("names", [run_programs.DECIDING])
+@pytest.mark.parametrize("names", [settings_choice.DECIDING])
 def test_deciding_settings_exist_and_may_change(names: tuple[str, ...]) -> None:
     assert {*names} <= {*fields.FIELDS}
 
@@ -64,7 +64,7 @@ def test_all_processes_take_the_limit_of_process_0(monkeypatch: pytest.MonkeyPat
         limits.append(limit)
         raise KeyboardInterrupt  # nothing else is of interest
 
-    monkeypatch.setattr(run_programs, "list_candidates", list_candidates)
+    monkeypatch.setattr(settings_choice, "list_candidates", list_candidates)
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=jax.devices("cpu")))
     channel = SimpleNamespace(exchange=lambda mine: ["123", mine])
     setup: Any = SimpleNamespace(
@@ -77,7 +77,7 @@ def test_all_processes_take_the_limit_of_process_0(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         compile_fitting(setup, None, print)  # type: ignore[arg-type]
     # A check of replicas may hold a copy of the state beside the step.
-    monkeypatch.setattr(run_programs, "count_copied_bytes", lambda every, state: 100)
+    monkeypatch.setattr(settings_choice, "count_copied_bytes", lambda every, state: 100)
     with pytest.raises(KeyboardInterrupt):
         compile_fitting(setup, None, print)  # type: ignore[arg-type]
     assert limits == [123, 23]

@@ -9,8 +9,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.instructions import parse_module
 from jaxopt_llm.kernels.grouped_matmul import grouped_matmul
-from jaxopt_llm.planning.kernel_bytes import list_fused, walk_kernels
-from jaxopt_llm.planning.kernel_time import estimate_kernel
+from jaxopt_llm.planning.kernel_bytes import estimate_kernel, list_fused, walk_kernels
 from jaxopt_llm.planning.search import grouped_rate, roofline
 
 H200 = CHIPS["h200"]

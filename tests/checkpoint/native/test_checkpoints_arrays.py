@@ -5,7 +5,7 @@ from pathlib import Path
 
 from orbax.checkpoint._src.serialization.types import ParamInfo
 
-from jaxopt_llm.checkpoint.native.orbax_arrays import DeferredDirectory
+from jaxopt_llm.checkpoint.native.checkpoints import DeferredDirectory
 
 
 def make_info(directory: DeferredDirectory) -> ParamInfo:

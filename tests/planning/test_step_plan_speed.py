@@ -10,7 +10,7 @@ from jaxopt_llm.planning.breakdown import Part
 from jaxopt_llm.planning.links import Traffic
 from jaxopt_llm.planning.search.grouped_rate import Groups, describe_rates
 from jaxopt_llm.planning.search.roofline import GroupedWork, Work
-from jaxopt_llm.planning.speed import MEASURED_RATIOS, Speed, format_speed, list_assumptions
+from jaxopt_llm.planning.step_plan import MEASURED_RATIOS, Speed, format_speed, list_assumptions
 
 WORK = Work(
     flops=1,

@@ -9,11 +9,11 @@ import pytest
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.config import Config, RematConfig, cli, fields
 from jaxopt_llm.planning.search.block_cost import BlockCost
-from jaxopt_llm.planning.search.layer_overlap import LayerOverlap, find_layer_overlap
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.ranking import Candidate, estimate
 from jaxopt_llm.planning.search.roofline import Cluster, Transfer, seconds_on_link
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
+from jaxopt_llm.planning.search.transfers import LayerOverlap, find_layer_overlap
 from jaxopt_llm.planning.step_plan import make_plan
 
 RECIPE = cli.load_recipe("llama3_8b.py")

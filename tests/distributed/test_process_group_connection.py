@@ -12,8 +12,8 @@ from gates import finish
 from ports import free_address
 
 from jaxopt_llm.core.errors import ProcessMissing
-from jaxopt_llm.distributed.connection import run_service
 from jaxopt_llm.distributed.launchers import Job
+from jaxopt_llm.distributed.process_group import run_service
 
 # JAX aborts a process whose service closes the connection while the process still leaves it.
 PROGRAM = """
@@ -60,8 +60,8 @@ def test_a_service_that_does_not_start_is_no_wrong_input() -> None:
 # An abort without the GIL, as by a thread of Gloo.
 ABORTS = """
 import ctypes, os, sys, threading, time
-from jaxopt_llm.distributed import connection
-connection.delay_aborts()
+from jaxopt_llm.distributed import process_group
+process_group.delay_aborts()
 def end():
     time.sleep(float(sys.argv[1]))
     os._exit(5)

@@ -8,14 +8,14 @@ import pytest
 from jaxopt_llm.config import CheckpointConfig, Config, EvaluationConfig, LoraConfig, TrainingConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.model import decoder_specs, param
-from jaxopt_llm.planning import checkpoint_interval
-from jaxopt_llm.planning.checkpoint_interval import format_checkpoints, plan_checkpoints
+from jaxopt_llm.planning import step_plan
 from jaxopt_llm.planning.search.state_sizes import _state_specs
+from jaxopt_llm.planning.step_plan import format_checkpoints, plan_checkpoints
 
 pytestmark = pytest.mark.core
 
 
-def plan(config: Config, step_seconds: float, keep_frozen: bool = True) -> checkpoint_interval.CheckpointPlan:
+def plan(config: Config, step_seconds: float, keep_frozen: bool = True) -> step_plan.CheckpointPlan:
     parts = (config.model, config.lora, config.training.trainable, config.optimizer, config.precision)
     specs = _state_specs(*parts, 1, config.pipeline, averages=config.training.ema_decay > 0)
     specs = dataclasses.replace(specs, keep_frozen=keep_frozen)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Jaxpr
 
-from jaxopt_llm.execution.blocks import count_live_bytes, find_blocks
+from jaxopt_llm.execution.placed_evaluation import count_live_bytes, find_blocks
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,7 @@ import pytest
 from jaxopt_llm import train
 from jaxopt_llm.compiler.chips import LinkRates
 from jaxopt_llm.config import Config, cli, fields
-from jaxopt_llm.planning.context_exchange import FIELD, resolve_context_exchange
+from jaxopt_llm.planning.exchanges import FIELD, resolve_context_exchange
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.step_plan import make_plan
 from jaxopt_llm.step.validation import validate

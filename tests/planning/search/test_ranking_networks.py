@@ -15,14 +15,13 @@ from jaxopt_llm.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.planning import step_plan
 from jaxopt_llm.planning.breakdown import Part
+from jaxopt_llm.planning.free_memory import GIB
 from jaxopt_llm.planning.search import report
-from jaxopt_llm.planning.search.networks import search_networks
-from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate
+from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, estimate, search_networks
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import enumerate_settings
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
 from jaxopt_llm.planning.step_plan import make_plan
-from jaxopt_llm.planning.units import GIB
 
 CONFIG = Config(
     model=ModelConfig(width=256, layers=2, heads=4, kv_heads=4, head_dim=64, mlp_width=512, vocabulary_size=1024),

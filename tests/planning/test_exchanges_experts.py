@@ -7,7 +7,7 @@ import pytest
 
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, cli
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.planning.search.exchange_choice import estimate_seconds, resolve_expert_exchange
+from jaxopt_llm.planning.exchanges import estimate_seconds, resolve_expert_exchange
 from jaxopt_llm.planning.search.roofline import Cluster
 
 RECIPES = ("mixtral_8x7b.py", "qwen3_30b_a3b.py", "deepseek_v2_lite.py")
@@ -65,7 +65,7 @@ def test_bytes_and_rows_add_up() -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "changes", [{"sharding.expert_exchange": "ragged"}, {"mesh": MeshConfig(fsdp=8)}, {"model.moe.experts": 0}]
+    "changes", [{"sharding.expert_exchange": "gather"}, {"mesh": MeshConfig(fsdp=8)}, {"model.moe.experts": 0}]
 )
 def test_what_is_not_open_stays(changes: dict[str, Any]) -> None:
     config = replace_fields(cli.load_recipe("mixtral_8x7b.py"), changes)

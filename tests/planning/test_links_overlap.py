@@ -9,8 +9,7 @@ from jaxopt_llm.compiler.instructions import parse_module
 from jaxopt_llm.config import cli, fields
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.links import sum_traffic
-from jaxopt_llm.planning.overlap import find_exposed_seconds
+from jaxopt_llm.planning.links import find_exposed_seconds, sum_traffic
 from jaxopt_llm.planning.search.roofline import seconds_in_memory
 from jaxopt_llm.step.program import make_program
 

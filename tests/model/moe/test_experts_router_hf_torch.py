@@ -7,7 +7,7 @@ import toy
 
 from jaxopt_llm.config import ModelConfig, MoEConfig
 from jaxopt_llm.config.fields import replace_fields
-from jaxopt_llm.model.moe import router
+from jaxopt_llm.model.moe.experts import choose_experts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -55,7 +55,7 @@ def test_experts_and_weights_match_hugging_face(name: str) -> None:
     expected = np.zeros((200, config.moe.experts), np.float32)
     np.put_along_axis(expected, experts.numpy(), weights.detach().numpy(), axis=1)
 
-    routing = router.choose_experts(
+    routing = choose_experts(
         jnp.asarray(logits), None if bias is None else jnp.asarray(bias), None, None, config.moe, toy.placement()
     )
     found = np.zeros((200, config.moe.experts), np.float32)

@@ -14,7 +14,7 @@ import jaxopt_llm
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.jaxpr import inline_calls
-from jaxopt_llm.step.host_update import group_results
+from jaxopt_llm.step.update import group_results
 
 pytestmark = pytest.mark.core
 

@@ -15,7 +15,7 @@ from jaxopt_llm.compiler import hlo
 from jaxopt_llm.config import ModelConfig, RematConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution import pipeline, scan
-from jaxopt_llm.execution.remat import is_kept
+from jaxopt_llm.execution.segments import is_kept
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.execution.trace import TOKENS as TOKENS_OF_TRACE
 from jaxopt_llm.execution.trace import list_intermediates, trace_blocks
