@@ -19,8 +19,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=errors.program_name("serve"),
         description="Serve a model, with adapters by name, at the endpoints of OpenAI's API: completions and chat. The "
-        f"server listens to this machine alone, or to other hosts if clients must send a token, {TOKEN_VARIABLE} of the "
-        "environment.",
+        f"server listens to this machine alone, or to other hosts if {TOKEN_VARIABLE} of the environment is set: the "
+        "token that clients must send.",
     )
     add = parser.add_argument
     flags.add_model_flags(parser, named_adapters=True)

@@ -330,6 +330,7 @@ def test_a_failure_of_the_worker_is_said_and_ends_the_server(
     ],
 )
 def test_bad_flags(arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["serve", "--checkpoint", str(tmp_path), *arguments.split()])
     with pytest.raises(InputError, match=message):
         serve.main()
