@@ -13,6 +13,7 @@ COMMANDS = {
     "supervise": ("supervise", (), "run train, and start it again after faults"),
     "generate": ("generate", (), "continue a text"),
     "chat": ("generate", ("--chat",), "talk to a model"),
+    "serve": ("serve", (), "serve a model with OpenAI's API"),
     "evaluate": ("evaluate", (), "compute the held-out loss"),
     "prepare": ("prepare", (), "tokenize a corpus once"),
     "plan": ("plan", (), "compile a step for GPUs that this machine need not have, and print what it needs"),

@@ -9,16 +9,13 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.inference import flags
 
-MAX_TOKENS = 100_000  # the KV cache holds all of them
 DEFAULT_TOKENS = 200  # of a continuation
-DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,25 +27,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     flags.add_model_flags(parser)
-    add("--tensor", type=int, default=1, metavar="N", help="devices that split all weights and heads (default: 1)")
+    flags.add_tokenizer_flags(parser)
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--prompts", type=Path, metavar="FILE", help="file of further prompts, a JSON string on each line")
     add("--chat", action="store_true", help="hold a conversation with the tokenizer's chat template, until Ctrl-D")
-    add(
-        "--tokenizer",
-        default="",
-        metavar="PATH",
-        help="tokenizer.json, or folder or hub id with one (default: the model's)",
-    )
-    template = "file with a Jinja chat template, or name of one of the tokenizer's (default: the tokenizer's)"
-    add("--chat-template", default="", metavar="FILE", help=template)
-    variables = (
-        "variables of the chat template, with values in JSON or as text: enable_thinking=false (default: the run's)"
-    )
-    add("--template-arguments", nargs="+", default=[], metavar="NAME=VALUE", help=variables)
     add("--system", metavar="TEXT", help="system message at the start of the conversation")
-    context = f"default: {DEFAULT_CONTEXT}, or the model's learned positions"
-    add("--context", type=int, metavar="N", help=f"maximum tokens of a conversation ({context})")
     tokens = f"default: {DEFAULT_TOKENS}; with --chat, the room left in the context"
     add("--tokens", type=int, metavar="N", help=f"maximum tokens to generate ({tokens})")
     add("--temperature", type=float, default=0.0, metavar="T", help="divisor of the logits (default: 0, greedy)")
@@ -69,8 +52,6 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from jaxopt_llm.config import DataConfig, ModelConfig
-from jaxopt_llm.config.data import find_argument_problems
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
@@ -118,13 +99,7 @@ def generate(
     return [continuation.text for continuation in continuations]
 
 
-@errors.own_flags(
-    {
-        "data.tokenizer": "--tokenizer",
-        "data.chat_template": "--chat-template",
-        "data.template_arguments": "--template-arguments",
-    }
-)
+@errors.own_flags(flags.TOKENIZER_FLAGS)
 def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     prompts = arguments.prompt + (_read_prompts(arguments.prompts) if arguments.prompts else [])
@@ -133,7 +108,7 @@ def main() -> int:
         seed=arguments.seed,
     )
     _check_mode(arguments, prompts)
-    default = MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
+    default = flags.MAX_TOKENS if arguments.chat else DEFAULT_TOKENS
     count = default if arguments.tokens is None else arguments.tokens
     _check_sampling(count, sampling, arguments.stop)
     quantisation = flags.read_quantisation(arguments)
@@ -142,7 +117,7 @@ def main() -> int:
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = models.load_model(
             arguments.checkpoint,
-            _read_data_settings(arguments),
+            models.read_data_settings(arguments),
             tensor=arguments.tensor,
             adapter=arguments.adapter,
             step=arguments.step,
@@ -153,7 +128,9 @@ def main() -> int:
     rest = (count, sampling, arguments.stop)
     with oom.explain_oom("generating", "give fewer or shorter prompts at once, or a smaller --tokens or --context"):
         if arguments.chat:
-            chat.converse(source, arguments.system, _resolve_context(arguments.context, source.config.model), *rest)
+            chat.converse(
+                source, arguments.system, flags.resolve_context(arguments.context, source.config.model), *rest
+            )
         elif len(prompts) == 1 and not arguments.prompts:
             generate(source, prompts, *rest, show=chat.print_text)
             print()
@@ -161,16 +138,6 @@ def main() -> int:
             for prompt, text in zip(prompts, generate(source, prompts, *rest), strict=True):
                 print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
     return 0
-
-
-def _read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
-    """Return the settings of the tokenizer and of its chat template; None: those of the model."""
-    given = {name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))}
-    if arguments.template_arguments:
-        given["template_arguments"] = tuple(arguments.template_arguments)
-    if not given:
-        return None
-    return replace(models.open_config(arguments.checkpoint, arguments.base, arguments.family).data, **given)
 
 
 def _read_prompts(file: Path) -> list[str]:
@@ -186,16 +153,6 @@ def _read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _resolve_context(given: int | None, model: ModelConfig) -> int:
-    """Return the maximum number of tokens of a conversation."""
-    limit = model.max_positions if model.positions == "learned" else MAX_TOKENS
-    if given is None:
-        return min(limit, DEFAULT_CONTEXT)
-    if given > limit:
-        raise InputError(f"--context {given}: must be at most the model's {limit} learned positions")
-    return given
-
-
 def _check_mode(arguments: argparse.Namespace, prompts: list[str]) -> None:
     context = arguments.context
     if arguments.chat and prompts:
@@ -206,15 +163,12 @@ def _check_mode(arguments: argparse.Namespace, prompts: list[str]) -> None:
         raise InputError(f"{flags_of_chat} apply to a conversation: add --chat")
     if not arguments.chat and not prompts:
         raise InputError("no prompt is given: give --prompt TEXT, --prompts FILE, or --chat")
-    if context is not None and not 2 <= context <= MAX_TOKENS:
-        raise InputError(f"--context {context}: must lie between 2 and {MAX_TOKENS:,}")
-    if problems := find_argument_problems("--template-arguments", tuple(arguments.template_arguments)):
-        raise InputError("; ".join(problems))
+    flags.check_tokenizer_flags(arguments)
 
 
 def _check_sampling(tokens: int, sampling: Sampling, stops: list[str]) -> None:
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise InputError(f"--tokens {tokens}: must lie between 1 and {MAX_TOKENS:,}")
+    if not 1 <= tokens <= flags.MAX_TOKENS:
+        raise InputError(f"--tokens {tokens}: must lie between 1 and {flags.MAX_TOKENS:,}")
     for name, needed in sampling.problems().items():
         raise InputError(f"--{name.replace('_', '-')} {getattr(sampling, name)}: must be {needed}")
     if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):

@@ -25,6 +25,7 @@ FLOORS = (
         "train",
         "evaluate",
         "generate",
+        "serve",
         "prepare",
         "plan",
         "convert",

@@ -52,9 +52,14 @@ def read_rows(period: Params) -> Params:
 
 
 def split_layers(params: Params) -> Params:
-    """Return stacked parameters by layer. The stacks are deleted one by one, so that only one is there twice."""
+    """Return stacked parameters by layer. The stacks are deleted one by one, so that only one is there twice.
 
-    def split(stack: jax.Array) -> Rows:
+    Stacks may have been split before, into Rows.
+    """
+
+    def split(stack: jax.Array | Rows) -> Rows:
+        if isinstance(stack, Rows):
+            return stack
         rows = split_stack(stack)
         stack.delete()
         return rows
@@ -101,6 +106,15 @@ def gather_periods(params: Params) -> Params:
         return tuple(jax.tree.unflatten(structure, period) for period in periods)
 
     return {name: part if name == "non_layer" else by_period(part) for name, part in params.items()}
+
+
+def gather_rows(params: Params) -> Params:
+    """Return segments whose leaves are Rows, given the parameters by layer: the inverse of `gather_periods`."""
+
+    def by_parameter(periods: tuple[tree.Tree, ...]) -> tree.Tree:
+        return jax.tree.map(lambda *arrays: Rows(arrays), *periods)
+
+    return {name: part if name == "non_layer" else by_parameter(part) for name, part in params.items()}
 
 
 def select_period(stacked: tree.Tree, row: jax.Array) -> tree.Tree:

@@ -39,6 +39,7 @@ MAX_FILL_TOKENS = 8192  # of all rows that are filled at once; more need memory,
 SMALLEST_CACHE = 256
 SMALL_SHARE = 1 / 8
 MAX_ROWS = 256  # of a generator for many prompts
+MAX_MOST_LIKELY = 20  # tokens that are returned with a drawn one
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +52,14 @@ class Request:
         sampling: how they are drawn.
         number: number of the request. The random numbers are a function of the seed, this number, and the number of
             tokens drawn before: neither other requests nor the rows change them.
+        most_likely: number of the most likely tokens to return with each drawn one, at most MAX_MOST_LIKELY.
     """
 
     prompt: NDArray[np.int32]
     count: int
     sampling: Sampling = field(default_factory=Sampling)
     number: int = 0
+    most_likely: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,13 @@ class Drawn:
         request: the request.
         token: its id.
         log_probability: log-probability of the token by the model, before any setting of sampling.
+        most_likely: the most likely tokens and their log-probabilities, highest first.
     """
 
     request: Request
     token: int
     log_probability: float
+    most_likely: tuple[tuple[int, float], ...] = ()
 
 
 @struct.dataclass
@@ -131,9 +136,9 @@ class Programs:
     """The compiled functions of generation. Both donate the caches, whose shardings stay as they are.
 
     Attributes:
-        step: (params, caches, rows, is_active [B]) -> (caches, rows, tokens [B], their log-probabilities [B]). It draws
-            a token in each row. Rows that are not active stay where they are, and their tokens have no meaning.
-        fill: (params, caches, rows, filling) -> (caches, rows, tokens [N], their log-probabilities [N]). It writes the
+        step: (params, caches, rows, is_active [B]) -> (caches, rows, what `draw_tokens` returns). It draws a token in
+            each row. Rows that are not active stay where they are, and their tokens have no meaning.
+        fill: (params, caches, rows, filling) -> (caches, rows, what `draw_tokens` returns for N rows). It writes the
             keys of the tokens, and draws the token after them.
     """
 
@@ -150,37 +155,37 @@ def make_programs(model: Model, placement: Placement, vocabulary_size: int, cach
 
     def run(
         params: Params, caches: Any, tokens: jax.Array, first: jax.Array, last: jax.Array, draws: Draws
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[tuple[jax.Array, ...], Any]:
         positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         key_ranges, lengths = KeyRanges(jnp.zeros_like(positions), positions), (first + last + 1)[:, None]
         context = Context(positions, key_ranges, placement, cache_index=first, lengths=lengths)
         logits, caches = scan.forward(model, params, tokens, context, caches, only=last)
-        return *draw_tokens(logits[:, 0, :vocabulary_size], draws), caches
+        return draw_tokens(logits[:, 0, :vocabulary_size], draws), caches
 
-    def step(params: Params, caches: Any, rows: Rows, is_active: jax.Array) -> tuple[Any, Rows, jax.Array, jax.Array]:
+    def step(params: Params, caches: Any, rows: Rows, is_active: jax.Array) -> tuple[Any, Rows, tuple[jax.Array, ...]]:
         last = jnp.zeros_like(rows.slots)
-        tokens, found, caches = run(params, caches, rows.tokens[:, None], rows.slots, last, rows.draws)
-        after = Rows(tokens, rows.slots + 1, rows.draws.add(tokens))
+        drawn, caches = run(params, caches, rows.tokens[:, None], rows.slots, last, rows.draws)
+        after = Rows(drawn[0], rows.slots + 1, rows.draws.add(drawn[0]))
         after = jax.tree.map(lambda new, old: _select(is_active, new, old), after, rows)
-        return caches, after, tokens, found
+        return caches, after, drawn
 
-    def fill(params: Params, caches: Any, rows: Rows, new: Filling) -> tuple[Any, Rows, jax.Array, jax.Array]:
+    def fill(params: Params, caches: Any, rows: Rows, new: Filling) -> tuple[Any, Rows, tuple[jax.Array, ...]]:
         begun = caches if new.row is None else jax.tree.map(lambda x: _take(x, new.source, groups), caches)
-        tokens, found, written = run(params, begun, new.tokens, new.first, new.last, new.draws)
-        after = Rows(tokens, new.first + new.last + 1, new.draws.add(tokens))
+        drawn, written = run(params, begun, new.tokens, new.first, new.last, new.draws)
+        after = Rows(drawn[0], new.first + new.last + 1, new.draws.add(drawn[0]))
         if new.row is None:
-            return written, jax.tree.map(lambda x, old: _select(new.is_new, x, old), after, rows), tokens, found
+            return written, jax.tree.map(lambda x, old: _select(new.is_new, x, old), after, rows), drawn
 
         def put(old: jax.Array, new_rows: jax.Array) -> jax.Array:
             kept = _take(old, new.row, groups)
             return _put(old, new.row, _select(new.is_new, new_rows, kept), groups)
 
-        return jax.tree.map(put, caches, written), jax.tree.map(put, rows, after), tokens, found
+        return jax.tree.map(put, caches, written), jax.tree.map(put, rows, after), drawn
 
     # Fixed output shardings: an output whose sharding differs from the input's would cause a recompilation. Every
     # process of a job reads all tokens.
     replicated = placement.replicated
-    results = jax.tree.map(lambda x: x.sharding, caches), replicated, replicated, replicated
+    results = jax.tree.map(lambda x: x.sharding, caches), replicated, replicated
     options = compiler_options(placement.mesh)
     return Programs(
         *(jax.jit(f, donate_argnums=1, out_shardings=results, compiler_options=options) for f in (step, fill))
@@ -276,7 +281,7 @@ class TokenGenerator:
         # Devices divide the rows of the cache. The weights are gathered.
         weights = sum(x.nbytes for x in {id(x): x for x in jax.tree.leaves(params)}.values())
         self._small = int(SMALL_SHARE * weights * self._groups // slot)
-        self._samples = self._filters = self._penalises = False  # whether any request did so far
+        self._samples = self._filters = self._penalises = self._ranks = False  # whether any request did so far
         self.load(params)
         self._programs = make_programs(model, placement, vocabulary_size, self._caches)
 
@@ -284,8 +289,8 @@ class TokenGenerator:
         """Use these parameters from now on, with an empty cache. Requests that have not ended are dropped."""
         self._params = params
         self._waiting: deque[Request] = deque()
-        # Of the computations that have begun, oldest first: row and turn of each token, tokens, log-probabilities.
-        self._begun: deque[tuple[list[tuple[_Row, int] | None], jax.Array, jax.Array]] = deque()
+        # Of the computations that have begun, oldest first: row and turn of each token, and what was drawn.
+        self._begun: deque[tuple[list[tuple[_Row, int] | None], tuple[jax.Array, ...]]] = deque()
         self._rows = [_Row() for _ in range(self._row_count)]
         self._slots = choose_slots(self._small, self._length)
         self._caches: tree.Tree = self._make_caches(self._slots)
@@ -315,11 +320,12 @@ class TokenGenerator:
     def add(self, request: Request) -> None:
         """Let a request wait for a row."""
         assert request.prompt.size and request.count > 0
-        assert request.prompt.size + request.count <= self._length
+        assert request.prompt.size + request.count <= self._length and request.most_likely <= MAX_MOST_LIKELY
         sampling = request.sampling
         self._samples |= sampling.temperature > 0
         self._filters |= sampling.filters
         self._penalises |= sampling.repetition_penalty != 1
+        self._ranks |= request.most_likely > 0
         self._waiting.append(request)
 
     def end(self, request: Request) -> None:
@@ -376,7 +382,7 @@ class TokenGenerator:
         self._reserve(1 + max(row.length for row in self._rows))
         is_active = np.array([row.is_active for row in self._rows])
         self._state = self._fit_state()
-        self._caches, self._state, *drawn = self._programs.step(self._params, self._caches, self._state, is_active)
+        self._caches, self._state, drawn = self._programs.step(self._params, self._caches, self._state, is_active)
         self._record([row if row.is_active else None for row in self._rows], drawn)
 
     def _fit_state(self) -> Rows:
@@ -397,10 +403,11 @@ class TokenGenerator:
                 if row is not None:
                     seen[place, row.ids] = True
             draws = replace(draws, seen=seen)
-        return replace(draws, samples=self._samples, filters=self._filters)
+        most_likely = min(MAX_MOST_LIKELY, self._vocabulary_size) if self._ranks else 0
+        return replace(draws, samples=self._samples, filters=self._filters, most_likely=most_likely)
 
-    def _record(self, rows: list[_Row | None], drawn: list[jax.Array]) -> None:
-        """Record that a token of each of these rows is on its way. drawn: tokens and log-probabilities.
+    def _record(self, rows: list[_Row | None], drawn: tuple[jax.Array, ...]) -> None:
+        """Record that a token of each of these rows is on its way. drawn: what `draw_tokens` returns.
 
         A row that comes again only completes a group.
         """
@@ -413,24 +420,26 @@ class TokenGenerator:
                 seen.add(id(row))
                 row.launched += 1
                 begun.append((row, row.turn))
-        tokens, log_probabilities = drawn
-        self._begun.append((begun, tokens, log_probabilities))
+        self._begun.append((begun, drawn))
 
     def _read(self) -> list[Drawn]:
         """Return the tokens of the computation that began first."""
-        rows, tokens, log_probabilities = self._begun.popleft()
+        rows, arrays = self._begun.popleft()
         found = []
-        for place, token, log_probability in zip(rows, *map(np.asarray, (tokens, log_probabilities)), strict=True):
+        for place, token, log_probability, *highest in zip(
+            rows, *(np.asarray(x).tolist() for x in arrays), strict=True
+        ):
             if place is None:
                 continue
             row, request = place[0], place[0].request
             if request is None or row.turn != place[1]:  # the request has ended
                 continue
-            row.ids.append(int(token))
+            row.ids.append(token)
             row.read += 1
             if row.read == request.count:
                 row.release()
-            found.append(Drawn(request, int(token), float(log_probability)))
+            most_likely = tuple(zip(*highest, strict=True))[: request.most_likely]
+            found.append(Drawn(request, token, log_probability, most_likely))
         return found
 
     def _choose_places(self) -> list["_Place"]:
@@ -510,7 +519,7 @@ class TokenGenerator:
         else:
             table = self._divide(places)
         filling, self._state = self._make_filling(table, size, is_whole), self._fit_state()
-        self._caches, self._state, *drawn = self._programs.fill(self._params, self._caches, self._state, filling)
+        self._caches, self._state, drawn = self._programs.fill(self._params, self._caches, self._state, filling)
         self._record([None if place is None else place.row for place in table], drawn)
 
     def _divide(self, places: list["_Place"]) -> list["_Place | None"]:

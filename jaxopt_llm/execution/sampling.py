@@ -70,6 +70,7 @@ class Draws:
         seen: bool [B, V], tokens of the prompt and those drawn before; None if no row has a penalty.
         samples, filters: whether any row samples, or filters. They choose the program, so that a row without such
             settings costs nothing. What a row draws does not depend on them.
+        most_likely: number of the most likely tokens that are returned besides the drawn one.
     """
 
     index: Any
@@ -78,6 +79,7 @@ class Draws:
     seen: Any = None
     samples: bool = struct.field(default=False, pytree_node=False)
     filters: bool = struct.field(default=False, pytree_node=False)
+    most_likely: int = struct.field(default=0, pytree_node=False)
 
     def add(self, tokens: jax.Array) -> "Draws":
         """Return the draws after these tokens [B]."""
@@ -98,10 +100,11 @@ def make_draws(settings: Sequence[Sampling], numbers: Sequence[int], indices: Se
     return Draws(np.array(indices, np.int32), np.array(numbers, np.int32), reals | integers)
 
 
-def draw_tokens(logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array]:
+def draw_tokens(logits: jax.Array, draws: Draws) -> tuple[jax.Array, ...]:
     """Return the next token of each row, int32 [B], and its log-probability, float32 [B]. logits: float32 [B, V].
 
-    The log-probability is that of the logits as they are. Other rows change neither.
+    Then follow those of the most likely tokens, each [B, draws.most_likely]. Log-probabilities are those of the logits
+    as they are. Other rows change nothing.
     """
     chosen, settings = logits, draws.settings
     if draws.seen is not None:
@@ -111,8 +114,20 @@ def draw_tokens(logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array]:
     if draws.samples:
         sampled = jax.vmap(jax.random.categorical)(_make_keys(draws), _filter_logits(chosen, draws)).astype(jnp.int32)
         tokens = jnp.where(settings["temperature"] > 0, sampled, tokens)
-    normalised = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-    return tokens, normalised
+    return tokens, *read_log_probabilities(logits, tokens, draws.most_likely)
+
+
+def read_log_probabilities(
+    logits: jax.Array, tokens: jax.Array, most_likely: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the log-probabilities of tokens, int32 [...], and the most likely tokens with theirs, [..., most_likely].
+
+    logits: float32 [..., V].
+    """
+    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - normaliser
+    highest, ids = jax.lax.top_k(logits, most_likely)
+    return own[..., 0], ids, highest - normaliser
 
 
 def _make_keys(draws: Draws) -> jax.Array:

@@ -21,6 +21,13 @@ from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.inference.models import LoadedModel
 
 
+def open_template(source: LoadedModel) -> Renderer:
+    """Return the renderer of a model's chat template. The current date is today's, unless data.date is set."""
+    data = source.config.data
+    data = replace(data, date=data.date or date.today().isoformat())
+    return Renderer(find_template(data, source.tokenizer))
+
+
 def converse(
     source: LoadedModel,
     system: str | None,
@@ -43,18 +50,16 @@ def converse(
         InputError: there is no chat template, or the conversation does not fit into `context`.
     """
     tokenizer, data = source.tokenizer, source.config.data
-    data = replace(data, date=data.date or date.today().isoformat())  # templates expect the current date
     if data.uses_bytes and not data.chat_template:
         raise InputError(
             "--chat: the model was trained on bytes, which have no chat template; continue a text with --prompt TEXT "
             "instead, or name a template file with --chat-template"
         )
-    template = find_template(data, tokenizer)
+    renderer = open_template(source)
     loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
     generator = TokenGenerator(*loaded, rows=1, length=context)
     remedy = "start a new one, or increase --context"
     messages = [] if system is None else [{"role": "system", "content": system}]
-    renderer = Renderer(template)
     eos_ids = find_eos_ids(data, tokenizer, renderer.find_turn_end())
     for line in _read_lines():
         messages.append({"role": "user", "content": line})

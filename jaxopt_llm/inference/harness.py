@@ -11,7 +11,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuatio
 from jaxopt_llm.data.tokens.template import Renderer, find_template
 from jaxopt_llm.execution import decode
 from jaxopt_llm.execution.sampling import Sampling
+from jaxopt_llm.inference.chat import open_template
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.inference.scoring import Request, Score, Scorer
 
@@ -231,9 +231,7 @@ class HarnessModel(TemplateLM):
 
     @cached_property
     def _renderer(self) -> Renderer:
-        data = self._source.config.data
-        data = replace(data, date=data.date or date.today().isoformat())  # templates expect the current date
-        return Renderer(find_template(data, self._source.tokenizer))
+        return open_template(self._source)
 
     def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
         """Return a conversation as text, up to the start of an answer, or with the start of one as its last message.

@@ -4,6 +4,7 @@ It chooses the devices and what runs on them, and the checkpoint of a run, adds 
 weights, or opens them to be written without being loaded (`checkpoint/stored_layers.py`).
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +48,7 @@ from jaxopt_llm.core import errors, hub, json_files, tree
 from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
-from jaxopt_llm.execution.by_layer import split_layers
+from jaxopt_llm.execution.by_layer import gather_rows, split_layers
 from jaxopt_llm.inference import card
 from jaxopt_llm.inference.exported import describe_training
 from jaxopt_llm.inference.flags import OWN_FLAGS, Quantisation, Step
@@ -239,6 +240,45 @@ def load_model(
     if adapters is not None:
         model, params = add_adapters(model, params, placement, adapters, dtype)
     return LoadedModel(config, tokenizer, model, split_layers(params), placement, restored)
+
+
+def read_data_settings(arguments: argparse.Namespace) -> DataConfig | None:
+    """Return the tokenizer and the chat template that a command's flags name; None: those of the model."""
+    given: dict[str, Any] = {
+        name: value for name in ("tokenizer", "chat_template") if (value := getattr(arguments, name))
+    }
+    if arguments.template_arguments:
+        given["template_arguments"] = tuple(arguments.template_arguments)
+    if not given:
+        return None
+    return replace(open_config(arguments.checkpoint, arguments.base, arguments.family).data, **given)
+
+
+def adapt_loaded(source: LoadedModel, directory: Path, adapter: Path, family: str = "") -> LoadedModel:
+    """Return a loaded model with LoRA adapters. Both share the arrays of the model.
+
+    Args:
+        source: the model.
+        directory, family: what it was loaded from; see `load_model`.
+        adapter: PEFT folder with the adapters.
+
+    Raises:
+        InputError: the adapters do not belong to the model, or also have whole weights of it.
+    """
+    _, folder = _open_config_and_folder(directory, None, family)
+    if folder is None:
+        adapters = open_run_adapters(adapter, directory, source.config)
+    else:
+        adapters, _ = open_adapters(adapter, folder)
+    if adapters.whole:
+        raise InputError(
+            f"--adapter {adapter}: it also has weights of the model itself (modules_to_save, trainable_token_indices), "
+            f"which cannot be shared; merge it (python -m jaxopt_llm.convert merge --base {directory} --adapter "
+            f"{adapter} --to FOLDER), and name that folder with --checkpoint"
+        )
+    rows, dtype = gather_rows(source.params), source.config.precision.compute_dtype
+    model, params = add_adapters(source.model, rows, source.placement, adapters, dtype)
+    return replace(source, model=model, params=split_layers(params))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, size: int) -> None:

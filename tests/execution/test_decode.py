@@ -408,10 +408,30 @@ def test_rows_keep_their_own_settings() -> None:
     assert len({*map(tuple, together)}) == 4
 
 
+def test_the_most_likely_tokens_come_with_a_drawn_one() -> None:
+    """Of the model, before any setting of sampling, as many as each request asks for."""
+    settings = ((0, GREEDY), (3, Sampling(9.0, seed=1, repetition_penalty=2.0)), (20, GREEDY))
+    requests = [Request(PROMPTS[0], 4, sampling, most_likely=count) for count, sampling in settings]
+    drawn = [*TokenGenerator(PARTS, BY_LAYER, PLACEMENT, SIZE, 3, 12).run(requests, lambda request: False)]
+    for request in requests:
+        own = [each for each in drawn if each.request is request]
+        row = np.array([*request.prompt, *(each.token for each in own)], np.int32)
+        context = Context(np.arange(row.size)[None], make_document_ranges(jnp.ones((1, row.size), int)), PLACEMENT)
+        logits = scan.forward(PARTS, PARAMS, row[None], context)[0][0, request.prompt.size - 1 : -1, :SIZE]
+        found = jax.nn.log_softmax(logits)
+        for each, expected in zip(own, found, strict=True):
+            best = np.argsort(-expected)[: request.most_likely].tolist()
+            assert [token for token, _ in each.most_likely] == best
+            np.testing.assert_allclose(
+                [value for _, value in each.most_likely], expected[np.array(best, int)], atol=1e-5
+            )
+            assert each.log_probability == pytest.approx(float(expected[each.token]), abs=1e-5)
+
+
 def test_a_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
     logits, seen = jnp.array([[2.0, 1.5, -1.0, -1.5]]), np.array([[True, False, True, False]])
     draws = make_draws([Sampling(repetition_penalty=2.0)], [0], [0]).replace(seen=seen)
-    token, found = draw_tokens(logits, draws)
+    token, found, *_ = draw_tokens(logits, draws)
     assert int(token[0]) == 1  # 1, 1.5, -2, -1.5
     assert float(found[0]) == pytest.approx(float(jax.nn.log_softmax(logits)[0, 1]))
     assert draws.add(token).seen.tolist() == [[True, True, True, False]]

@@ -84,6 +84,8 @@ def test_a_model_with_adapters_computes_what_the_merged_model_computes(
         "folder": logits(models.load_model(base, adapter=adapter)),
         "split": logits(models.load_model(base, tensor=2, adapter=adapter)),
         "run": logits(models.load_model(run_of_base, adapter=adapter)),
+        "loaded folder": logits(models.adapt_loaded(models.load_model(base), base, adapter)),
+        "loaded run": logits(models.adapt_loaded(models.load_model(run_of_base), run_of_base, adapter)),
         "Python": load_pretrained(base, adapter).logits(TOKENS),
         "run from Python": load_pretrained(run_of_base, adapter).logits(TOKENS),
     }
@@ -132,6 +134,8 @@ def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_bas
     chex.assert_trees_all_close(found.logits(TOKENS + 80), merged.logits(TOKENS + 80), rtol=1e-5, atol=1e-5)
     with pytest.raises(InputError, match="it also has weights of the model itself .*convert export --checkpoint"):
         load_pretrained(run_of_base, path)
+    with pytest.raises(InputError, match="weights of the model itself .*cannot be shared; merge it .*--base"):
+        models.adapt_loaded(models.load_model(base), base, path)
 
 
 def test_adapters_of_another_base_are_a_warning(

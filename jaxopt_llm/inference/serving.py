@@ -1,0 +1,273 @@
+"""Continuations for clients that come at any time. One thread owns the models and the devices.
+
+Other threads hand over queries. Each choice of a query is a request to the generator of its model, and joins the rows
+that run. What is new of it goes back part by part.
+
+Letters: B rows, S tokens of a row, V vocabulary, K most likely tokens.
+"""
+
+import functools
+import queue
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxopt_llm.compiler.xla_options import compiler_options
+from jaxopt_llm.config import BATCH_AXES, RematConfig
+from jaxopt_llm.data.tokens.continuation import Continuation
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.decode import MAX_FILL_TOKENS, MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
+from jaxopt_llm.execution.sampling import read_log_probabilities
+from jaxopt_llm.inference.models import LoadedModel
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.model import Params
+
+SHORTEST_ROW = 128  # tokens of a prompt that is read; rows are this long, or 2, 4, 8, ... times as long
+CHUNKS = 16  # of a row; the logits of only one chunk exist at a time
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a choice.
+
+    Attributes:
+        id: its id.
+        offset: characters before it in the text of the choice.
+        log_probability: by the model, before any setting of sampling; None for the first token of a prompt.
+        most_likely: the most likely tokens in its place and their log-probabilities, highest first.
+    """
+
+    id: int
+    offset: int
+    log_probability: float | None
+    most_likely: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """New text and tokens of a choice.
+
+    Attributes:
+        index: number of the choice in its query.
+        text: new text in whole characters.
+        drawn: new tokens.
+        prompt: tokens of the prompt, if the query asks for their log-probabilities.
+        end: why the choice ends with this part: `stop` at a token or a text that ends it, `length` with its number of
+            tokens; None: it goes on.
+    """
+
+    index: int
+    text: str
+    drawn: tuple[Token, ...] = ()
+    prompt: tuple[Token, ...] = ()
+    end: str | None = None
+
+
+def join_parts(parts: Sequence[Part]) -> Part:
+    """Return consecutive parts of a choice as one."""
+    drawn, prompt = (tuple(token for part in parts for token in getattr(part, name)) for name in ("drawn", "prompt"))
+    return Part(parts[0].index, "".join(part.text for part in parts), drawn, prompt, parts[-1].end)
+
+
+@dataclass(eq=False)
+class Choice:
+    """A continuation of a prompt.
+
+    Attributes:
+        request: the request to the generator. With a count of 0 nothing is generated.
+        continuation: its text.
+        prompt_text: the text in front of it, which is its first part; None for none.
+        drawn: number of tokens so far.
+    """
+
+    request: Request
+    continuation: Continuation
+    prompt_text: str | None = None
+    drawn: int = 0
+
+
+@dataclass(eq=False)
+class Query:
+    """Continuations that a client waits for.
+
+    Attributes:
+        model: name of the model.
+        choices: the continuations.
+        reads_prompts: whether it asks for the log-probabilities of the prompts.
+        send: called in the worker's thread with each part, or with what ended the worker.
+    """
+
+    model: str
+    choices: list[Choice]
+    reads_prompts: bool = False
+    send: Callable[[Part | Exception], None] = lambda part: None
+
+
+class Worker:
+    """The thread that generates. Only `run` uses the devices; the other methods may be called from any thread.
+
+    Args:
+        models: models by name, which may share arrays. Each that is asked for gets a cache of its own.
+        rows: requests that a model continues at a time.
+        length: maximum tokens of a prompt with its continuation.
+
+    Attributes:
+        failure: what ended `run` before `stop` was called.
+    """
+
+    def __init__(self, models: Mapping[str, LoadedModel], rows: int, length: int) -> None:
+        self.models, self._rows, self.length = models, rows, length
+        self._inbox = queue.SimpleQueue[Callable[[], None] | None]()
+        self._generators = dict[str, TokenGenerator]()
+        self._readers = dict[str, PromptReader]()
+        self._running = dict[Request, tuple[int, Query]]()  # the index of the choice
+        self.failure: Exception | None = None
+
+    def submit(self, query: Query) -> None:
+        """Begin a query."""
+        self._inbox.put(functools.partial(self._begin, query))
+
+    def end(self, query: Query) -> None:
+        """End all choices of a query that have not ended, and free their rows."""
+        self._inbox.put(functools.partial(self._end, query))
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """Work until `stop` is called."""
+        try:
+            while self._read_inbox():
+                for generator in self._generators.values():
+                    for drawn in generator.advance() if generator.is_busy else ():
+                        self._add(generator, drawn)
+        except Exception as error:
+            self.failure = error
+            for query in {id(query): query for _, query in self._running.values()}.values():
+                query.send(error)
+
+    def _read_inbox(self) -> bool:
+        """Do what was asked for; wait for it if nothing runs. Return False if the end was asked for."""
+        waits = not self._running
+        while True:
+            try:
+                act = self._inbox.get(waits)
+            except queue.Empty:
+                return True
+            if act is None:
+                return False
+            act()
+            waits = False
+
+    def _begin(self, query: Query) -> None:
+        source, name = self.models[query.model], query.model
+        read: Mapping[int, tuple[Token, ...]] = {}
+        if query.reads_prompts:
+            reader = self._readers.setdefault(name, PromptReader(source))
+            prompts = {id(choice.request.prompt): choice.request.prompt.tolist() for choice in query.choices}
+            read = dict(zip(prompts, reader.read([*prompts.values()]), strict=True))
+        for index, choice in enumerate(query.choices):
+            if choice.prompt_text is not None:
+                query.send(Part(index, choice.prompt_text, prompt=read.get(id(choice.request.prompt), ())))
+            if not choice.request.count:
+                query.send(Part(index, "", end="length"))
+                continue
+            if name not in self._generators:
+                loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
+                self._generators[name] = TokenGenerator(*loaded, self._rows, self.length)
+            self._running[choice.request] = index, query
+            self._generators[name].add(choice.request)
+
+    def _end(self, query: Query) -> None:
+        for request in [request for request, (_, owner) in self._running.items() if owner is query]:
+            del self._running[request]
+            self._generators[query.model].end(request)
+
+    def _add(self, generator: TokenGenerator, drawn: Drawn) -> None:
+        """Add a token to its choice, and send what is new."""
+        index, query = self._running[drawn.request]
+        choice = query.choices[index]
+        text, choice.drawn = choice.continuation, choice.drawn + 1
+        offset = len(choice.prompt_text or "") + len(text.text)
+        text.add(drawn.token)
+        end = "stop" if text.done else "length" if choice.drawn == drawn.request.count else None
+        if end:
+            text.finish()
+            del self._running[drawn.request]
+            generator.end(drawn.request)
+        token = Token(drawn.token, offset, drawn.log_probability, drawn.most_likely)
+        query.send(Part(index, text.take_new_text(), (token,), end=end))
+
+
+class PromptReader:
+    """Reader of the log-probabilities of the tokens of prompts, each by the tokens before it.
+
+    A prompt is a row, as in training. The logits of a row exist only in chunks.
+    """
+
+    def __init__(self, source: LoadedModel) -> None:
+        self._source, self._groups = source, source.placement.size(*BATCH_AXES)  # of devices, which divide the rows
+        size, model = source.config.model.vocabulary_size, source.model
+
+        def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
+            def read_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+                logits = model.logits(non_layer, chunk[0], context)[..., :size]
+                return read_log_probabilities(logits, chunk[1], min(MAX_MOST_LIKELY, size))
+
+            def split(field: jax.Array) -> jax.Array:  # [B, S, ...] to [CHUNKS, B, S / CHUNKS, ...]
+                return jnp.moveaxis(field.reshape(field.shape[0], CHUNKS, -1, *field.shape[2:]), 1, 0)
+
+            found = jax.lax.map(read_chunk, (split(x), split(batch.targets)))
+            return tuple(jnp.moveaxis(each, 0, 1).reshape(*batch.tokens.shape, *each.shape[3:]) for each in found)
+
+        placement = source.placement
+        self._compute = jax.jit(
+            functools.partial(scan.read_tokens, read, model, placement=placement, remat=RematConfig("none")),
+            out_shardings=placement.replicated,
+            compiler_options=compiler_options(placement.mesh),
+        )
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Token, ...]]:
+        """Return the tokens of each prompt. Those of similar length are read together."""
+        by_length = defaultdict[int, list[int]](list)
+        for index, prompt in enumerate(prompts):
+            by_length[max(1 << (len(prompt) - 1).bit_length(), SHORTEST_ROW)].append(index)
+        found: list[tuple[Token, ...]] = [()] * len(prompts)
+        for length, members in by_length.items():
+            count = self._groups * max(MAX_FILL_TOKENS // (length * self._groups), 1)
+            for first in range(0, len(members), count):
+                some = members[first : first + count]
+                rows = self._groups << (-(-len(some) // self._groups) - 1).bit_length()  # few programs
+                values = self._read_rows([prompts[index] for index in some], rows, length)
+                for index, *own in zip(some, *values, strict=False):
+                    found[index] = self._list_tokens(prompts[index], *own)
+        return found
+
+    def _read_rows(self, prompts: Sequence[Sequence[int]], rows: int, length: int) -> tuple[Any, ...]:
+        """Return the log-probability of each target, [B][S], and the most likely tokens with theirs, [B][S][K]."""
+        tokens, targets, segment_ids, positions = np.zeros((4, rows, length), np.int32)
+        for row, prompt in enumerate(prompts):
+            inputs = len(prompt) - 1
+            tokens[row, :inputs], targets[row, :inputs], segment_ids[row, :inputs] = prompt[:-1], prompt[1:], 1
+            positions[row, :inputs] = np.arange(inputs)
+        batch = Batch(tokens, targets, segment_ids > 0, segment_ids, positions)
+        found = self._compute(self._source.params, jax.tree.map(lambda field: jnp.asarray(field[None]), batch))
+        return tuple(np.asarray(each)[0].tolist() for each in found)
+
+    def _list_tokens(
+        self, prompt: Sequence[int], own: list[float], ids: list[list[int]], highest: list[list[float]]
+    ) -> tuple[Token, ...]:
+        text, tokens = Continuation(self._source.tokenizer, (), (), ()), list[Token]()
+        values = [None, *own]
+        most_likely = [(), *(tuple(zip(*pair, strict=True)) for pair in zip(ids, highest, strict=True))]
+        for token, value, highest_there in zip(prompt, values, most_likely, strict=False):  # rows are padded
+            tokens.append(Token(token, len(text.text), value, highest_there))
+            text.add(token)
+        return tuple(tokens)

@@ -1,0 +1,366 @@
+"""The server, asked by the client package of OpenAI over a socket, next to `generate` and the logits of the model."""
+
+import itertools
+import json
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapters
+import folders
+import jax
+import numpy as np
+import pytest
+import toy
+from chats import write_tokenizer
+
+from jaxopt_llm import load_pretrained, serve
+from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.execution.decode import TokenGenerator
+from jaxopt_llm.execution.sampling import Sampling
+from jaxopt_llm.generate import generate
+from jaxopt_llm.inference import models
+from jaxopt_llm.inference.chat import open_template
+from jaxopt_llm.inference.models import LoadedModel
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+server = pytest.importorskip("jaxopt_llm.inference.server")
+
+pytestmark = pytest.mark.core
+
+CONFIG = replace(folders.CONFIG, vocabulary_size=512, layers=2)
+CONTEXT = 512
+PROMPT = "def get"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "base"
+    path.mkdir()
+    arrays = folders.params(CONFIG)
+    table = arrays["non_layer"]["embedding"]["table"]
+    # Rows as different as those of a trained model: texts are then not one token again and again.
+    table[: CONFIG.vocabulary_size] = np.random.default_rng(0).normal(size=(CONFIG.vocabulary_size, CONFIG.width))
+    write_model_folder(path, jax.device_put(arrays, toy.placement().replicated), CONFIG)
+    return write_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> dict[str, LoadedModel]:
+    params = adapters.add_adapters(CONFIG, "attention/query mlp/down head/table")
+    adapters.write_adapters(folder.parent / "adapter", params, CONFIG)
+    source = models.load_model(folder)
+    return {"base": source, "mine": models.adapt_loaded(source, folder, folder.parent / "adapter")}
+
+
+@contextmanager
+def running(loaded: dict[str, LoadedModel], token: bytes = b"") -> Iterator[tuple[str, Any]]:
+    """Yield the address of a server, and the server. At the end it raises what it failed with."""
+    served = server.Server(loaded, rows=4, length=CONTEXT, token=token)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(served.serve_on, listener)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", served
+        finally:
+            served.should_exit = True
+            ended.result()
+
+
+@pytest.fixture(scope="module")
+def address(loaded: dict[str, LoadedModel]) -> Iterator[tuple[str, Any]]:
+    with running(loaded) as found:
+        yield found
+
+
+def connect(address: str, token: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def client(address: tuple[str, Any]) -> Any:
+    return connect(address[0])
+
+
+@pytest.fixture(scope="module")
+def complete(client: Any) -> Callable[..., Any]:
+    """Return a function that returns the first choice of a completion, greedy unless told otherwise."""
+
+    def complete(prompt: Any = PROMPT, **options: Any) -> Any:
+        given = {"model": "base", "temperature": 0, "max_tokens": 24} | options
+        return client.completions.create(prompt=prompt, **given).choices[0]
+
+    return complete
+
+
+def test_completions_are_those_of_generate_whole_and_in_parts(
+    client: Any, complete: Callable[..., Any], loaded: dict[str, LoadedModel]
+) -> None:
+    (expected,) = generate(loaded["base"], [PROMPT], 24, Sampling(), ())
+    assert len(set(expected)) > 5 and not expected.isascii()
+    options = {"model": "base", "temperature": 0, "max_tokens": 24}
+    tokenizer = loaded["base"].tokenizer
+    ids = [*tokenizer.prefix, *tokenizer.encode([PROMPT.encode()])[0].tolist()]
+    answer = client.completions.create(prompt=[PROMPT, ids], **options)
+    assert [(each.text, each.finish_reason) for each in answer.choices] == [(expected, "length")] * 2
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2 * len(ids), 48)
+    stream = client.completions.create(
+        prompt=PROMPT, stream=True, n=2, stream_options={"include_usage": True}, **options
+    )
+    parts = list(stream)
+    for index in range(2):
+        texts = [part.choices[0].text for part in parts[:-1] if part.choices[0].index == index]
+        assert "".join(texts) == expected and len(texts) > 5
+    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 48
+
+
+def test_an_adapter_is_selected_by_name_and_shares_the_arrays_of_the_model(
+    complete: Callable[..., Any], client: Any, loaded: dict[str, LoadedModel], folder: Path
+) -> None:
+    alone = models.load_model(folder, adapter=folder.parent / "adapter")
+    (expected,) = generate(alone, [PROMPT], 24, Sampling(), ())
+    assert complete(model="mine").text == expected != complete().text
+    assert [each.id for each in client.models.list()] == ["base", "mine"]
+    assert client.models.retrieve("mine").parent == "base"
+    arrays = {id(each) for each in jax.tree.leaves(loaded["mine"].params)}
+    assert arrays >= {id(each) for each in jax.tree.leaves(loaded["base"].params)}
+
+
+def test_log_probabilities_are_those_of_the_model(complete: Callable[..., Any], folder: Path) -> None:
+    choice = complete(logprobs=3, echo=True, max_tokens=8, extra_body={"return_token_ids": True})
+    ids = np.array([*choice.prompt_token_ids, *choice.token_ids])
+    logits = np.asarray(load_pretrained(folder).logits(ids[None]), np.float64)[0]
+    expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    found = choice.logprobs
+    assert len(ids) == len(choice.prompt_token_ids) + 8 == len(found.tokens)
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    np.testing.assert_allclose(found.token_logprobs[1:], expected[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
+    for place, listed in enumerate(found.top_logprobs[1:]):
+        best = np.sort(expected[place])[::-1][:3]
+        np.testing.assert_allclose(sorted(listed.values(), reverse=True)[:3], best, atol=1e-4)
+        own = found.token_logprobs[place + 1]
+        assert own in listed.values() and len(listed) == 3 + (own < min(best) - 1e-4)
+    assert choice.text.startswith(PROMPT)
+    pairs = [*zip(found.tokens, found.text_offset, strict=True)]
+    for (before, _), (name, offset) in itertools.pairwise(pairs):
+        if not (before + name).count("token_id:"):  # parts of characters
+            assert choice.text[offset:].startswith(name)
+    # Only the prompt, without a text; and by ids.
+    only = complete(ids[:5].tolist(), logprobs=1, echo=True, max_tokens=0)
+    assert only.logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:5], abs=1e-5)
+    assert complete(logprobs=0).logprobs.top_logprobs is None
+
+
+def test_requests_that_run_together_get_what_each_gets_alone(complete: Callable[..., Any]) -> None:
+    """Eight of them for four rows, greedy and sampled."""
+    asked = [{"prompt": f"def f{i}", "seed": i, "temperature": i % 2, "max_tokens": 4 + 5 * i} for i in range(8)]
+    alone = [complete(**each).text for each in asked]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda each: complete(**each).text, asked)) == alone
+    assert len(set(alone)) == 8
+
+
+def test_a_seed_repeats_and_choices_differ(client: Any, complete: Callable[..., Any]) -> None:
+    def sample(**options: Any) -> list[str]:
+        answer = client.completions.create(model="base", prompt=PROMPT, max_tokens=12, n=3, **options)
+        return [choice.text for choice in answer.choices]
+
+    first = sample(seed=5)
+    assert sample(seed=5) == first and len({*first, *sample(seed=6), *sample()}) == 9
+    greedy = complete(max_tokens=12).text
+    for name, value in (("top_k", 1), ("min_p", 0.999)):
+        assert sample(extra_body={name: value}) == [greedy] * 3
+    assert sample(top_p=1e-6) == [greedy] * 3
+    assert complete(extra_body={"repetition_penalty": 5.0}).text != complete().text
+
+
+def test_a_text_that_ends_is_no_part_of_the_answer(client: Any, complete: Callable[..., Any]) -> None:
+    whole = complete().text
+    stop = whole[8:10]
+    expected = whole[: whole.index(stop)]
+    for stops in (stop, ["never", stop]):
+        choice = complete(stop=stops)
+        assert (choice.text, choice.finish_reason) == (expected, "stop")
+    stream = client.completions.create(
+        model="base", prompt=PROMPT, temperature=0, max_tokens=24, stop=stop, stream=True
+    )
+    parts = [part.choices[0] for part in stream]
+    assert "".join(part.text for part in parts) == expected and parts[-1].finish_reason == "stop"
+
+
+def test_a_chat_is_written_with_the_template_of_the_model(client: Any, loaded: dict[str, LoadedModel]) -> None:
+    options = {"model": "base", "temperature": 0, "max_completion_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(messages=MESSAGES, **options)
+    prompt = open_template(loaded["base"]).render_prompt(MESSAGES)
+    ids = loaded["base"].tokenizer.encode([prompt.encode()])[0].tolist()
+    plain = client.completions.create(model="base", prompt=ids, temperature=0, max_tokens=12, logprobs=2).choices[0]
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", plain.text)
+    assert answer.usage.prompt_tokens == len(ids)
+    content = choice.logprobs.content
+    assert [each.token for each in content] == plain.logprobs.tokens
+    assert [each.logprob for each in content] == plain.logprobs.token_logprobs
+    for each, listed in zip(content, plain.logprobs.top_logprobs, strict=True):
+        assert {other.token: other.logprob for other in each.top_logprobs}.items() <= listed.items()
+        assert each.bytes is None or bytes(each.bytes).decode() == each.token
+    parts = [{"type": "text", "text": "What is 1 + 1?"}]
+    stream = client.chat.completions.create(
+        messages=[MESSAGES[0], {"role": "user", "content": parts}], stream=True, **options
+    )
+    deltas = [part.choices[0] for part in stream]
+    assert "".join(each.delta.content for each in deltas) == plain.text and deltas[0].delta.role == "assistant"
+    assert [
+        each.token for delta in deltas if delta.logprobs for each in delta.logprobs.content
+    ] == plain.logprobs.tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("completions", {"prompt": "x", "model": "other"}, 404, "there is no other; choose one of base, mine"),
+        ("completions", {}, 400, "prompt: is missing"),
+        ("completions", {"prompt": []}, 400, "prompt: must be a text, a list of token ids"),
+        ("completions", {"prompt": [512]}, 400, "512 is no token id; ids are at least 0 and below 512"),
+        ("completions", {"prompt": "\ud800"}, 400, "surrogates not allowed"),
+        ("completions", {"prompt": "x", "max_tokens": CONTEXT}, 400, "together more than the context of 512"),
+        ("completions", {"prompt": ["x"] * 1024, "n": 2}, 400, "n: 1024 prompts with 2 choices each are too many"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens: must be at least 1 without echo"),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature: must be at least 0"),
+        ("completions", {"prompt": "x", "temperature": True}, 400, "temperature: must be a number"),
+        ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p: must be above 0 and at most 1"),
+        ("completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs: must be a whole number from 0 to 20"),
+        ("completions", {"prompt": "x", "stop": ["", "a"]}, 400, "stop: must be a text that is not empty"),
+        ("completions", {"prompt": "x", "best_of": 2}, 400, "best_of: is not supported; leave it out, or give 1"),
+        ("completions", {"prompt": "x", "temprature": 0}, 400, "temprature: is not supported; leave it out"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "each needs a role and, as content, a text"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs: needs logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{}]}, 400, "tools: is not supported"),
+        ("embeddings", {}, 404, "POST /v1/embeddings: Not Found"),
+        ("models", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_bad_requests(path: str, body: dict[str, Any], status: int, said: str, address: tuple[str, Any]) -> None:
+    found, answer = post(f"{address[0]}/v1/{path}", json.dumps(body).encode())
+    assert found == status and said in answer["error"]["message"], answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def post(url: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
+    """Return the status and the JSON of the answer."""
+    named = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, named), timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_page_in_a_browser_cannot_use_the_server(address: tuple[str, Any]) -> None:
+    url, body = f"{address[0]}/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    assert post(url, body)[0] == 200
+    assert post(url, b"{")[0] == 400
+    assert post(url, body, Content_Type="text/plain")[0] == 415
+    assert post(url, body, Host="attacker.example")[0] == 403
+
+
+def test_a_token_is_asked_for(loaded: dict[str, LoadedModel]) -> None:
+    with running(loaded, token=b"secret") as (address, _):
+        assert [each.id for each in connect(address, "secret").models.list()] == ["base", "mine"]
+        for wrong in ("none", "secret2", "s\u00e9cret", ""):
+            assert post(f"{address}/v1/completions", b"{}", Authorization=f"Bearer {wrong}".rstrip())[0] == 401
+        with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
+            connect(address).models.list()
+        assert urllib.request.urlopen(f"{address}/health").status == 200
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_frees_its_row(streams: bool, address: tuple[str, Any]) -> None:
+    url, worker = address[0], address[1]._worker
+    body = json.dumps({"prompt": "x", "max_tokens": CONTEXT - 8, "n": 6, "stream": streams, "temperature": 0}).encode()
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        wait_until(lambda: bool(worker._running))
+        (query,) = {id(query): query for _, query in [*worker._running.values()]}.values()
+        wait_until(lambda: any(choice.drawn for choice in query.choices))
+    wait_until(lambda: not worker._running and not worker._generators["base"].is_busy)
+    assert all(choice.drawn < choice.request.count for choice in query.choices)
+
+
+def test_a_failure_of_the_worker_is_said_and_ends_the_server(
+    loaded: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: TokenGenerator) -> None:
+        raise ZeroDivisionError("of a device")
+
+    monkeypatch.setattr(TokenGenerator, "advance", fail)
+    said = pytest.raises(openai.InternalServerError, match="the server has failed, and ends")
+    with pytest.raises(ZeroDivisionError, match="of a device"), running(loaded) as (address, _), said:
+        connect(address).completions.create(model="base", prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--host 0.0.0.0", "--host 0.0.0.0: other hosts can reach the server, so it needs a token"),
+        ("--host 192.0.2.1", "--host 192.0.2.1: other hosts can reach the server, so it needs a token"),
+        ("--host 127.0.0.1 --port 70000", "--host 127.0.0.1 --port 70000: cannot listen there"),
+        ("--port 0 --adapter mine", "must be a name and a folder, such as mine=adapters/mine"),
+        ("--port 0 --adapter a=x --adapter a=y", "--adapter a=...: two models have this name"),
+        ("--port 0 --adapter a=x --quantise int8", "--quantise int8 does not support --adapter"),
+        ("--port 0 --context 1", "--context 1: must lie between 2 and"),
+    ],
+)
+def test_bad_flags(arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "argv", ["serve", "--checkpoint", str(tmp_path), *arguments.split()])
+    with pytest.raises(InputError, match=message):
+        serve.main()
+
+
+def test_the_command(
+    folder: Path, loaded: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+
+    class Started(server.Server):  # type: ignore[misc]
+        def serve_on(self, listener: socket.socket) -> None:
+            started.append((self, listener.getsockname()[1]))
+            super().serve_on(listener)
+
+    monkeypatch.setattr(server, "Server", Started)
+    adapter = f"mine={folder.parent / 'adapter'}"
+    monkeypatch.setattr(sys, "argv", ["serve", "--checkpoint", str(folder), "--adapter", adapter, "--port", "0"])
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(serve.main()))
+    thread.start()
+    while not started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    served, port = started[0]
+    try:
+        client = connect(f"http://127.0.0.1:{port}")
+        assert [each.id for each in client.models.list()] == [str(folder), "mine"]
+    finally:
+        served.should_exit = True
+        thread.join()
+    assert codes == [0]
+    assert f"serving {folder}, mine at http://127.0.0.1:{port}/v1 (Ctrl-C ends it)" in capfd.readouterr().err
