@@ -10,7 +10,7 @@ Tokenise a corpus once, on all cores, into files that training reads with --data
 run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus completely and
 prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
 it writes no files. --reference also computes the log-probability of each answer by a model, with which
-training.objective dpo, ipo and hinge compare.
+training.objective dpo, ipo, hinge and kto compare.
 """
 
 import argparse
@@ -37,12 +37,12 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import Content
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Content
 from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.reading import source
-from jaxopt_llm.data.reading.conversation import SIDES
+from jaxopt_llm.data.reading.conversation import JUDGED, SIDES
 from jaxopt_llm.data.reading.files import find_corpus_files
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
@@ -90,7 +90,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
             prepared.check_sizes(directory)
             console.print(f"{directory} is already finished", markup=False)
         else:
-            names = prepared.list_arrays(config.content != "text", bool(config.label_field))
+            names = prepared.list_arrays(config.content != "text", config.has_labels)
             merger = prepared.ShardMerger(directory, plan["dtype"], names)
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
@@ -134,7 +134,7 @@ def preview(config: DataConfig, count: int) -> None:
         name = f"{document.name}, {document.side}" if document.side else document.name
         console.print(f"--- {name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
         console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
-        shown += document.side != SIDES[0]  # a pair counts once
+        shown += document.side not in (SIDES[0], *JUDGED)  # a pair counts once
         if shown == count:
             break
     if reasons := skipped.describe():
@@ -329,7 +329,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"
     add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
-    reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo and hinge compare"
+    reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo, hinge and kto compare"
     add("--reference", default="", metavar="MODEL", help=reference)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
     return parser
@@ -368,8 +368,9 @@ def main() -> int:
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
-    if reference and (config.content != "preference" or preview_count is not None):
-        raise InputError(f"--reference {reference}: it scores answers: add --content preference, and no --preview")
+    if reference and (config.content not in (PREFERENCE, UNPAIRED) or preview_count is not None):
+        kinds = f"{PREFERENCE} or {UNPAIRED}"
+        raise InputError(f"--reference {reference}: it scores answers: add --content {kinds}, and no --preview")
     if preview_count is None:
         prepare(config, directory, workers, reference)
     elif config.content == "text" or preview_count < 1:

@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxopt_llm.checkpoint.pretrained import TEACHER
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config import Config, TrainingConfig, fields
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.training import OVER_PAIRS
+from jaxopt_llm.config.training import KTO, OVER_PAIRS
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -19,7 +20,7 @@ from jaxopt_llm.data.reading.storage import check_backends
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
-from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
+from jaxopt_llm.data.tokens.corpus import HELD, Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import ReferenceScores, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -227,16 +228,8 @@ def open_documents(config: Config, processes: Processes) -> Documents:
 def _check_objective(config: Config, rows: PackedRows) -> None:
     """Raise InputError unless rows hold pairs of answers and labels if the objective needs them, and only then."""
     training, stream, scores = config.training, rows.stream, config.model.scores
-    if rows.pairs and not training.compares:
-        choices = ", ".join(OVER_PAIRS)
-        raise InputError(
-            f"{rows.name} holds pairs of a chosen and a rejected answer: set --training.objective to one of {choices}"
-        )
-    if training.compares and not rows.pairs:
-        raise InputError(
-            f"training.objective={training.objective} compares a chosen with a rejected answer, and {rows.name} holds "
-            "no such pairs: name rows with chosen and rejected, and set --data.content preference"
-        )
+    if rows.pairs != training.pairs:
+        raise InputError(_describe_other_pairs(training, rows))
     if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
         if training.objective == "classify" and scores > 1:
             _check_classes(rows, scores)
@@ -247,6 +240,20 @@ def _check_objective(config: Config, rows: PackedRows) -> None:
         f"data.label_field={config.data.label_field}: {rows.name} has no labels; prepare it with --label-field, or "
         "leave data.label_field out"
     )
+
+
+def _describe_other_pairs(training: TrainingConfig, rows: PackedRows) -> str:
+    """Return an error about an objective that reads pairs of another kind than rows hold."""
+    name = f"training.objective={training.objective}"
+    if not training.pairs:
+        choices = {PREFERENCE: f"one of {', '.join(OVER_PAIRS)}", UNPAIRED: KTO}[rows.pairs]
+        return f"{rows.name} holds {HELD[rows.pairs]}: set --training.objective to {choices}"
+    reads, fields = {
+        PREFERENCE: ("compares a chosen with a rejected answer", "chosen and rejected"),
+        UNPAIRED: ("reads answers that are judged one by one", "prompt, completion and label, or chosen and rejected"),
+    }[training.pairs]
+    held = f"holds {HELD[rows.pairs]}" if rows.pairs else "holds none"
+    return f"{name} {reads}, and {rows.name} {held}: name rows with {fields}, and set --data.content {training.pairs}"
 
 
 def _check_classes(rows: PackedRows, classes: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import FORMS, PREFERENCE, UNPAIRED
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import conversation
 from jaxopt_llm.data.reading.conversation import FieldCounter, known_fields
@@ -35,7 +36,7 @@ class Part:
 
 
 class Encoded(NamedTuple):
-    """Content of a row: a text, or a conversation as JSON. label: that of `data.label_field`; None without one."""
+    """Content of a row: a text, or a conversation as JSON. label: of the document; None if the row has none."""
 
     content: bytes
     label: float | None = None
@@ -67,9 +68,11 @@ class RowEncoder:
 
     def detect_form(self, columns: Iterable[str], where: object) -> str:
         """Return `text`, or the form of conversations that has these columns."""
+        names = list(columns)
+        if self.config.content == UNPAIRED and FORMS[PREFERENCE] <= {*map(self._field, names)}:
+            return PREFERENCE
         if self.config.content != "chat":
             return self.config.content
-        names = list(columns)
         try:
             return conversation.detect_form([field for field in map(self._field, names) if field], where)
         except InputError as error:
@@ -116,7 +119,9 @@ class RowEncoder:
         if form != "text":
             read = {column: value for column, value in row.items() if column != self.config.label_field or not column}
             named = {field: value for column, value in read.items() if (field := self._field(column))}
-            return Encoded(encode_utf8(conversation.normalize_conversation(named, form, self._counter)), label)
+            normalized = conversation.normalize_conversation(named, form, self._counter)
+            label = float(conversation.read_judgement(named["label"])) if form == UNPAIRED else label
+            return Encoded(encode_utf8(normalized), label)
         if self.config.text_field not in row:
             description = describe_missing_column(sorted(row), self.config)
             raise NoColumn(f"without the column {self.config.text_field!r}", description)

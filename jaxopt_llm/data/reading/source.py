@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import files
+from jaxopt_llm.data.reading.conversation import SIDES
 from jaxopt_llm.data.reading.files import File, is_compressed
 from jaxopt_llm.data.reading.json_rows import holds_lines, read_json_rows
 from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder
@@ -113,8 +115,9 @@ class Document:
         content: the text, UTF-8.
         key: its hash decides whether the document is held out. It is the content or the name.
         spans: in a conversation, the ranges [begin, end) of characters that the loss counts; None for other documents.
-        side: `chosen` or `rejected` for a document of a pair, empty for others. The rejected one comes second.
-        label: label of its row; None without `data.label_field`.
+        side: side of a document of a pair, empty for others: `chosen`, then `rejected`; or `desirable` or
+            `undesirable`, then `mismatched`.
+        label: its label (`DataConfig.has_labels`); None without labels.
     """
 
     name: str | Position
@@ -123,6 +126,11 @@ class Document:
     spans: tuple[tuple[int, int], ...] | None = None
     side: str = ""
     label: float | None = None
+
+    @property
+    def pairs(self) -> Pairs:
+        """Kind of the pair that the document belongs to."""
+        return "" if not self.side else PREFERENCE if self.side in SIDES else UNPAIRED
 
 
 def split_into_parts(file: File, config: DataConfig) -> list[Part]:

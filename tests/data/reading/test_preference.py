@@ -536,7 +536,7 @@ def test_pairs_and_other_documents_do_not_mix(
     with pytest.raises(InputError, match=r"--input: 24 of the first \d+ documents are of pairs"):
         prepare(tmp_path / "shards", pairs.parent, given)
     both = open_at(config, pairs, prepare(tmp_path / "ready", pairs, config), weights=(1.0, 1.0))
-    assert both.pairs and [each.training.pairs for each in both.sources] == [True, True]
+    assert both.pairs and [each.training.pairs for each in both.sources] == ["preference"] * 2
 
 
 def test_an_answer_without_tokens_is_refused(
