@@ -317,6 +317,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--separator", default=default.separator, metavar="TEXT", help=separator)
     content = "content of a row; chat: conversations, in the format that their fields show (default: text)"
     add("--content", default=default.content, choices=contents, help=content)
+    turns = "turns of the assistant that are learned in a conversation (default: all)"
+    add("--learn-turns", default=default.learn_turns, choices=("all", "last"), help=turns)
     template = "file with a Jinja chat template, or name of one of the tokenizer's (default: the tokenizer's)"
     add("--chat-template", default=default.chat_template, metavar="FILE", help=template)
     variables = "variables of the chat template, with values in JSON or as text: enable_thinking=false"

@@ -77,6 +77,9 @@ class DataConfig:
     alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; unpaired:
     prompt, completion and label, an answer that is desirable or not, or chosen and rejected, which are then one answer
     of each kind; chat: detect the form from the fields of each file, but not unpaired."""
+    learn_turns: Literal["all", "last"] = "all"
+    """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
+    messages such as weight 0 exclude turns from both (docs/chat.md)."""
     chat_template: str = ""
     """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
     tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
@@ -129,6 +132,9 @@ class DataConfig:
             names = "data.chat_template, data.template_arguments and data.date"
             found.append(f"{names} apply only to conversations: also set data.content=chat")
         found += find_argument_problems("data.template_arguments", self.template_arguments)
+        if self.content == "text" and self.learn_turns != "all":
+            remedy = "also set data.content=chat"
+            found.append(f"data.learn_turns={self.learn_turns} applies only to conversations: {remedy}")
         if self.content != "text" and not self.paths:
             found.append(f"data.content={self.content}: there are no files to read; name them with data.paths")
         if self.content == UNPAIRED and self.label_field:

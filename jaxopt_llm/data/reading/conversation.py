@@ -41,7 +41,7 @@ UNUSABLE_IN_ROWS = {
     **dict.fromkeys(("input_ids", "assistant_masks", "completion_mask"), _TOKENS),
     **dict.fromkeys(("functions", "function_call", "available_tools"), "write tools instead"),
     "system_prompt": "which is read with --data.columns system=system_prompt",
-    "only_last": "which is replaced by weight 0 on the assistant's other messages",
+    "only_last": "which --data.learn-turns last replaces",
     "weight": "which gives the whole row a weight",
 }
 _SCORES = frozenset({"score_chosen", "score_rejected"})  # of the two answers of a pair; which one is better is known
@@ -64,14 +64,14 @@ def known_fields(form: str) -> frozenset[str]:
 
 
 def _usable_fields(form: str) -> frozenset[str]:
-    return _SCORES if form == PREFERENCE else frozenset({"label"}) if form == UNPAIRED else frozenset()
+    return _SCORES if form == PREFERENCE else frozenset()
 
 
 def check_row(row: Mapping[str, Any], form: str) -> None:
     """Raise Malformed if a row has a field that cannot be used. Empty values count as absent."""
     if form != PREFERENCE and row.keys() & {*SIDES}:
         raise Malformed(_PAIR, f"{_READ_PAIRS}; --data.columns chosen= rejected= leaves it unread")
-    used = _usable_fields(form)
+    used = _usable_fields(form) | FORMS[form]
     for name, reason in UNUSABLE_IN_ROWS.items():
         if name in row and name not in used and row[name] not in ("", [], {}) and not _is_harmless(name, row[name]):
             read = f"{_READ_JUDGED}; " if form == "pairs" and name in ("label", "kto_tag") else ""
@@ -175,7 +175,7 @@ def detect_form(columns: Collection[str], where: object) -> str:
     raise InputError(f"{fields} no form of conversations; {remedy} --data.content text")
 
 
-def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter) -> str:
+def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter, only_last: bool = False) -> str:
     """Return a row of a form as JSON text in the common form.
 
     Null fields of a row, of a message and of a part of a content count as absent. So do empty texts in fields that the
@@ -186,6 +186,7 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         row: the values by field.
         form: its form.
         counter: counts the fields that the template does not read.
+        only_last: whether only the last turn is learned, of those that could be.
 
     Raises:
         Malformed: the row is not a valid conversation, or has a field that cannot be used.
@@ -210,6 +211,9 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         {"messages": messages, "tools": tools, "arguments": arguments, "unlearned": unlearned}
         for messages, unlearned in conversations
     ]
+    if only_last:
+        for each in parts:
+            each["unlearned"] = _exclude_earlier(each["messages"], each["unlearned"])
     present = [{name: value for name, value in each.items() if value} for each in parts]
     normalized = dict(zip(SIDES, present, strict=True)) if form == PREFERENCE else present[0]
     return json.dumps(normalized, ensure_ascii=False, default=_describe_value)
@@ -251,6 +255,13 @@ def _mark_learned(row: dict[str, Any], context: Messages, answers: Messages, nam
     if not any(learns[index] for index in speaks):
         raise Malformed("without an assistant message that is learned")
     return messages, [index for index in speaks if not learns[index]]
+
+
+def _exclude_earlier(messages: Messages, unlearned: list[int]) -> list[int]:
+    """Return `unlearned` with all turns of the assistant that it does not hold but the last one."""
+    speaks = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    last = max(index for index in speaks if index not in unlearned)
+    return [index for index in speaks if index != last]
 
 
 def _split_messages(row: dict[str, Any], form: str, counter: FieldCounter) -> tuple[Messages, Messages]:

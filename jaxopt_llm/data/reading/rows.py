@@ -119,7 +119,8 @@ class RowEncoder:
         if form != "text":
             read = {column: value for column, value in row.items() if column != self.config.label_field or not column}
             named = {field: value for column, value in read.items() if (field := self._field(column))}
-            normalized = conversation.normalize_conversation(named, form, self._counter)
+            only_last = self.config.learn_turns == "last"
+            normalized = conversation.normalize_conversation(named, form, self._counter, only_last)
             label = float(conversation.read_judgement(named["label"])) if form == UNPAIRED else label
             return Encoded(encode_utf8(normalized), label)
         if self.config.text_field not in row:

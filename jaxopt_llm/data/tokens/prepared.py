@@ -101,6 +101,8 @@ def make_plan(
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    if config.learn_turns != "all":
+        plan["learn_turns"] = config.learn_turns
     if config.chat_template:  # the folder of the tokenizer does not hold it
         plan["chat_template"] = find_template(config, tokenizer).source
     if reference:

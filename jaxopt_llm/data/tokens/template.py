@@ -27,7 +27,7 @@ from jaxopt_llm.data.tokens.turns import Lost, Refused
 T = TypeVar("T")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
 _UNLEARNED = "without assistant tokens"
-_LEARN_LAST = "put weight 0 on all assistant messages of the answer but the last"
+_LEARN_LAST = "--data.learn-turns last learns its last turn"
 
 
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:

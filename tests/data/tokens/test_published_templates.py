@@ -91,6 +91,18 @@ def test_two_turns_with_a_system_message(name: str, folders: dict[str, Path], tm
     assert len({document.key for document in documents}) == 1
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_only_the_last_turn_is_learned(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """It is the last one that the row lets learn, and never needs a second document."""
+    messages = TWO if name == "GEMMA_2" else [SYSTEM, *TWO]
+    last = config(folders[name], learn_turns="last")
+    assert learned(read({"messages": messages}, last, tmp_path)) == [LEARNED[name][-1][-1:]]
+    if name == "QWEN_3":
+        excluded = [*messages, user("three"), assistant("drei", weight=0)]
+        ((answer,),) = learned(read({"messages": excluded}, last, tmp_path))
+        assert "zwei" in answer and "ein" not in answer.replace("zwei", "")
+
+
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}], ids=["plain", "no-thinking"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_are_those_of_transformers(
