@@ -204,6 +204,8 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     else:
         name = "the completion" if form in ("pairs", UNPAIRED) else "it"
         conversations = [_mark_learned(row, *_split_messages(row, form, counter), name)]
+    if only_last:
+        conversations = [(messages, _exclude_earlier(messages, unlearned)) for messages, unlearned in conversations]
     fields = {name for messages, _ in conversations for message in messages for name in message}
     counter.count(fields - _RENDERED, "a message")
     tools, arguments = _read_tools(row, form), _read_arguments(row, counter)
@@ -211,9 +213,6 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         {"messages": messages, "tools": tools, "arguments": arguments, "unlearned": unlearned}
         for messages, unlearned in conversations
     ]
-    if only_last:
-        for each in parts:
-            each["unlearned"] = _exclude_earlier(each["messages"], each["unlearned"])
     present = [{name: value for name, value in each.items() if value} for each in parts]
     normalized = dict(zip(SIDES, present, strict=True)) if form == PREFERENCE else present[0]
     return json.dumps(normalized, ensure_ascii=False, default=_describe_value)
