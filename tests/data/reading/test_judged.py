@@ -59,12 +59,13 @@ ROWS = [
     {"prompt": "p", "completion": "a", "label": True},
     {"prompt": "p", "completion": "b", "label": False},
     {"prompt": "q", "completion": "c", "label": False},
-    {"prompt": "r", "completion": "d", "label": True},
-    {"prompt": "r", "completion": "e", "label": True},
+    {"prompt": "a longer one", "completion": "d", "label": True},
+    {"prompt": "a longer one", "completion": "e", "label": True},
 ]
 # The first ones get the answer to the first other prompt, and each other one that to the last other prompt before it.
 DOCUMENTS = [("p", "a", 1.0), ("p", "c", 1.0), ("p", "b", 0.0), ("p", "c", 0.0), ("q", "c", 0.0), ("q", "b", 0.0)]
-DOCUMENTS += [("r", "d", 1.0), ("r", "c", 1.0), ("r", "e", 1.0), ("r", "c", 1.0)]
+DOCUMENTS += [("a longer one", "d", 1.0), ("a longer one", "c", 1.0)]
+DOCUMENTS += [("a longer one", "e", 1.0), ("a longer one", "c", 1.0)]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
@@ -137,7 +138,7 @@ def test_a_turn_that_the_template_rewrites_is_refused(tmp_path: Path) -> None:
 
 def test_rows_have_the_labels_of_their_documents(config: DataConfig, tmp_path: Path) -> None:
     stream = read(config, write(tmp_path / "a.jsonl", ROWS))
-    rows = PackedRows(stream, 260, 258)
+    rows = PackedRows(stream, 290, 258)
     assert "whole pairs" in rows.summary and len(rows) < 5
     found = []
     for index in range(len(rows)):
