@@ -95,6 +95,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
             skipped.check_columns(config)
+            skipped.check_texts(skipped.texts < sum(record["documents"] for record in merger.shards))
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
@@ -130,7 +131,7 @@ def preview(config: DataConfig, count: int) -> None:
     shown = 0
     for document in documents:
         ((ids, starts),) = tokenizer.encode_with_offsets([document.content])
-        learned = in_spans(starts, document.spans or ())
+        learned = np.ones(ids.size, bool) if document.spans is None else in_spans(starts, document.spans)
         name = f"{document.name}, {document.side}" if document.side else document.name
         console.print(f"--- {name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
         console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))

@@ -76,7 +76,8 @@ class DataConfig:
     pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
     alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; unpaired:
     prompt, completion and label, an answer that is desirable or not, or chosen and rejected, which are then one answer
-    of each kind; chat: detect the form from the fields of each file, but not unpaired."""
+    of each kind; chat: detect the form from the fields of each file, but not unpaired. Beside conversations, chat also
+    reads files of texts, which have data.text_field and no form."""
     learn_turns: Literal["all", "last"] = "all"
     """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
     messages such as weight 0 exclude turns from both (docs/chat.md)."""

@@ -40,6 +40,7 @@ class Encoded(NamedTuple):
 
     content: bytes
     label: float | None = None
+    is_conversation: bool = False
 
 
 Row = tuple[Position, Encoded | Malformed]
@@ -73,8 +74,11 @@ class RowEncoder:
             return PREFERENCE
         if self.config.content != "chat":
             return self.config.content
+        named_fields = [field for field in map(self._field, names) if field]
+        if self.config.text_field in names and not conversation.matching_forms(named_fields):
+            return "text"
         try:
-            return conversation.detect_form([field for field in map(self._field, names) if field], where)
+            return conversation.detect_form(named_fields, where)
         except InputError as error:
             named = (column for column in self.config.column_names().values() if column)
             if missing := next((column for column in named if column not in names), ""):
@@ -122,7 +126,7 @@ class RowEncoder:
             only_last = self.config.learn_turns == "last"
             normalized = conversation.normalize_conversation(named, form, self._counter, only_last)
             label = float(conversation.read_judgement(named["label"])) if form == UNPAIRED else label
-            return Encoded(encode_utf8(normalized), label)
+            return Encoded(encode_utf8(normalized), label, is_conversation=True)
         if self.config.text_field not in row:
             description = describe_missing_column(sorted(row), self.config)
             raise NoColumn(f"without the column {self.config.text_field!r}", description)

@@ -114,7 +114,8 @@ class Document:
         name: file and position, for messages. Its text may be expensive: see `Position`.
         content: the text, UTF-8.
         key: its hash decides whether the document is held out. It is the content or the name.
-        spans: in a conversation, the ranges [begin, end) of characters that the loss counts; None for other documents.
+        spans: in a conversation, the ranges [begin, end) of characters that the loss counts, () before it is rendered;
+            None for other documents.
         side: side of a document of a pair, empty for others: `chosen`, then `rejected`; or `desirable` or
             `undesirable`, then `mismatched`.
         label: its label (`DataConfig.has_labels`); None without labels.
@@ -179,7 +180,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
                 reject(where, row, config)
                 skipped.add(row.reason, where)
                 continue
-            content, label = row
+            content, label, is_conversation = row
             if problem := _find_utf8_error(content):
                 reject(where, f"not UTF-8 ({problem} of the text)", config)
                 skipped.add("not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced", where)
@@ -187,7 +188,9 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
                     continue
                 content = content.decode(errors="replace").encode()
             if content:
-                yield Document(where, content, content, label=label)
+                if config.content == "chat" and not is_conversation:
+                    skipped.add_text(where)
+                yield Document(where, content, content, () if is_conversation else None, label=label)
             else:
                 skipped.add("empty")
     except (OSError, EOFError) as error:

@@ -108,6 +108,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             pieces = list(chain.from_iterable(pieces for pieces, _ in found))
             opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
         skipped.check_columns(config)
+        skipped.check_texts(any(piece.mask is not None for _, pieces, _ in opened for piece in pieces))
         _check_same_kind(chain.from_iterable(pieces for _, pieces, _ in opened), "data.paths")
     else:
         library = [tokenize(str(document.name), [document], tokenizer) for document in read_standard_library()]
@@ -147,6 +148,7 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenS
     """
     files = chain.from_iterable(find_corpus_files(config))
     stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED, "data.paths")
+    skipped.check_texts(stream.has_mask)
     return stream, skipped
 
 

@@ -192,7 +192,10 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
         for part in parts:
             for batch in tokenize_batches(read(part, skipped), tokenizer):
                 ends = end + np.cumsum(batch.lengths)
-                optional = (each for each in (batch.mask, batch.labels) if each is not None)
+                mask = batch.mask
+                if mask is None and "mask" in names:  # texts beside conversations
+                    mask = np.ones(batch.tokens.size, bool)
+                optional = (each for each in (mask, batch.labels) if each is not None)
                 for name, file, array in zip(names, files, (batch.tokens, ends, batch.keys, *optional), strict=True):
                     file.write(array.data)
                     digests[name].update(array.data)

@@ -261,7 +261,10 @@ def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
 
     def read(part: Part, skipped: Skipped) -> Iterator[Document]:
         documents = read_documents(part, config, skipped, sources)
-        rendered = chain.from_iterable(renderer.render(document, config, skipped) for document in documents)
+        rendered = chain.from_iterable(
+            (document,) if document.spans is None else renderer.render(document, config, skipped)
+            for document in documents
+        )
         return add_mismatched(rendered, skipped) if config.content == UNPAIRED else rendered
 
     return read
