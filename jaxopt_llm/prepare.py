@@ -106,8 +106,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
     skipped = prepared.add_skipped(records, shards)
     reasons = "; ".join(skipped.describe()) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {reasons}", markup=False)
-    for note in skipped.describe_notes():
-        console.print(note, markup=False)
+    _print_notes(skipped, config, console)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
 
@@ -140,8 +139,14 @@ def preview(config: DataConfig, count: int) -> None:
             break
     if reasons := skipped.describe():
         console.print(f"skipped: {'; '.join(reasons)}", markup=False)
+    _print_notes(skipped, config, console)
+
+
+def _print_notes(skipped: Skipped, config: DataConfig, console: Console) -> None:
     for note in skipped.describe_notes():
         console.print(note, markup=False)
+    if endless := skipped.describe_endless(config):
+        print(f"warning: {endless}", file=sys.stderr)
 
 
 def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool_], coloured: bool) -> Text:

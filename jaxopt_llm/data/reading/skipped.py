@@ -100,10 +100,8 @@ class Skipped:
         return [f"{count:,} {reason}{examples.get(reason, '')}" for reason, count in sorted(self.counts.items())]
 
     def describe_notes(self) -> list[str]:
-        """Return lines about the rows that are read: fields, ends of turns, and conversations of several documents."""
-        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
-        ends = f"chat template: no special token ends a learned turn of {rows}, so a model does not learn where to stop"
-        notes = [self.describe_unread(), f"{ends}; write one in a copy of the template" if self.endless else ""]
+        """Return lines about the rows that are read: fields, texts, and conversations of several documents."""
+        notes = [self.describe_unread()]
         if self.texts:
             have = f"{self.texts:,} row{'s have' if self.texts > 1 else ' has'}"
             notes.append(
@@ -116,6 +114,18 @@ class Skipped:
                 f"{self.parts:,} documents, each of which ends with a learned turn as it was served"
             )
         return [note for note in notes if note]
+
+    def describe_endless(self, config: DataConfig) -> str:
+        """Return a warning about learned turns without an end, which names the template; empty if there are none."""
+        if not self.endless:
+            return ""
+        name = "chat_template" if config.chat_template else "tokenizer"
+        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
+        return (
+            f"data.{name}={getattr(config, name)}: the chat template writes no special token at the end of a learned "
+            f"turn of {rows}, so a model does not learn where to stop; write one in a copy of the template, and name "
+            "the copy with --data.chat_template"
+        )
 
     def describe_unread(self) -> str:
         """Return the fields that nothing reads, with the number of rows that have them; empty if there is none."""

@@ -25,7 +25,7 @@ from jaxopt_llm.data.tokens.pieces import (
     split_held_out,
     tokenize,
 )
-from jaxopt_llm.data.tokens.prepared import open_prepared
+from jaxopt_llm.data.tokens.prepared import open_prepared, read_shard_records
 from jaxopt_llm.data.tokens.template import Reader, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
@@ -231,16 +231,20 @@ def _open_file(
     pulse.beat()
     if file.format not in FORMATS:
         with name_url(file):
-            return _open_token_file(file, tokenizer)
+            return _open_token_file(file, tokenizer, skipped)
     parts = split_into_parts(file, config)
     pieces = [tokenize(file.name, read(part, skipped), tokenizer, pulse) for part in parts]
     return pieces, _sha256(pieces)
 
 
-def _open_token_file(file: File, tokenizer: Tokenizer) -> tuple[Sequence[Piece], str]:
-    """Return the pieces of a file that is already tokenized, and a hash of its contents."""
+def _open_token_file(file: File, tokenizer: Tokenizer, skipped: Skipped) -> tuple[Sequence[Piece], str]:
+    """Return the pieces of a file that is already tokenized, and a hash of its contents.
+
+    Of what `prepare` counted, conversations whose turns have no end are counted again: a model learns from them now.
+    """
     if file.format == "prepared":
         piece, digest = open_prepared(file.name, file.path, tokenizer)
+        skipped.endless += sum(record.get("endless", 0) for record in read_shard_records(file.path))
         return [piece], digest
     if file.format == "megatron":
         pair = (file.path, file.path.with_suffix(".bin"))
