@@ -44,6 +44,7 @@ from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.reading import source
 from jaxopt_llm.data.reading.conversation import JUDGED, SIDES
 from jaxopt_llm.data.reading.files import find_corpus_files
+from jaxopt_llm.data.reading.labels import find_label_names
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.storage import PLAN, is_url
@@ -65,6 +66,8 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
         InputError: a source cannot be read, or the directory holds another prepared corpus, a damaged one or other
             files. Or the reference model cannot be used.
     """
+    if config.content not in (PREFERENCE, UNPAIRED):  # labels of pairs are margins
+        config = replace(config, label_names=find_label_names(config, "--input"))
     tokenizer = load_tokenizer(config)
     reference = _open_reference(reference_name, config, tokenizer) if reference_name else None
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
@@ -333,6 +336,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
     label = "column with the label of a row (default: none)"
     add("--label-field", default=default.label_field, metavar="NAME", help=label)
+    names = "names of the classes in the order of their numbers (default: the texts of the column, sorted)"
+    add("--label-names", nargs="+", default=(), metavar="NAME", help=names)
     columns = "columns of conversations that have other names (messages=dialog), or that are not read (images=)"
     add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"
@@ -372,7 +377,7 @@ def main() -> int:
         return 0
     if not paths or (directory is None) == (preview_count is None):
         raise InputError("give --input PATH and either --output DIR or --preview N, or give --verify DIR")
-    arguments |= {name: tuple(arguments[name]) for name in ("columns", "template_arguments")}
+    arguments |= {name: tuple(arguments[name]) for name in ("columns", "template_arguments", "label_names")}
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))

@@ -67,6 +67,10 @@ class DataConfig:
     """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the label of a row, for objectives over scores
     (docs/rewards.md): a class, counted from 0, or a number; of a pair of answers, its margin. Every row must have one.
     Empty = none."""
+    label_names: tuple[str, ...] = ()
+    """Names of the classes of training.objective=classify, in the order of their numbers, for labels that are texts.
+    Empty = those of a model.pretrained with classes (id2label), of a prepared folder or of a feature ClassLabel of
+    datasets; otherwise the texts of the column, sorted. The start of the run resolves them."""
     columns: tuple[str, ...] = ()
     """Columns of conversations that have other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a
     field of a form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
@@ -141,6 +145,8 @@ class DataConfig:
         if self.content == UNPAIRED and self.label_field:
             remedy = f"set --data.label-field '' and --data.columns label={self.label_field}"
             found.append(f"data.label_field={self.label_field}: data.content=unpaired reads the field label: {remedy}")
+        if len({*self.label_names}) < len(self.label_names):
+            found.append(f"data.label_names={' '.join(self.label_names)}: a class is named twice; name each once")
         if self.date and not _is_date(self.date):
             found.append(f"data.date={self.date}: not a date; write it as in 2026-01-31")
         weights, paths = len(self.weights), len(self.paths)

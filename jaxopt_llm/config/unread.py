@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import READ_BY_SCALING, WINDOWED, ModelConfig
 from jaxopt_llm.config.run import Config
-from jaxopt_llm.config.training import KTO
+from jaxopt_llm.config.training import CLASSIFY, KTO
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
 EVERY_FIELD = ".*"  # end of a name that stands for all fields of a section
@@ -157,6 +157,7 @@ def _rules(config: Config) -> list[Rule]:
             f"training.objective={objective}",
             objective != KTO,
         ),
+        ("data.label_names", f"training.objective={objective}", objective != CLASSIFY),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         (

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm.checkpoint.pretrained import TEACHER
+from jaxopt_llm.checkpoint.pretrained import TEACHER, find_class_names
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, TrainingConfig, fields
 from jaxopt_llm.config.data import PREFERENCE, UNPAIRED
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.training import KTO, OVER_PAIRS
+from jaxopt_llm.config.training import CLASSIFY, KTO, OVER_PAIRS
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
+from jaxopt_llm.data.reading.labels import find_label_names
 from jaxopt_llm.data.reading.storage import check_backends
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
@@ -138,6 +139,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     assert not is_open, "planning/context_exchange.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
     check_hub_commits(requested, processes)
+    requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)
     mesh, started = make_mesh(requested.mesh), read_started(Path(requested.run.directory))
     resolved, attention = resolve_attention(
@@ -174,6 +176,27 @@ def check_hub_commits(config: Config, processes: Processes) -> None:
         if hub.is_hub_id(name):
             commit = hub.find_folder(name, f"{setting}=", pulse=processes.main).name
             processes.check_same(setting, commit, f"name a commit: {hub.repository(name)}@{commit}")
+
+
+def resolve_label_names(config: Config, pulse: Pulse = UNWATCHED) -> Config:
+    """Return the configuration with `data.label_names`, if the labels of classes have names.
+
+    Raises:
+        InputError: the data have other names than the model or each other, or another number of classes.
+    """
+    data, scores = config.data, config.model.scores
+    if config.training.objective != CLASSIFY or scores == 1 or not data.label_field:
+        return config
+    names = data.label_names or find_class_names(config)
+    names = find_label_names(replace(data, label_names=names), pulse=pulse)
+    if names and len(names) != scores:
+        classes = f"{len(names)} classes ({', '.join(names)})"
+        raise InputError(
+            f"data.label_field={data.label_field}: the data have {classes}, and model.scores={scores}; set "
+            f"--model.scores {len(names)}"
+        )
+    named: Config = fields.replace_fields(config, {"data.label_names": names})
+    return named
 
 
 def resolve_length(config: Config, rows: int) -> Config:

@@ -140,13 +140,16 @@ class RowEncoder:
         """
         if not (field := self.config.label_field):
             return None
-        value = row.get(field)
-        if isinstance(value, str):  # of a CSV file
-            try:
-                value = float(value)
-            except ValueError:
-                hint = "number the classes from 0" if value else "it is empty"
-                raise Malformed(f"with a label that is not a number in column {field!r}", hint) from None
+        value, names = row.get(field), self.config.label_names
+        if isinstance(value, str):  # the name of a class, or a number of a CSV file
+            number = names.index(value) if value in names else parse_label(value)
+            if number is None and names and value:
+                remedy = f"it is {value!r}; the classes are {', '.join(names)}"
+                raise Malformed(f"with a label in column {field!r} that is none of the classes", remedy)
+            if number is None:
+                hint = "name the classes with --data.label-names" if value else "it is empty"
+                raise Malformed(f"with a label that is not a number in column {field!r}", hint)
+            value = number
         if value is None:
             remedy = "another column can be named with --data.label-field"
             raise Malformed(f"without a label in column {field!r}", remedy)
@@ -163,6 +166,14 @@ class RowEncoder:
     def _field(self, column: str) -> str | None:
         """Return the field that a column holds, or None if data.columns says that it is not read."""
         return self._fields.get(column, column)
+
+
+def parse_label(text: str) -> float | None:
+    """Return the number that a text is; None if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def encode_utf8(text: str) -> bytes:

@@ -89,7 +89,7 @@ def _find_safe_start(source: BinaryIO, at: int, separator: bytes) -> int:
 
 
 PART_BYTES = 2**22  # size of the parts of a file that can be divided
-_READERS = {
+READERS = {
     "text": read_text_rows,
     "jsonl": read_json_rows,
     "json": read_json_rows,
@@ -97,7 +97,7 @@ _READERS = {
     "parquet": read_parquet_rows,
     "arrow": read_arrow_rows,
 }
-FORMATS = tuple(_READERS)  # of files whose documents are not yet tokenized
+FORMATS = tuple(READERS)  # of files whose documents are not yet tokenized
 
 # Installed packages, tests, and pydoc's help text, a generated file that would dominate a held-out split.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
@@ -175,7 +175,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
         needed = f"data.label_field={config.label_field} requires JSONL, JSON, CSV, Parquet or Arrow files"
         raise InputError(f"{part.file}: {needed}; convert the file")
     try:
-        for where, row in _READERS[part.file.format](part, RowEncoder(config, skipped, template)):
+        for where, row in READERS[part.file.format](part, RowEncoder(config, skipped, template)):
             if isinstance(row, Malformed):
                 reject(where, row, config)
                 skipped.add(row.reason, where)

@@ -97,6 +97,8 @@ def make_plan(
     }
     if config.label_field:
         plan["label_field"] = config.label_field
+    if config.label_names:
+        plan["label_names"] = list(config.label_names)
     if config.columns:
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
