@@ -1,6 +1,5 @@
 """Rows with judged answers: TRL's shapes, labels, and the answers to other prompts beside them."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import templates
 from chats import CHATML, write_tokenizer
-from commands import command
 from corpora import documents_of, prepare
 from test_conversation import write
 
@@ -21,6 +19,7 @@ from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+from jaxopt_llm.prepare import preview
 
 Row = dict[str, Any]
 
@@ -179,14 +178,13 @@ def test_pairs_of_another_kind_do_not_mix(config: DataConfig, tmp_path: Path) ->
         read(config, path, preference)
 
 
-def test_the_preview_names_the_kinds(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "tokenizer", CHATML)
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[1:]))
-    shown = command("prepare", "--input", path, "--content", "unpaired", "--tokenizer", folder, "--preview", 3)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    documents = shown.stdout.split("--- ")[1:]
+def test_the_preview_names_the_kinds(config: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS[1:])
+    preview(replace(config, paths=(str(path),)), 3)
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    documents = shown.out.split("--- ")[1:]
     kinds = [each.split(":")[0].partition(", ")[2] for each in documents]
     assert kinds[:4] == ["line 1, undesirable", "line 1, mismatched", "line 2, undesirable", "line 2, mismatched"]
     assert kinds[4:] == ["line 3, desirable", "line 3, mismatched"]
-    assert all(f"⟦{answer}<|im_end|>⟧" in each for answer, each in zip("bccbdc", documents, strict=True))
+    assert all(f"⟦{answer}<|im_end|>" in each for answer, each in zip("bccbdc", documents, strict=True))
