@@ -84,7 +84,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.rows.loader import read_in_order
 from jaxopt_llm.data.rows.packing import PackedRows
-from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus, open_validation_sets
+from jaxopt_llm.data.tokens.corpus import HELD, open_all_documents, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution import scan
@@ -153,7 +153,7 @@ def main() -> int:
         rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
         if rows.pairs:
             raise InputError(
-                f"{name} holds pairs of a chosen and a rejected answer, which have no loss per token: the held-out "
+                f"{name} holds {HELD[rows.pairs]}, which have no loss per token: the held-out "
                 "losses of the run are in its metrics.jsonl; name other documents with --data.paths FILE "
                 "--data.content text"
             )

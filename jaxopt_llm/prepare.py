@@ -10,7 +10,7 @@ Tokenise a corpus once, on all cores, into files that training reads with --data
 run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus completely and
 prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
 it writes no files. --reference also computes the log-probability of each answer by a model, with which
-training.objective dpo, ipo and hinge compare.
+training.objective dpo, ipo, hinge and kto compare.
 """
 
 import argparse
@@ -37,13 +37,14 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import Content
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Content
 from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.core.files import lock_directory
 from jaxopt_llm.data.reading import source
-from jaxopt_llm.data.reading.conversation import SIDES
+from jaxopt_llm.data.reading.conversation import JUDGED, SIDES
 from jaxopt_llm.data.reading.files import find_corpus_files
+from jaxopt_llm.data.reading.labels import find_label_names
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.storage import PLAN, is_url
@@ -65,6 +66,8 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
         InputError: a source cannot be read, or the directory holds another prepared corpus, a damaged one or other
             files. Or the reference model cannot be used.
     """
+    if config.content not in (PREFERENCE, UNPAIRED):  # labels of pairs are margins
+        config = replace(config, label_names=find_label_names(config, "--input"))
     tokenizer = load_tokenizer(config)
     reference = _open_reference(reference_name, config, tokenizer) if reference_name else None
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
@@ -90,11 +93,12 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
             prepared.check_sizes(directory)
             console.print(f"{directory} is already finished", markup=False)
         else:
-            names = prepared.list_arrays(config.content != "text", bool(config.label_field))
+            names = prepared.list_arrays(config.content != "text", config.has_labels)
             merger = prepared.ShardMerger(directory, plan["dtype"], names)
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
             skipped.check_columns(config)
+            skipped.check_texts(skipped.texts < sum(record["documents"] for record in merger.shards))
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
@@ -105,8 +109,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
     skipped = prepared.add_skipped(records, shards)
     reasons = "; ".join(skipped.describe()) or "nothing"
     console.print(f"{documents:,} documents, {tokens:,} tokens in {directory}; skipped: {reasons}", markup=False)
-    for note in skipped.describe_notes():
-        console.print(note, markup=False)
+    _print_notes(skipped, config, console)
     console.print(f"train on it with --data.paths {directory} --data.tokenizer {config.tokenizer}", markup=False)
 
 
@@ -130,17 +133,23 @@ def preview(config: DataConfig, count: int) -> None:
     shown = 0
     for document in documents:
         ((ids, starts),) = tokenizer.encode_with_offsets([document.content])
-        learned = in_spans(starts, document.spans or ())
+        learned = np.ones(ids.size, bool) if document.spans is None else in_spans(starts, document.spans)
         name = f"{document.name}, {document.side}" if document.side else document.name
         console.print(f"--- {name}: {ids.size:,} tokens, {learned.sum():,} learned", markup=False)
         console.print(_mark_learned(document.content.decode(), starts, learned, console.color_system is not None))
-        shown += document.side != SIDES[0]  # a pair counts once
+        shown += document.side not in (SIDES[0], *JUDGED)  # a pair counts once
         if shown == count:
             break
     if reasons := skipped.describe():
         console.print(f"skipped: {'; '.join(reasons)}", markup=False)
+    _print_notes(skipped, config, console)
+
+
+def _print_notes(skipped: Skipped, config: DataConfig, console: Console) -> None:
     for note in skipped.describe_notes():
         console.print(note, markup=False)
+    if endless := skipped.describe_endless(config):
+        print(f"warning: {endless}", file=sys.stderr)
 
 
 def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool_], coloured: bool) -> Text:
@@ -317,6 +326,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--separator", default=default.separator, metavar="TEXT", help=separator)
     content = "content of a row; chat: conversations, in the format that their fields show (default: text)"
     add("--content", default=default.content, choices=contents, help=content)
+    turns = "turns of the assistant that are learned in a conversation (default: all)"
+    add("--learn-turns", default=default.learn_turns, choices=("all", "last"), help=turns)
     template = "file with a Jinja chat template, or name of one of the tokenizer's (default: the tokenizer's)"
     add("--chat-template", default=default.chat_template, metavar="FILE", help=template)
     variables = "variables of the chat template, with values in JSON or as text: enable_thinking=false"
@@ -325,11 +336,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--text-field", default=default.text_field, metavar="NAME", help="column with the text (default: text)")
     label = "column with the label of a row (default: none)"
     add("--label-field", default=default.label_field, metavar="NAME", help=label)
+    names = "names of the classes in the order of their numbers (default: the texts of the column, sorted)"
+    add("--label-names", nargs="+", default=(), metavar="NAME", help=names)
     columns = "columns of conversations that have other names (messages=dialog), or that are not read (images=)"
     add("--columns", default=default.columns, nargs="+", metavar="FIELD=COLUMN", help=columns)
     malformed = "action for text that is not UTF-8 or is cut off (default: error)"
     add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
-    reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo and hinge compare"
+    reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo, hinge and kto compare"
     add("--reference", default="", metavar="MODEL", help=reference)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
     return parser
@@ -364,12 +377,13 @@ def main() -> int:
         return 0
     if not paths or (directory is None) == (preview_count is None):
         raise InputError("give --input PATH and either --output DIR or --preview N, or give --verify DIR")
-    arguments |= {name: tuple(arguments[name]) for name in ("columns", "template_arguments")}
+    arguments |= {name: tuple(arguments[name]) for name in ("columns", "template_arguments", "label_names")}
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
-    if reference and (config.content != "preference" or preview_count is not None):
-        raise InputError(f"--reference {reference}: it scores answers: add --content preference, and no --preview")
+    if reference and (config.content not in (PREFERENCE, UNPAIRED) or preview_count is not None):
+        kinds = f"{PREFERENCE} or {UNPAIRED}"
+        raise InputError(f"--reference {reference}: it scores answers: add --content {kinds}, and no --preview")
     if preview_count is None:
         prepare(config, directory, workers, reference)
     elif config.content == "text" or preview_count < 1:

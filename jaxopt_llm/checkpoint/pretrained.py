@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface import text_part
 from jaxopt_llm.checkpoint.huggingface.codecs import PRETRAINED_FIELDS
-from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.family import Family, read_label_names
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
@@ -67,6 +68,17 @@ def _train_scores(config: Config) -> Config:
     if not (config.model.scores and selects) or tree.first_match(SCORES, trainable):
         return config
     return fields.replace_fields(config, {"training.trainable": (*trainable, SCORES)})
+
+
+def find_class_names(config: Config) -> tuple[str, ...]:
+    """Return the names of the classes of `model.pretrained`; empty if it has none, or not as many as the model."""
+    if not (name := config.model.pretrained):
+        return ()
+    path, scores = hub.find_folder(name, "model.pretrained=", weights=False), config.model.scores
+    if not is_run_directory(path):
+        return read_label_names(text_part.read_text(huggingface.read_settings(path)), scores)
+    stored = cli.load_run_config(path, "model.pretrained=")
+    return stored.data.label_names if stored.model.scores == scores else ()
 
 
 def check_predicts_tokens(model: ModelConfig, name: str) -> None:

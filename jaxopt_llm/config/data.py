@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from jaxopt_llm.config.metadata import NON_NEGATIVE, Bounds, find_out_of_range, setting
 from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
-Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference", "unpaired"]
+PREFERENCE: Final = "preference"
+UNPAIRED: Final = "unpaired"
+# Kinds of pairs of documents. preference: a chosen document, then the rejected one. unpaired: a document with a judged
+# answer, then its prompt with the answer to another prompt.
+Pairs = Literal["", "preference", "unpaired"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
 # What a run directory keeps of the files that these settings name.
 TOKENIZER_FOLDER = "tokenizer"
@@ -30,6 +35,7 @@ FORMS: dict[str, frozenset[str]] = {
     "sharegpt": frozenset({"conversations"}),
     "alpaca": frozenset({"instruction", "output"}),
     "preference": frozenset({"chosen", "rejected"}),
+    "unpaired": frozenset({"prompt", "completion", "label"}),
 }
 _OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
 _OPTIONAL_IN_FORM = {"alpaca": frozenset({"input", "history"}), "preference": frozenset({"prompt"})}
@@ -61,6 +67,10 @@ class DataConfig:
     """Column of JSONL, JSON, CSV, Parquet and Arrow files that holds the label of a row, for objectives over scores
     (docs/rewards.md): a class, counted from 0, or a number; of a pair of answers, its margin. Every row must have one.
     Empty = none."""
+    label_names: tuple[str, ...] = ()
+    """Names of the classes of training.objective=classify, in the order of their numbers, for labels that are texts.
+    Empty = those of a model.pretrained with classes (id2label), of a prepared folder or of a feature ClassLabel of
+    datasets; otherwise the texts of the column, sorted. The start of the run resolves them."""
     columns: tuple[str, ...] = ()
     """Columns of conversations that have other names, as FIELD=COLUMN: messages=dialog tools=functions. FIELD is a
     field of a form of data.content. NAME= leaves the column NAME unread, whatever it holds."""
@@ -68,8 +78,13 @@ class DataConfig:
     """Content of a row of a JSONL, JSON, CSV, Parquet or Arrow file: text, or a conversation. The chat template renders
     a conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content;
     pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
-    alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; chat: detect
-    the form from the fields of each file."""
+    alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; unpaired:
+    prompt, completion and label, an answer that is desirable or not, or chosen and rejected, which are then one answer
+    of each kind; chat: detect the form from the fields of each file, but not unpaired. Beside conversations, chat also
+    reads files of texts, which have data.text_field and no form."""
+    learn_turns: Literal["all", "last"] = "all"
+    """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
+    messages such as weight 0 exclude turns from both (docs/chat.md)."""
     chat_template: str = ""
     """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
     tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
@@ -105,6 +120,11 @@ class DataConfig:
         """Use of the byte tokenizer. `resolve_pretrained` replaces `auto` if there is a pretrained model."""
         return self.tokenizer in ("auto", "bytes")
 
+    @property
+    def has_labels(self) -> bool:
+        """True if each document gets a label."""
+        return bool(self.label_field) or self.content == UNPAIRED
+
     def column_names(self) -> dict[str, str]:
         """Return the column of each field that data.columns names; empty for a column that is not read."""
         return dict((name, column) for name, _, column in (text.partition("=") for text in self.columns))
@@ -115,8 +135,16 @@ class DataConfig:
             names = "data.chat_template, data.template_arguments and data.date"
             found.append(f"{names} apply only to conversations: also set data.content=chat")
         found += find_argument_problems("data.template_arguments", self.template_arguments)
+        if self.content == "text" and self.learn_turns != "all":
+            remedy = "also set data.content=chat"
+            found.append(f"data.learn_turns={self.learn_turns} applies only to conversations: {remedy}")
         if self.content != "text" and not self.paths:
             found.append(f"data.content={self.content}: there are no files to read; name them with data.paths")
+        if self.content == UNPAIRED and self.label_field:
+            remedy = f"set --data.label-field '' and --data.columns label={self.label_field}"
+            found.append(f"data.label_field={self.label_field}: data.content=unpaired reads the field label: {remedy}")
+        if len({*self.label_names}) < len(self.label_names):
+            found.append(f"data.label_names={' '.join(self.label_names)}: a class is named twice; name each once")
         if self.date and not _is_date(self.date):
             found.append(f"data.date={self.date}: not a date; write it as in 2026-01-31")
         weights, paths = len(self.weights), len(self.paths)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal, get_args
 
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, find_out_of_range, setting
 
 Unroll = Literal["auto", "all", "none"]
@@ -22,11 +23,11 @@ def choose_accumulation(rows: int, most: int, least: int) -> int:
     return next((count for count in counts if rows % count == 0 and rows // count <= most), rows)
 
 
-NEXT_TOKEN, DISTILL, CLASSIFY = "next_token", "distill", "classify"
-Objective = Literal["next_token", "distill", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "reward", "classify"]
-WITH_REFERENCE = ("dpo", "ipo", "hinge")
+NEXT_TOKEN, DISTILL, CLASSIFY, KTO = "next_token", "distill", "classify", "kto"
+Objective = Literal["next_token", "distill", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "kto", "reward", "classify"]
+WITH_REFERENCE = ("dpo", "ipo", "hinge", KTO)
 OF_SCORES = ("reward", CLASSIFY)  # they read the scores of documents (model.scores)
-OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, DISTILL, CLASSIFY))
+OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, DISTILL, CLASSIFY, KTO))
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class TrainingConfig:
     objective: Objective = setting("next_token")
     """What is learned. next_token: the next token of each document. distill: the probabilities of another model,
     distillation.teacher, for each next token (docs/distillation.md). classify: the label of each document
-    (data.label_field), by its scores (model.scores, docs/rewards.md). The others prefer the chosen answer of a pair to
-    the rejected one, and read data.content=preference (docs/preferences.md). dpo (Rafailov et al. 2023), ipo (Azar et
+    (data.label_field), by its scores (model.scores, docs/rewards.md). kto (Ethayarajh et al. 2024): answers that are
+    judged one by one, data.content=unpaired (docs/preferences.md). The others prefer the chosen answer of a pair to the
+    rejected one, and read data.content=preference. dpo (Rafailov et al. 2023), ipo (Azar et
     al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with a reference: the model of prepare --reference, or the
     model without its adapters; cpo (Xu et al. 2024), simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need none;
     reward gives the chosen answer a larger score (Bradley-Terry; docs/rewards.md)."""
@@ -121,9 +123,9 @@ class TrainingConfig:
         return MIN_LOSS_CHUNK if isinstance(self.loss_chunk, str) else self.loss_chunk
 
     @property
-    def compares(self) -> bool:
-        """True if the objective compares the answers of a pair."""
-        return self.objective in OVER_PAIRS
+    def pairs(self) -> Pairs:
+        """Kind of the pairs of documents that the objective reads; empty for single documents."""
+        return UNPAIRED if self.objective == KTO else PREFERENCE if self.objective in OVER_PAIRS else ""
 
     @property
     def reads_scores(self) -> bool:
@@ -330,6 +332,11 @@ class PreferenceConfig:
     center_weight: float = setting(0.0, bounds=NON_NEGATIVE)
     """reward: weight of the square of the sum of the two scores of a pair, so that scores stay near 0 (Eisenstein et
     al. 2023; TRL: center_rewards_coefficient)."""
+    desirable_weight: float = setting(1.0, bounds=POSITIVE)
+    """kto: weight of the losses of desirable answers (TRL: desirable_weight). The authors choose the two weights so
+    that those of all desirable answers sum to 1 to 1.33 times those of all undesirable ones, or to as much less."""
+    undesirable_weight: float = setting(1.0, bounds=POSITIVE)
+    """kto: weight of the losses of undesirable answers (TRL: undesirable_weight)."""
 
     def problems(self) -> list[str]:
         """List the errors in these settings."""

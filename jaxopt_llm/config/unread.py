@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import READ_BY_SCALING, WINDOWED, ModelConfig
 from jaxopt_llm.config.run import Config
+from jaxopt_llm.config.training import CLASSIFY, KTO
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
 EVERY_FIELD = ".*"  # end of a name that stands for all fields of a section
@@ -138,7 +139,7 @@ def _rules(config: Config) -> list[Rule]:
             config.training.local_steps == 1,
         ),
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
-        ("preference.*", f"training.objective={objective}", not config.training.compares),
+        ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
@@ -148,7 +149,14 @@ def _rules(config: Config) -> list[Rule]:
             objective == "reward",
         ),
         ("preference.margin", f"data.label_field={config.data.label_field}", bool(config.data.label_field)),
-        ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge")),
+        ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge", KTO)),
+        ("preference.nll_weight", f"training.objective={objective}", objective == KTO),
+        (
+            "preference.desirable_weight preference.undesirable_weight",
+            f"training.objective={objective}",
+            objective != KTO,
+        ),
+        ("data.label_names", f"training.objective={objective}", objective != CLASSIFY),
         ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
         ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
         ("schedule.warmup_kind schedule.initial_share", "schedule.warmup_steps=0", not schedule.warmup_steps),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.family import describe_label_names
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, Origin, collect_leaves
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
@@ -415,6 +416,8 @@ def find_origin(directory: Path, config: Config, step: int, title: str, notes: I
     """
     source, text = pretrained.find_source_folder(config), card.describe_run(directory, config, step, title, notes)
     origin = describe_training(config.data, source, lambda folder: card.write(folder, text))
+    if names := config.data.label_names:
+        origin = replace(origin, settings={**origin.settings, **describe_label_names(names)})
     if source is None and config.model.positions == "rotary":
         length = config.training.sequence_length
         origin = replace(origin, settings={**origin.settings, "max_position_embeddings": length})

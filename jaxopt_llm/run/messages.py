@@ -90,6 +90,9 @@ def list_warnings(setup: Setup) -> Iterator[str]:
     """Yield a line for each setting that is allowed but has no effect or is probably a mistake."""
     config = setup.config
     yield from describe_unread(config)
+    for skipped in (setup.data.corpus.skipped, *(each.skipped for each in setup.data.sets)):
+        if endless := skipped.describe_endless(config.data):
+            yield endless
     if setup.program.attention.warning:
         yield setup.program.attention.warning
     tokenizer, vocabulary = setup.data.tokenizer.vocabulary_size, config.model.vocabulary_size

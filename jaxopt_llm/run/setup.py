@@ -7,19 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxopt_llm.checkpoint.pretrained import TEACHER
+from jaxopt_llm.checkpoint.pretrained import TEACHER, find_class_names
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config import Config, TrainingConfig, fields
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.training import OVER_PAIRS
+from jaxopt_llm.config.training import CLASSIFY, KTO, OVER_PAIRS
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
+from jaxopt_llm.data.reading.labels import find_label_names
 from jaxopt_llm.data.reading.storage import check_backends
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
-from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
+from jaxopt_llm.data.tokens.corpus import HELD, Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import ReferenceScores, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -137,6 +139,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
     check_hub_commits(requested, processes)
+    requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)
     mesh, started = make_mesh(requested.mesh), read_started(Path(requested.run.directory))
     resolved, attention = resolve_attention(
@@ -173,6 +176,27 @@ def check_hub_commits(config: Config, processes: Processes) -> None:
         if hub.is_hub_id(name):
             commit = hub.find_folder(name, f"{setting}=", pulse=processes.main).name
             processes.check_same(setting, commit, f"name a commit: {hub.repository(name)}@{commit}")
+
+
+def resolve_label_names(config: Config, pulse: Pulse = UNWATCHED) -> Config:
+    """Return the configuration with `data.label_names`, if the labels of classes have names.
+
+    Raises:
+        InputError: the data have other names than the model or each other, or another number of classes.
+    """
+    data, scores = config.data, config.model.scores
+    if config.training.objective != CLASSIFY or scores == 1 or not data.label_field:
+        return config
+    names = data.label_names or find_class_names(config)
+    names = find_label_names(replace(data, label_names=names), pulse=pulse)
+    if names and len(names) != scores:
+        classes = f"{len(names)} classes ({', '.join(names)})"
+        raise InputError(
+            f"data.label_field={data.label_field}: the data have {classes}, and model.scores={scores}; set "
+            f"--model.scores {len(names)}"
+        )
+    named: Config = fields.replace_fields(config, {"data.label_names": names})
+    return named
 
 
 def resolve_length(config: Config, rows: int) -> Config:
@@ -227,16 +251,8 @@ def open_documents(config: Config, processes: Processes) -> Documents:
 def _check_objective(config: Config, rows: PackedRows) -> None:
     """Raise InputError unless rows hold pairs of answers and labels if the objective needs them, and only then."""
     training, stream, scores = config.training, rows.stream, config.model.scores
-    if rows.pairs and not training.compares:
-        choices = ", ".join(OVER_PAIRS)
-        raise InputError(
-            f"{rows.name} holds pairs of a chosen and a rejected answer: set --training.objective to one of {choices}"
-        )
-    if training.compares and not rows.pairs:
-        raise InputError(
-            f"training.objective={training.objective} compares a chosen with a rejected answer, and {rows.name} holds "
-            "no such pairs: name rows with chosen and rejected, and set --data.content preference"
-        )
+    if rows.pairs != training.pairs:
+        raise InputError(_describe_other_pairs(training, rows))
     if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
         if training.objective == "classify" and scores > 1:
             _check_classes(rows, scores)
@@ -247,6 +263,20 @@ def _check_objective(config: Config, rows: PackedRows) -> None:
         f"data.label_field={config.data.label_field}: {rows.name} has no labels; prepare it with --label-field, or "
         "leave data.label_field out"
     )
+
+
+def _describe_other_pairs(training: TrainingConfig, rows: PackedRows) -> str:
+    """Return an error about an objective that reads pairs of another kind than rows hold."""
+    name = f"training.objective={training.objective}"
+    if not training.pairs:
+        choices = {PREFERENCE: f"one of {', '.join(OVER_PAIRS)}", UNPAIRED: KTO}[rows.pairs]
+        return f"{rows.name} holds {HELD[rows.pairs]}: set --training.objective to {choices}"
+    reads, fields = {
+        PREFERENCE: ("compares a chosen with a rejected answer", "chosen and rejected"),
+        UNPAIRED: ("reads answers that are judged one by one", "prompt, completion and label, or chosen and rejected"),
+    }[training.pairs]
+    held = f"holds {HELD[rows.pairs]}" if rows.pairs else "holds none"
+    return f"{name} {reads}, and {rows.name} {held}: name rows with {fields}, and set --data.content {training.pairs}"
 
 
 def _check_classes(rows: PackedRows, classes: int) -> None:

@@ -23,6 +23,8 @@ from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.compiler.chips import Chip, chip_of
 from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config.data import UNPAIRED
+from jaxopt_llm.config.training import KTO
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
@@ -40,6 +42,7 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.objectives.distillation import Distillation
+from jaxopt_llm.model.objectives.judged import Judged
 from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.model.self_attention import count_segments, describe_call
@@ -335,7 +338,7 @@ def make_program(
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
     reads_reference = training.has_reference and (has_reference or not config.runs_reference)
     reference = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if reads_reference else None
-    has_labels = training.reads_scores and bool(config.data.label_field)
+    has_labels = training.pairs == UNPAIRED or (training.reads_scores and bool(config.data.label_field))
     labels = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if has_labels else None
     parts = ModelParts(
         trained=trainable,
@@ -445,7 +448,9 @@ def _make_objective(config: Config, teacher: Teacher | None) -> Objective:
         return Reward(config.preference)
     if name == "classify":
         return Classify(config.model.scores)
-    return Preference(name, config.preference) if config.training.compares else NextToken()
+    if name == KTO:
+        return Judged(config.preference)
+    return Preference(name, config.preference) if config.training.pairs else NextToken()
 
 
 def utilisation_per_token(config: Config, program: Program, placement: Placement) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""Objectives over pairs on every mesh: losses, gradients and log-probabilities are those of one device."""
+"""Objectives over pairs on every mesh: losses, gradients and log-probabilities are those of one device.
+
+The divergence of kto is over all devices of a microbatch, also those of other gradient groups.
+"""
 
 import functools
 from dataclasses import replace
@@ -15,8 +18,11 @@ from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import PipelineConfig, PreferenceConfig, RematConfig
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.objectives import Objective
+from jaxopt_llm.model.objectives.judged import REPORTED, Judged
 from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.parallel.zero import parameter_sharding
 
@@ -29,6 +35,17 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int], PipelineConfig]] = 
     "data, context": (3, {"context_exchange": "ring"}, {"data": 2, "context": 2}, EVEN),
     "stages": (1, {}, {"pipeline": 2, "fsdp": 2, "tensor": 2}, STORED),
 }
+OBJECTIVES: dict[str, Objective] = {"dpo": Preference("dpo", SETTINGS), "kto": Judged(PreferenceConfig(beta=0.3))}
+KTO_MESHES = {"groups": (0, {}, {"data": 2, "context": 2}, EVEN), "stages": (1, {}, {"pipeline": 2, "fsdp": 2}, STORED)}
+
+
+def make_batch(objective: str) -> Batch:
+    """Return two microbatches of pairs. Those of kto have labels, and a reference below most models."""
+    batch = toy.pairs(ROWS, LENGTH)
+    if objective == "kto":
+        labels = ((batch.segment_ids + 1) // 2 % 3 == 1).astype(np.float32)
+        batch = replace(batch, labels=labels, reference=batch.reference - 6)
+    return toy.microbatches(batch, 2)
 
 
 def place(
@@ -36,19 +53,20 @@ def place(
     sharding: dict[str, Any] | None = None,
     axes: dict[str, int] | None = None,
     pipelined: PipelineConfig = EVEN,
+    objective: str = "dpo",
 ) -> tuple[Any, Any, Any, Params, Any]:
     """Return the model, its executor, the placement, the parameters and two microbatches."""
     axes = axes or {}
     placement = toy.placement(zero, **axes)
     placement = replace(placement, sharding=replace(placement.sharding, **(sharding or {})))
-    model = Decoder(MODEL, loss_chunk=7, objective=Preference("dpo", SETTINGS))
+    model = Decoder(MODEL, loss_chunk=7, objective=OBJECTIVES[objective])
     stages, remat = axes.get("pipeline", 1), RematConfig("full")
     if stages > 1:
         model = stack_by_stage(model, stages, pipelined)
     executor = pipeline.make_executor(remat, pipelined) if stages > 1 else scan.make_executor(remat)
     params = toy.on_stages(model.specs, toy.params(Decoder(MODEL).specs))
     params = jax.device_put(params, parameter_sharding(model.specs, placement))
-    batch = toy.microbatches(toy.pairs(ROWS, LENGTH), 2)
+    batch = make_batch(objective)
     return (
         model,
         executor,
@@ -58,8 +76,8 @@ def place(
     )
 
 
-def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
-    model, executor, placement, params, batch = place(*arguments)
+def compute(*arguments: Any, objective: str = "dpo") -> tuple[np.ndarray, np.ndarray, int, Params]:
+    model, executor, placement, params, batch = place(*arguments, objective=objective)
     frozen = jax.tree.map(lambda spec: None, model.specs)
 
     def run(params: Params, batch: Any) -> Any:
@@ -92,6 +110,15 @@ def test_a_mesh_changes_nothing(mesh: str) -> None:
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     counts = np.asarray(toy.microbatches(toy.pairs(ROWS, LENGTH), 2).loss_mask)
     np.testing.assert_allclose(found[counts], expected[counts], rtol=2e-5)
+    assert_equal(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("mesh", KTO_MESHES)
+def test_the_divergence_is_that_of_all_devices(mesh: str) -> None:
+    loss, _, count, gradients = compute(*KTO_MESHES[mesh], objective="kto")
+    expected_loss, _, pairs, expected_gradients = one_device(objective="kto")
+    assert count == pairs and expected_loss[REPORTED.index("kl")] > pairs
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert_equal(gradients, expected_gradients)
 
 

@@ -52,6 +52,21 @@ def test_a_run_prefers_the_chosen_answers_and_resumes_to_the_bit(tmp_path: Path,
     assert_one_line(refused.stderr, "holds pairs of a chosen and a rejected answer, which have no loss per token")
 
 
+def test_a_run_learns_from_judged_answers(tmp_path: Path, data: tuple[object, ...]) -> None:
+    """Also from pairs, of which each gives two; the held-out ones are measured in the same way."""
+    judged = ("--training.objective", "kto", "--data.content", "unpaired", "--training.steps", 6)
+    done = command(*run(tmp_path / "run", *data, *judged, "--evaluation.every", 3))
+    assert done.returncode == 0, done.stderr
+    assert "evaluate" not in done.stdout and "generate" in done.stdout
+    records = metrics(tmp_path / "run")
+    assert records[0]["loss"] == pytest.approx(0.5, abs=1e-6) and records[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert records[-1]["eval_rewards/margin"] > 0.1 and records[-1]["eval_loss"] < records[2]["eval_loss"] < 0.5
+    assert records[-1]["eval_kl"] >= 0 and records[-1]["rewards/chosen"] > records[-1]["rewards/rejected"]
+    refused = command("evaluate", "--checkpoint", tmp_path / "run")
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "holds answers that are judged one by one, which have no loss per token")
+
+
 def test_data_that_do_not_fit_the_objective_are_refused(tmp_path: Path, data: tuple[object, ...]) -> None:
     done = command(*run(tmp_path / "a", *data, "--training.objective", "next_token"))
     assert done.returncode == 2 and not (tmp_path / "a").exists()
@@ -61,6 +76,10 @@ def test_data_that_do_not_fit_the_objective_are_refused(tmp_path: Path, data: tu
     done = command(*run(tmp_path / "b", *data, *texts))
     assert done.returncode == 2 and not (tmp_path / "b").exists()
     assert_one_line(done.stderr, "training.objective=dpo compares", "set --data.content preference")
+    done = command(*run(tmp_path / "c", *data, "--training.objective", "kto"))
+    assert done.returncode == 2 and not (tmp_path / "c").exists()
+    held = "holds pairs of a chosen and a rejected answer"
+    assert_one_line(done.stderr, "training.objective=kto reads answers that are judged", held, "content unpaired")
 
 
 @pytest.mark.slow

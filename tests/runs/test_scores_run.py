@@ -57,6 +57,30 @@ def test_a_run_learns_classes_from_files_and_from_prepared_ones(tmp_path: Path, 
     assert_one_line(damaged.stderr, "of labels.bin, shard 0")
 
 
+def test_names_of_classes_go_into_the_folder_and_come_from_it(tmp_path: Path, texts: Path) -> None:
+    """The run of an exported folder has its names, in its order, also where they are not sorted."""
+    words = ("good", "fine", "bad")
+    named = [{**row, "label": words[2 - row["label"]]} for row in map(json.loads, texts.read_text().splitlines())]
+    path, steps = write_rows(tmp_path / "named.jsonl", named), ("--training.steps", 1, "--evaluation.every", 0)
+    ordered = ("--data.label-names", *words)
+    refused = command(*run(tmp_path / "run", "--data.paths", path, *CLASSES[:2], "--model.scores", 2, *ordered, *steps))
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "have 3 classes (good, fine, bad), and model.scores=2; set --model.scores 3")
+    done = command(*run(tmp_path / "run", "--data.paths", path, *CLASSES, *ordered, *steps))
+    assert done.returncode == 0, done.stderr
+    done = command("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "folder")
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert written["id2label"] == dict(zip("012", words, strict=True))
+    assert written["label2id"] == {"good": 0, "fine": 1, "bad": 2}
+    begun = ("train", "--config", "finetune_full.py", "--run.directory", tmp_path / "again", "--data.paths", path)
+    begun += ("--model.pretrained", tmp_path / "folder", "--data.content", "text", *CLASSES[:2], *steps)
+    begun += ("--data.label-field", "label", "--training.sequence-length", 64, "--training.batch-size", 4)
+    done = command(*begun, "--training.epochs", 0, "--training.accumulation", 1, "--evaluation.samples", 0)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["data"]["label_names"] == list(words)
+
+
 def test_margins_of_pairs_are_labels(tmp_path: Path) -> None:
     rows = [{"prompt": f"count to {n % 7}", "chosen": "1 2 3", "rejected": "no", "margin": 2.0} for n in range(60)]
     tokenizer = write_tokenizer(tmp_path / "tokenizer")

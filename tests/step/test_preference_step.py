@@ -71,6 +71,8 @@ def train(steps: int, scored: bool = False, **settings: Any) -> list[dict[str, f
     state = initialize_state(program.specs, program.optimizers, 0, placement)
     frozen = jax.tree.map(np.asarray, state.frozen)
     batch = replace(toy.microbatches(toy.pairs(ROWS, LENGTH), 2), reference=None)
+    if settings.get("training.objective") == "kto":
+        batch = replace(batch, labels=((batch.segment_ids + 1) // 2 % 3 == 1).astype(np.float32))
     if scored:
         batch = replace(batch, reference=score(batch))
     batch = jax.device_put(batch, program.batch_sharding)
@@ -88,9 +90,9 @@ def find_log_probabilities() -> np.ndarray:
     program, placement = make({"lora.rank": 0})
     state = initialize_state(program.specs, program.optimizers, 0, placement)
     batch = toy.microbatches(toy.pairs(ROWS, LENGTH), 2)
-    model = program.model
-    read = functools.partial(program.executor.read_tokens, model.log_probabilities, model, placement=placement)
-    return np.asarray(jax.jit(read)(state.masters, jax.device_put(batch, program.batch_sharding)))
+    model, executor = program.model, program.executor
+    found = jax.jit(functools.partial(executor.read_tokens, model.log_probabilities, model, placement=placement))
+    return np.asarray(found(state.masters, jax.device_put(batch, program.batch_sharding)))
 
 
 def score(batch: Batch) -> np.ndarray:
@@ -155,6 +157,17 @@ def test_scores_of_the_corpus_take_the_place_of_the_forward(
         expected = [each[name] for each in on_one_device[:3]]
         assert [each[name] for each in found] == pytest.approx(expected, rel=2e-4, abs=1e-5)
     assert found[2]["rewards/margin"] > 0.05
+
+
+def test_judged_answers_are_learned_with_either_reference() -> None:
+    """Desirable and undesirable answers gain and lose, also where the reference is in the corpus."""
+    records, from_corpus = (train(4, scored=scored, **{"training.objective": "kto"}) for scored in (False, True))
+    first, last = records[0], records[-1]
+    assert first["loss"] == pytest.approx(0.5, abs=1e-6) and first["kl"] == pytest.approx(0, abs=1e-6)
+    assert last["rewards/chosen"] > 0.05 > -0.05 > last["rewards/rejected"] and last["loss"] < 0.47
+    for name in ("loss", "grad_norm", "kl", "rewards/margin"):
+        expected = [each[name] for each in records]
+        assert [each[name] for each in from_corpus] == pytest.approx(expected, rel=2e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", lim
     prepared.write_json(folder / PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    names = prepared.list_arrays(config.content != "text", bool(config.label_field))
+    names = prepared.list_arrays(config.content != "text", config.has_labels)
     merger = prepared.ShardMerger(folder, plan["dtype"], names)
     merger.merge_ready()
     scores = None

@@ -144,8 +144,7 @@ class Family:
         for codec in self.codecs:
             settings |= codec.write(config)
         if config.scores:
-            names = {str(index): f"LABEL_{index}" for index in range(config.scores)}
-            settings |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+            settings |= describe_label_names(_name_by_number(config.scores))
             settings["problem_type"] = "regression" if config.scores == 1 else "single_label_classification"
         return settings
 
@@ -169,6 +168,25 @@ class Family:
             return list_differences(config, self.read(self.write(config)))
         except Unsupported as error:
             return [str(error)]
+
+
+def read_label_names(settings: Settings, scores: int) -> tuple[str, ...]:
+    """Return the names of the classes of a config.json in the order of their numbers; empty if it has only numbers."""
+    stored = settings.get("id2label")
+    names = tuple(stored.get(str(index), "") for index in range(scores)) if isinstance(stored, dict) else ()
+    is_named = all(names) and names != _name_by_number(scores) and len(names) == len(stored or ())
+    return names if is_named else ()
+
+
+def describe_label_names(names: Sequence[str]) -> Settings:
+    """Return the fields of a config.json that name the classes, given in the order of their numbers."""
+    numbers = {name: index for index, name in enumerate(names)}
+    return {"id2label": {str(index): name for name, index in numbers.items()}, "label2id": numbers}
+
+
+def _name_by_number(scores: int) -> tuple[str, ...]:
+    """Return the names that transformers gives to classes without names."""
+    return tuple(f"LABEL_{index}" for index in range(scores))
 
 
 def list_differences(expected: ModelConfig, found: ModelConfig) -> list[str]:

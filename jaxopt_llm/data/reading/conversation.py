@@ -1,6 +1,7 @@
 """Conversion of conversations to one form: {"messages": [{"role", "content", ...}], "tools", "arguments", "unlearned"}.
 
-A row with two answers to one prompt becomes two conversations: {"chosen": {"messages", ...}, "rejected": {...}}.
+A row with two answers to one prompt becomes two conversations: {"chosen": {"messages", ...}, "rejected": {...}}. The
+label of a row with one judged answer is kept beside its conversation (`read_judgement`).
 `tools` is a list. `arguments` holds further variables of the chat template (chat_template_kwargs of the row).
 `unlearned` lists the indices of assistant messages that are not learned. Each of the three is absent if it is empty.
 
@@ -15,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jaxopt_llm.config.data import FORMS, fields_of_form
+from jaxopt_llm.config.data import FORMS, PREFERENCE, UNPAIRED, fields_of_form
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Malformed, Skipped
@@ -24,21 +25,23 @@ from jaxopt_llm.data.reading.skipped import Malformed, Skipped
 
 
 SIDES = ("chosen", "rejected")  # of a pair of answers
+JUDGED, MISMATCHED = ("undesirable", "desirable"), "mismatched"  # sides of pairs of data.content=unpaired
 _PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
 _READ_PAIRS = "--data.content preference and --training.objective dpo train on it"
-_JUDGED = "which judges answers or compares them"
+_READ_JUDGED = "--data.content unpaired and --training.objective kto train on it"
+_COMPARED = "which judges answers or compares them"
 _NO_TEXT = "which is not text"
 _TOKENS = "which belongs to rows of tokens"
 _MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _NO_TEXT)
 # Fields that have a meaning elsewhere and cannot be used here, with the reason.
 UNUSABLE_IN_ROWS = {
     **_MEDIA,
-    **dict.fromkeys(("rejected_response", "rejected_messages", "score_chosen", "score_rejected"), _JUDGED),
-    **dict.fromkeys(("margin", "kto_tag", "label"), _JUDGED),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "score_chosen", "score_rejected"), _COMPARED),
+    **dict.fromkeys(("margin", "kto_tag", "label"), _COMPARED),
     **dict.fromkeys(("input_ids", "assistant_masks", "completion_mask"), _TOKENS),
     **dict.fromkeys(("functions", "function_call", "available_tools"), "write tools instead"),
     "system_prompt": "which is read with --data.columns system=system_prompt",
-    "only_last": "which is replaced by weight 0 on the assistant's other messages",
+    "only_last": "which --data.learn-turns last replaces",
     "weight": "which gives the whole row a weight",
 }
 _SCORES = frozenset({"score_chosen", "score_rejected"})  # of the two answers of a pair; which one is better is known
@@ -56,22 +59,23 @@ LEARNED_FLAGS = ("weight", "loss_weight", "train", "training", "loss")
 @functools.cache  # it is asked for each column of each row
 def known_fields(form: str) -> frozenset[str]:
     """Return the fields of a row that are used, or make it malformed."""
-    prompts = _OTHER_PROMPTS if form == "preference" else ()
+    prompts = _OTHER_PROMPTS if form == PREFERENCE else ()
     return frozenset({*fields_of_form(form), *SIDES, *UNUSABLE_IN_ROWS, *prompts} - _usable_fields(form))
 
 
 def _usable_fields(form: str) -> frozenset[str]:
-    return _SCORES if form == "preference" else frozenset()
+    return _SCORES if form == PREFERENCE else frozenset()
 
 
 def check_row(row: Mapping[str, Any], form: str) -> None:
     """Raise Malformed if a row has a field that cannot be used. Empty values count as absent."""
-    if form != "preference" and row.keys() & {*SIDES}:
+    if form != PREFERENCE and row.keys() & {*SIDES}:
         raise Malformed(_PAIR, f"{_READ_PAIRS}; --data.columns chosen= rejected= leaves it unread")
-    used = _usable_fields(form)
+    used = _usable_fields(form) | FORMS[form]
     for name, reason in UNUSABLE_IN_ROWS.items():
         if name in row and name not in used and row[name] not in ("", [], {}) and not _is_harmless(name, row[name]):
-            raise Malformed(f"with the field {name}, {reason}", f"--data.columns {name}= leaves it unread")
+            read = f"{_READ_JUDGED}; " if form == "pairs" and name in ("label", "kto_tag") else ""
+            raise Malformed(f"with the field {name}, {reason}", f"{read}--data.columns {name}= leaves it unread")
 
 
 def _is_harmless(name: str, value: Any) -> bool:
@@ -149,8 +153,9 @@ Messages = list[dict[str, Any]]
 def matching_forms(columns: Collection[str]) -> list[str]:
     """Return the forms whose required columns are all present."""
     forms = [form for form, required in FORMS.items() if required <= {*columns}]
-    if "preference" in forms:  # a pair often stands beside a conversation, which is the chosen one
-        return ["preference"]
+    if PREFERENCE in forms:  # a pair often stands beside a conversation, which is the chosen one
+        return [PREFERENCE]
+    forms = [form for form in forms if form != UNPAIRED]  # a label may be that of a class
     # Conversations that were made from instructions often keep the instructions in other columns.
     return [form for form in forms if form != "alpaca"] or forms
 
@@ -170,7 +175,7 @@ def detect_form(columns: Collection[str], where: object) -> str:
     raise InputError(f"{fields} no form of conversations; {remedy} --data.content text")
 
 
-def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter) -> str:
+def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter, only_last: bool = False) -> str:
     """Return a row of a form as JSON text in the common form.
 
     Null fields of a row, of a message and of a part of a content count as absent. So do empty texts in fields that the
@@ -181,6 +186,7 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         row: the values by field.
         form: its form.
         counter: counts the fields that the template does not read.
+        only_last: whether only the last turn is learned, of those that could be.
 
     Raises:
         Malformed: the row is not a valid conversation, or has a field that cannot be used.
@@ -190,14 +196,16 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
     check_row(row, form)
-    if "label" in row:
+    if "label" in row and form != UNPAIRED:
         counter.count({"label"})
-    if form == "preference":
+    if form == PREFERENCE:
         context, *answers = _split_sides(row, counter)
         conversations = [_mark_learned(row, context, *each) for each in zip(answers, _ANSWERS, strict=True)]
     else:
-        name = "the completion" if form == "pairs" else "it"
+        name = "the completion" if form in ("pairs", UNPAIRED) else "it"
         conversations = [_mark_learned(row, *_split_messages(row, form, counter), name)]
+    if only_last:
+        conversations = [(messages, _exclude_earlier(messages, unlearned)) for messages, unlearned in conversations]
     fields = {name for messages, _ in conversations for message in messages for name in message}
     counter.count(fields - _RENDERED, "a message")
     tools, arguments = _read_tools(row, form), _read_arguments(row, counter)
@@ -206,8 +214,19 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         for messages, unlearned in conversations
     ]
     present = [{name: value for name, value in each.items() if value} for each in parts]
-    normalized = dict(zip(SIDES, present, strict=True)) if form == "preference" else present[0]
+    normalized = dict(zip(SIDES, present, strict=True)) if form == PREFERENCE else present[0]
     return json.dumps(normalized, ensure_ascii=False, default=_describe_value)
+
+
+_JUDGEMENTS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+
+
+def read_judgement(label: Any) -> bool:
+    """Return whether an answer is desirable: a label that is true or false, 1 or 0, or such a text of a CSV file."""
+    key = label.lower() if isinstance(label, str) else label
+    if not isinstance(key, str | bool | int | float) or key not in _JUDGEMENTS:
+        raise Malformed("with a label that is neither true nor false", f"it is {label!r}")
+    return _JUDGEMENTS[key]
 
 
 def _mark_learned(row: dict[str, Any], context: Messages, answers: Messages, name: str) -> tuple[Messages, list[int]]:
@@ -237,10 +256,17 @@ def _mark_learned(row: dict[str, Any], context: Messages, answers: Messages, nam
     return messages, [index for index in speaks if not learns[index]]
 
 
+def _exclude_earlier(messages: Messages, unlearned: list[int]) -> list[int]:
+    """Return `unlearned` with all turns of the assistant that it does not hold but the last one."""
+    speaks = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    last = max(index for index in speaks if index not in unlearned)
+    return [index for index in speaks if index != last]
+
+
 def _split_messages(row: dict[str, Any], form: str, counter: FieldCounter) -> tuple[Messages, Messages]:
     """Return the messages that are only context, and the messages whose assistant turns are learned."""
-    if form == "pairs":
-        row = row | {name: _parse_messages(row[name]) for name in FORMS[form]}
+    if form in ("pairs", UNPAIRED):
+        row = row | {name: _parse_messages(row[name]) for name in ("prompt", "completion")}
         return _read_turns(row, "prompt", "user", counter), _read_turns(row, "completion", "assistant", counter)
     if form == "alpaca":
         return [], _read_instructions(row)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
+from jaxopt_llm.config.data import UNPAIRED
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import files
@@ -73,8 +74,8 @@ def read_json_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
 
 
 def _detect_form(file: File, encoder: RowEncoder) -> str:
-    """Return the form of a file's conversations: that which `data.content` names, or that of the first JSON object."""
-    if encoder.config.content != "chat":
+    """Return the form of a file's rows: that which `data.content` names, or that of the first JSON object."""
+    if encoder.config.content not in ("chat", UNPAIRED):
         return encoder.config.content
     rows = 0
     for where, value in islice(_read_values(Part(file, 0, file.path.stat().st_size)), _FIRST_ROWS):

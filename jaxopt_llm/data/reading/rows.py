@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import FORMS, PREFERENCE, UNPAIRED
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import conversation
 from jaxopt_llm.data.reading.conversation import FieldCounter, known_fields
@@ -35,10 +36,11 @@ class Part:
 
 
 class Encoded(NamedTuple):
-    """Content of a row: a text, or a conversation as JSON. label: that of `data.label_field`; None without one."""
+    """Content of a row: a text, or a conversation as JSON. label: of the document; None if the row has none."""
 
     content: bytes
     label: float | None = None
+    is_conversation: bool = False
 
 
 Row = tuple[Position, Encoded | Malformed]
@@ -67,11 +69,16 @@ class RowEncoder:
 
     def detect_form(self, columns: Iterable[str], where: object) -> str:
         """Return `text`, or the form of conversations that has these columns."""
+        names = list(columns)
+        if self.config.content == UNPAIRED and FORMS[PREFERENCE] <= {*map(self._field, names)}:
+            return PREFERENCE
         if self.config.content != "chat":
             return self.config.content
-        names = list(columns)
+        named_fields = [field for field in map(self._field, names) if field]
+        if self.config.text_field in names and not conversation.matching_forms(named_fields):
+            return "text"
         try:
-            return conversation.detect_form([field for field in map(self._field, names) if field], where)
+            return conversation.detect_form(named_fields, where)
         except InputError as error:
             named = (column for column in self.config.column_names().values() if column)
             if missing := next((column for column in named if column not in names), ""):
@@ -116,7 +123,10 @@ class RowEncoder:
         if form != "text":
             read = {column: value for column, value in row.items() if column != self.config.label_field or not column}
             named = {field: value for column, value in read.items() if (field := self._field(column))}
-            return Encoded(encode_utf8(conversation.normalize_conversation(named, form, self._counter)), label)
+            only_last = self.config.learn_turns == "last"
+            normalized = conversation.normalize_conversation(named, form, self._counter, only_last)
+            label = float(conversation.read_judgement(named["label"])) if form == UNPAIRED else label
+            return Encoded(encode_utf8(normalized), label, is_conversation=True)
         if self.config.text_field not in row:
             description = describe_missing_column(sorted(row), self.config)
             raise NoColumn(f"without the column {self.config.text_field!r}", description)
@@ -130,13 +140,16 @@ class RowEncoder:
         """
         if not (field := self.config.label_field):
             return None
-        value = row.get(field)
-        if isinstance(value, str):  # of a CSV file
-            try:
-                value = float(value)
-            except ValueError:
-                hint = "number the classes from 0" if value else "it is empty"
-                raise Malformed(f"with a label that is not a number in column {field!r}", hint) from None
+        value, names = row.get(field), self.config.label_names
+        if isinstance(value, str):  # the name of a class, or a number of a CSV file
+            number = names.index(value) if value in names else parse_label(value)
+            if number is None and names and value:
+                remedy = f"it is {value!r}; the classes are {', '.join(names)}"
+                raise Malformed(f"with a label in column {field!r} that is none of the classes", remedy)
+            if number is None:
+                hint = "name the classes with --data.label-names" if value else "it is empty"
+                raise Malformed(f"with a label that is not a number in column {field!r}", hint)
+            value = number
         if value is None:
             remedy = "another column can be named with --data.label-field"
             raise Malformed(f"without a label in column {field!r}", remedy)
@@ -153,6 +166,14 @@ class RowEncoder:
     def _field(self, column: str) -> str | None:
         """Return the field that a column holds, or None if data.columns says that it is not read."""
         return self._fields.get(column, column)
+
+
+def parse_label(text: str) -> float | None:
+    """Return the number that a text is; None if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def encode_utf8(text: str) -> bytes:

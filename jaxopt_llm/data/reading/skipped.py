@@ -52,6 +52,7 @@ class Skipped:
         counts: number of skipped rows by reason.
         examples: position of the first malformed row of each reason. Rows that are not malformed have no example.
         unread: number of rows by the name of a field that nothing reads, such as `id`, or `mood of a message`.
+        texts: number of rows that are read as text, although data.content is chat.
         endless: number of conversations in which no special token ends a learned turn.
         divided, parts: number of conversations that have several documents, and of these documents.
         columns: the columns of the rows. They are only known if data.columns is set.
@@ -61,13 +62,25 @@ class Skipped:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, Position] = {}
         self.unread: Counter[str] = Counter()
-        self.endless = self.divided = self.parts = 0
+        self.texts = self.endless = self.divided = self.parts = 0
+        self.first_text: Position | None = None
         self.columns: set[str] = set()
 
     def add(self, reason: str, example: object = None) -> None:
         self.counts[reason] += 1
         if isinstance(example, Position):
             self.examples.setdefault(reason, example)
+
+    def add_text(self, position: Position) -> None:
+        self.texts += 1
+        self.first_text = self.first_text or position
+
+    def check_texts(self, has_conversations: bool) -> None:
+        """Raise InputError if there are only texts, although data.content is chat. Call it after all rows are read."""
+        if self.texts and not has_conversations:
+            problem = "the fields match no form of conversations, and no other file has one"
+            remedy = "name the columns of a form with --data.columns FIELD=COLUMN"
+            raise InputError(f"{self.first_text}: {problem}; {remedy}, or read them as text with --data.content text")
 
     def add_divided(self, parts: int) -> None:
         """Count a conversation that has this number of documents, if there are several."""
@@ -87,10 +100,13 @@ class Skipped:
         return [f"{count:,} {reason}{examples.get(reason, '')}" for reason, count in sorted(self.counts.items())]
 
     def describe_notes(self) -> list[str]:
-        """Return lines about the rows that are read: fields, ends of turns, and conversations of several documents."""
-        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
-        ends = f"chat template: no special token ends a learned turn of {rows}, so a model does not learn where to stop"
-        notes = [self.describe_unread(), f"{ends}; write one in a copy of the template" if self.endless else ""]
+        """Return lines about the rows that are read: fields, texts, and conversations of several documents."""
+        notes = [self.describe_unread()]
+        if self.texts:
+            have = f"{self.texts:,} row{'s have' if self.texts > 1 else ' has'}"
+            notes.append(
+                f"texts: {have} no form of conversations, and all tokens are learned (first: {self.first_text})"
+            )
         if self.divided:
             have = "conversations have" if self.divided > 1 else "conversation has"
             notes.append(
@@ -98,6 +114,18 @@ class Skipped:
                 f"{self.parts:,} documents, each of which ends with a learned turn as it was served"
             )
         return [note for note in notes if note]
+
+    def describe_endless(self, config: DataConfig) -> str:
+        """Return a warning about learned turns without an end, which names the template; empty if there are none."""
+        if not self.endless:
+            return ""
+        name = "chat_template" if config.chat_template else "tokenizer"
+        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
+        return (
+            f"data.{name}={getattr(config, name)}: the chat template writes no special token at the end of a learned "
+            f"turn of {rows}, so a model does not learn where to stop; write one in a copy of the template, and name "
+            "the copy with --data.chat_template"
+        )
 
     def describe_unread(self) -> str:
         """Return the fields that nothing reads, with the number of rows that have them; empty if there is none."""
@@ -121,6 +149,9 @@ class Skipped:
             record["examples"] = {why: [files.index(at.file), at.unit, at.number] for why, at in found}
         if self.unread:
             record["unread"] = dict(sorted(self.unread.items()))
+        if self.first_text:
+            at = self.first_text
+            record |= {"texts": self.texts, "first_text": [files.index(at.file), at.unit, at.number]}
         if self.endless:
             record["endless"] = self.endless
         if self.divided:
@@ -136,6 +167,10 @@ class Skipped:
             self.examples.setdefault(reason, Position(files[index], unit, number))
         for field, count in record.get("unread", {}).items():
             self.add_unread(field, count)
+        self.texts += record.get("texts", 0)
+        if "first_text" in record:
+            index, unit, number = record["first_text"]
+            self.first_text = self.first_text or Position(files[index], unit, number)
         self.endless += record.get("endless", 0)
         self.divided += record.get("divided", 0)
         self.parts += record.get("parts", 0)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import files
+from jaxopt_llm.data.reading.conversation import SIDES
 from jaxopt_llm.data.reading.files import File, is_compressed
 from jaxopt_llm.data.reading.json_rows import holds_lines, read_json_rows
 from jaxopt_llm.data.reading.rows import Encoded, Part, Row, RowEncoder
@@ -87,7 +89,7 @@ def _find_safe_start(source: BinaryIO, at: int, separator: bytes) -> int:
 
 
 PART_BYTES = 2**22  # size of the parts of a file that can be divided
-_READERS = {
+READERS = {
     "text": read_text_rows,
     "jsonl": read_json_rows,
     "json": read_json_rows,
@@ -95,7 +97,7 @@ _READERS = {
     "parquet": read_parquet_rows,
     "arrow": read_arrow_rows,
 }
-FORMATS = tuple(_READERS)  # of files whose documents are not yet tokenized
+FORMATS = tuple(READERS)  # of files whose documents are not yet tokenized
 
 # Installed packages, tests, and pydoc's help text, a generated file that would dominate a held-out split.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
@@ -112,9 +114,11 @@ class Document:
         name: file and position, for messages. Its text may be expensive: see `Position`.
         content: the text, UTF-8.
         key: its hash decides whether the document is held out. It is the content or the name.
-        spans: in a conversation, the ranges [begin, end) of characters that the loss counts; None for other documents.
-        side: `chosen` or `rejected` for a document of a pair, empty for others. The rejected one comes second.
-        label: label of its row; None without `data.label_field`.
+        spans: in a conversation, the ranges [begin, end) of characters that the loss counts, () before it is rendered;
+            None for other documents.
+        side: side of a document of a pair, empty for others: `chosen`, then `rejected`; or `desirable` or
+            `undesirable`, then `mismatched`.
+        label: its label (`DataConfig.has_labels`); None without labels.
     """
 
     name: str | Position
@@ -123,6 +127,11 @@ class Document:
     spans: tuple[tuple[int, int], ...] | None = None
     side: str = ""
     label: float | None = None
+
+    @property
+    def pairs(self) -> Pairs:
+        """Kind of the pair that the document belongs to."""
+        return "" if not self.side else PREFERENCE if self.side in SIDES else UNPAIRED
 
 
 def split_into_parts(file: File, config: DataConfig) -> list[Part]:
@@ -166,12 +175,12 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
         needed = f"data.label_field={config.label_field} requires JSONL, JSON, CSV, Parquet or Arrow files"
         raise InputError(f"{part.file}: {needed}; convert the file")
     try:
-        for where, row in _READERS[part.file.format](part, RowEncoder(config, skipped, template)):
+        for where, row in READERS[part.file.format](part, RowEncoder(config, skipped, template)):
             if isinstance(row, Malformed):
                 reject(where, row, config)
                 skipped.add(row.reason, where)
                 continue
-            content, label = row
+            content, label, is_conversation = row
             if problem := _find_utf8_error(content):
                 reject(where, f"not UTF-8 ({problem} of the text)", config)
                 skipped.add("not UTF-8" if config.malformed == "skip" else "not UTF-8, replaced", where)
@@ -179,7 +188,9 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
                     continue
                 content = content.decode(errors="replace").encode()
             if content:
-                yield Document(where, content, content, label=label)
+                if config.content == "chat" and not is_conversation:
+                    skipped.add_text(where)
+                yield Document(where, content, content, () if is_conversation else None, label=label)
             else:
                 skipped.add("empty")
     except (OSError, EOFError) as error:

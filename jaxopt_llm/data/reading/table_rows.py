@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jaxopt_llm.core import json_files
@@ -58,19 +59,33 @@ def _count_values(group: Any, name: str) -> int:
 
 def read_arrow_rows(part: Part, encoder: RowEncoder) -> Iterator[Row]:
     """Yield the rows of an Arrow file: a stream, as `datasets` writes it, or a file with an index (Feather)."""
+    with _open_arrow(part.file) as (reader, is_stream):
+        form, used = _choose_columns(reader.schema.names, part.file, encoder)
+        all_batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        yield from _read_batches(part, _select_columns(all_batches, used, form, encoder), form, encoder)
+
+
+def read_schema(file: File) -> Any:
+    """Return the schema of a Parquet or Arrow file, in the terms of Arrow."""
+    if file.format == "parquet":
+        return open_parquet(file).schema_arrow
+    with _open_arrow(file) as (reader, _):
+        return reader.schema
+
+
+@contextmanager
+def _open_arrow(file: File) -> Iterator[tuple[Any, bool]]:
+    """Open an Arrow file. Yield a reader, and whether it is that of a stream."""
     import pyarrow
 
-    check_is_regular(part.file.path)
+    check_is_regular(file.path)
     try:
-        with pyarrow.memory_map(str(part.file.path)) as source:
+        with pyarrow.memory_map(str(file.path)) as source:
             is_stream = source.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
             source.seek(0)
-            reader = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(source)
-            form, used = _choose_columns(reader.schema.names, part.file, encoder)
-            all_batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-            yield from _read_batches(part, _select_columns(all_batches, used, form, encoder), form, encoder)
+            yield (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(source), is_stream
     except _damages() as error:
-        raise InputError(f"{part.file}: not a readable Arrow file ({one_line(error)}); restore it") from error
+        raise InputError(f"{file}: not a readable Arrow file ({one_line(error)}); restore it") from error
 
 
 def _select_columns(batches: Iterable[Any], used: list[str], form: str, encoder: RowEncoder) -> Iterator[Any]:

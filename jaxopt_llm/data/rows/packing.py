@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.config.data import LongDocuments
+from jaxopt_llm.config.data import UNPAIRED, LongDocuments, Pairs
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data.tokens.pieces import TokenStream, hash_indices
@@ -285,9 +285,10 @@ class PackedRows:
     document is only a target. Of a document longer than a row, only the first part is read, or the document is dropped.
     Documents without a token that the loss counts are dropped.
 
-    Pairs of a chosen and a rejected document are packed like one document: a row holds them whole, the rejected one
-    after the chosen one. So segment 2k + 1 is the chosen document of pair k, and segment 2k + 2 the rejected one. Pairs
-    longer than a row are dropped, and so are pairs with a document without a token that the loss counts.
+    Pairs are packed like one document: a row holds them whole, the rejected document after the chosen one, or the
+    mismatched one after the judged one. So segment 2k + 1 is the first document of pair k, and segment 2k + 2 the
+    second one. Pairs longer than a row are dropped, and so are pairs with a document without a token that the loss
+    counts. Rows with judged documents have their labels.
 
     With `scored`, rows hold whole documents, and the last token of a document is a token, too: its output is the
     document's score. The loss mask has all tokens, and rows have the labels of their documents, if there are any.
@@ -349,8 +350,8 @@ class PackedRows:
         return self.read(index)
 
     @property
-    def pairs(self) -> bool:
-        """True if rows hold pairs of a chosen and a rejected document."""
+    def pairs(self) -> Pairs:
+        """Kind of the pairs that rows hold; see `Piece`."""
         return self.stream.pairs
 
     def read(self, index: int, epoch: tuple[int, int] | None = None) -> Batch:
@@ -386,6 +387,8 @@ class PackedRows:
             )
             if self.stream.has_reference:
                 row = replace(row, reference=_place_reference(self.stream.read_reference(firsts), row))
+            if self.pairs == UNPAIRED:
+                row = replace(row, labels=self._read_labels(firsts, row.segment_ids))
         padding = self.sequence_length - row.tokens.size
         return jax.tree.map(lambda field: np.pad(field, (0, padding)), row) if padding else row
 
@@ -393,10 +396,7 @@ class PackedRows:
         self, window: NDArray[np.int64], firsts: NDArray[Any], segments: NDArray[Any], positions: NDArray[Any]
     ) -> Batch:
         """Return a row of documents that get scores, without padding. firsts: their first positions in the stream."""
-        labels = None
-        if self.stream.has_labels:
-            of_documents = np.array([self.stream.read_label(int(first)) for first in firsts], np.float32)
-            labels = of_documents[segments - 1]
+        labels = self._read_labels(firsts, segments) if self.stream.has_labels else None
         return Batch(
             tokens=window.astype(np.int32),
             targets=np.roll(window, -1).astype(np.int32),  # nothing reads them
@@ -405,6 +405,11 @@ class PackedRows:
             positions=positions.astype(np.int32),
             labels=labels,
         )
+
+    def _read_labels(self, firsts: NDArray[Any], segments: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the label of each token's document. firsts: of the documents; segments: of the tokens, from 1."""
+        of_documents = np.array([self.stream.read_label(int(first)) for first in firsts], np.float32)
+        return of_documents[segments - 1]
 
     def find_ranges(self, index: int, epoch: tuple[int, int] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the first positions and the sizes of the ranges of the stream that a row reads."""
@@ -441,7 +446,7 @@ class PackedRows:
             raise InputError(f"{self.name}: {problem}; prepare the corpus again")
         long_documents = "drop" if self.pairs else self.long_documents
         lengths, long = _measure_documents(
-            starts, self.stream.size, self.sequence_length, long_documents, pairs=self.pairs, scored=self.scored
+            starts, self.stream.size, self.sequence_length, long_documents, pairs=bool(self.pairs), scored=self.scored
         )
         counts = self._count_loss_tokens(starts, lengths, pulse)
         kind, unlearned, limit = "documents", "documents without tokens that the loss counts", self.documents_per_row
@@ -609,7 +614,7 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
         if starts.size % 2:  # the sample ends within a pair
             starts, size = starts[:-1], int(starts[-1])
     if _packs_whole(stream, long_documents):
-        lengths, _ = _measure_documents(starts, size, length, long_documents, stream.pairs)
+        lengths, _ = _measure_documents(starts, size, length, long_documents, bool(stream.pairs))
         if stream.pairs:
             lengths, limit = _add_pairs(lengths), limit // 2
         with_limit, without = (Lengths(lengths[lengths > 0], length, n).rows for n in (limit, 0))
@@ -619,7 +624,7 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
 
 
 def _packs_whole(stream: TokenStream, long_documents: LongDocuments) -> bool:
-    return stream.pairs or long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
+    return bool(stream.pairs) or long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
 
 
 def _read_starts(stream: TokenStream, size: int, pulse: Pulse = UNWATCHED) -> NDArray[np.int64]:

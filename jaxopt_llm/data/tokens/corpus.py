@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 
 from jaxopt_llm.config import DataConfig, EvaluationConfig
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data.reading.files import File, find_corpus_files, find_files, locate, name_url
@@ -24,9 +25,12 @@ from jaxopt_llm.data.tokens.pieces import (
     split_held_out,
     tokenize,
 )
-from jaxopt_llm.data.tokens.prepared import open_prepared
+from jaxopt_llm.data.tokens.prepared import open_prepared, read_shard_records
 from jaxopt_llm.data.tokens.template import Reader, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
+
+# Kinds of pairs, for messages.
+HELD = {PREFERENCE: "pairs of a chosen and a rejected answer", UNPAIRED: "answers that are judged one by one"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +71,9 @@ class Corpus:
         return ", ".join(source.name for source in self.sources)
 
     @property
-    def pairs(self) -> bool:
-        """True if the documents are pairs of a chosen and a rejected answer."""
-        return any(source.training.pairs for source in self.sources)
+    def pairs(self) -> Pairs:
+        """Kind of the pairs that the documents are; see `Piece`."""
+        return self.sources[0].training.pairs
 
     def __str__(self) -> str:
         held_out = [] if self.held_out is None else [self.held_out]
@@ -92,7 +96,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
 
     Raises:
         InputError: `find_files` or a reader raises it, or a source has too few documents: two, or one if none is held
-            out. Or some sources hold pairs of answers, and others do not.
+            out. Or some sources hold pairs of documents of a kind, and others do not.
     """
     skipped = Skipped()
     opened: list[tuple[str, list[Piece], str]] = []
@@ -104,6 +108,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, holds_out: bool = True
             pieces = list(chain.from_iterable(pieces for pieces, _ in found))
             opened.append((pattern, pieces, "\n".join(digest for _, digest in found)))
         skipped.check_columns(config)
+        skipped.check_texts(any(piece.mask is not None for _, pieces, _ in opened for piece in pieces))
         _check_same_kind(chain.from_iterable(pieces for _, pieces, _ in opened), "data.paths")
     else:
         library = [tokenize(str(document.name), [document], tokenizer) for document in read_standard_library()]
@@ -143,6 +148,7 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenS
     """
     files = chain.from_iterable(find_corpus_files(config))
     stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED, "data.paths")
+    skipped.check_texts(stream.has_mask)
     return stream, skipped
 
 
@@ -204,16 +210,17 @@ def _open_files(
 
 
 def _check_same_kind(pieces: Iterable[Piece], name: str) -> None:
-    """Raise InputError if some pieces are pairs of answers or have labels, and others are not. name: of them all."""
+    """Raise InputError if pieces differ in the kind of their pairs, or in whether they have labels. name: of all."""
     pieces = list(pieces)
+    by_kind = {piece.pairs: piece for piece in pieces if piece.size}
+    if len(by_kind) > 1:
+        kind = max(by_kind)
+        (other, *_) = (piece.name for each, piece in by_kind.items() if each != kind)
+        problem = f"{by_kind[kind].name} holds {HELD[kind]}, and {other} does not"
+        raise InputError(f"{name}: {problem}; name only one of the two kinds")
     by_label = {piece.labels is not None: piece for piece in pieces if piece.size}
     if len(by_label) == 2:
         problem = f"{by_label[True].name} has labels, and {by_label[False].name} has none"
-        raise InputError(f"{name}: {problem}; name only one of the two kinds")
-    by_kind = {piece.pairs: piece for piece in pieces if piece.size}
-    if len(by_kind) == 2:
-        paired, other = by_kind[True].name, by_kind[False].name
-        problem = f"{paired} holds pairs of a chosen and a rejected answer, and {other} does not"
         raise InputError(f"{name}: {problem}; name only one of the two kinds")
 
 
@@ -224,16 +231,20 @@ def _open_file(
     pulse.beat()
     if file.format not in FORMATS:
         with name_url(file):
-            return _open_token_file(file, tokenizer)
+            return _open_token_file(file, tokenizer, skipped)
     parts = split_into_parts(file, config)
     pieces = [tokenize(file.name, read(part, skipped), tokenizer, pulse) for part in parts]
     return pieces, _sha256(pieces)
 
 
-def _open_token_file(file: File, tokenizer: Tokenizer) -> tuple[Sequence[Piece], str]:
-    """Return the pieces of a file that is already tokenized, and a hash of its contents."""
+def _open_token_file(file: File, tokenizer: Tokenizer, skipped: Skipped) -> tuple[Sequence[Piece], str]:
+    """Return the pieces of a file that is already tokenized, and a hash of its contents.
+
+    Of what `prepare` counted, conversations whose turns have no end are counted again: a model learns from them now.
+    """
     if file.format == "prepared":
         piece, digest = open_prepared(file.name, file.path, tokenizer)
+        skipped.endless += sum(record.get("endless", 0) for record in read_shard_records(file.path))
         return [piece], digest
     if file.format == "megatron":
         pair = (file.path, file.path.with_suffix(".bin"))

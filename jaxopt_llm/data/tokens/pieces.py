@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxopt_llm.config.data import Pairs
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -147,7 +148,8 @@ class Piece(ABC):
             without an index, where finding every document would mean reading every token, it is a chunk of documents.
         documents: number of documents, or None if it is not known.
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
-        pairs: whether the documents are pairs: a chosen document, then the rejected one. No document is empty.
+        pairs: kind of the pairs that the documents are, in order; empty if they are none. No document of a pair is
+            empty.
         reference: scores of the documents by a reference model; None if there are none.
         labels: float32 [documents], the label of each document; None without labels.
     """
@@ -172,8 +174,8 @@ class Piece(ABC):
         return None
 
     @property
-    def pairs(self) -> bool:
-        return False
+    def pairs(self) -> Pairs:
+        return ""
 
     @property
     def reference(self) -> ReferenceScores | None:
@@ -215,7 +217,7 @@ class IndexedPiece(Piece):
     ends: Array
     keys: Array
     mask: Array | None = None
-    pairs: bool = False
+    pairs: Pairs = ""
     reference: ReferenceScores | None = None
     labels: Array | None = None
 
@@ -252,18 +254,18 @@ class TokenStream:
         starts: int64 [spans + 1], the start of each span in the stream, then the length of the stream.
         origins: int64 [spans], the start of each span in the concatenation of all pieces.
         documents: number of documents, or None if it is not known. Empty documents have no tokens, but count.
-        pairs: whether the documents are pairs; see `Piece`.
+        pairs: kind of the pairs that the documents are; see `Piece`.
     """
 
     pieces: tuple[Piece, ...]
     starts: NDArray[np.int64]
     origins: NDArray[np.int64]
     documents: int | None
-    pairs: bool = field(init=False)
+    pairs: Pairs = field(init=False)
     _bounds: NDArray[np.int64] = field(init=False)  # [pieces + 1]: as `starts`, for the pieces in their concatenation
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", any(piece.pairs for piece in self.pieces))
+        object.__setattr__(self, "pairs", next((piece.pairs for piece in self.pieces if piece.pairs), ""))
         object.__setattr__(self, "_bounds", _cumulative([piece.size for piece in self.pieces]))
 
     def __str__(self) -> str:
@@ -484,7 +486,7 @@ class TokenBatch(NamedTuple):
         lengths: number of tokens of each document, int64 [documents].
         keys: see `IndexedPiece`.
         mask: see `Piece`.
-        pairs: whether the documents are of pairs. A pair may begin in one batch and end in the next.
+        pairs: kind of the pairs that the documents are of. A pair may begin in one batch and end in the next.
         labels: see `Piece`.
     """
 
@@ -492,7 +494,7 @@ class TokenBatch(NamedTuple):
     lengths: NDArray[np.int64]
     keys: NDArray[np.uint64]
     mask: NDArray[np.bool_] | None
-    pairs: bool
+    pairs: Pairs
     labels: NDArray[np.float32] | None
 
 
@@ -520,7 +522,7 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             lengths = np.array([ids.size for ids in encoded], np.int64)
             masks = [in_spans(begins, document.spans or ()) for begins, document in zip(offsets, batch, strict=True)]
             mask = np.concatenate(masks)
-        if (pairs := bool(batch[0].side)) and not lengths.all():
+        if (pairs := batch[0].pairs) and not lengths.all():
             empty = batch[int(lengths.argmin())]
             raise InputError(f"{empty.name}: the tokenizer makes no token of the {empty.side} answer; remove the row")
         keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]

@@ -4,7 +4,7 @@ prepared-plan.json         the request; a different request never writes to the 
 tokens.bin                 uint16 or uint32, little-endian
 ends.bin, keys.bin         for each document: its end in the tokens, int64, and its key, uint64
 mask.bin                   only for conversations: one byte per token, whether the loss counts it
-labels.bin                 only with data.label_field: the label of each document, float32
+labels.bin                 only with labels (`DataConfig.has_labels`): that of each document, float32
 shards.jsonl               contents and SHA-256 of each shard in the files above
 scores.bin                 only with a reference model: its log-probability of each document (`ReferenceScores`)
 scores.jsonl               SHA-256 of the scores of each shard
@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular, replace_durably, sync_file
@@ -96,10 +97,14 @@ def make_plan(
     }
     if config.label_field:
         plan["label_field"] = config.label_field
+    if config.label_names:
+        plan["label_names"] = list(config.label_names)
     if config.columns:
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
         plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+    if config.learn_turns != "all":
+        plan["learn_turns"] = config.learn_turns
     if config.chat_template:  # the folder of the tokenizer does not hold it
         plan["chat_template"] = find_template(config, tokenizer).source
     if reference:
@@ -179,7 +184,7 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     holds only a few megabytes of text at a time.
     """
     skipped = Skipped()
-    names = list_arrays(config.content != "text", bool(config.label_field))
+    names = list_arrays(config.content != "text", config.has_labels)
     paths = [directory / f"shard-{index:05}.{name}" for name in names]
     digests = {name: hashlib.sha256() for name in names}
     documents = end = paired = 0
@@ -189,12 +194,15 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
         for part in parts:
             for batch in tokenize_batches(read(part, skipped), tokenizer):
                 ends = end + np.cumsum(batch.lengths)
-                optional = (each for each in (batch.mask, batch.labels) if each is not None)
+                mask = batch.mask
+                if mask is None and "mask" in names:  # texts beside conversations
+                    mask = np.ones(batch.tokens.size, bool)
+                optional = (each for each in (mask, batch.labels) if each is not None)
                 for name, file, array in zip(names, files, (batch.tokens, ends, batch.keys, *optional), strict=True):
                     file.write(array.data)
                     digests[name].update(array.data)
                 documents, end = documents + batch.lengths.size, end + batch.tokens.size
-                paired += batch.pairs * batch.lengths.size
+                paired += bool(batch.pairs) * batch.lengths.size
         for file in files:
             sync_file(file)
     for path in paths:
@@ -411,7 +419,7 @@ class _Manifest:
     dtype: np.dtype[np.integer]
     conversations: bool
     labels: bool
-    pairs: bool
+    pairs: Pairs
     tokenizer: str
     tokenizer_sha256: str
     shards_sha256: str
@@ -547,8 +555,8 @@ def _read_manifest(directory: Path) -> _Manifest:
             int(manifest["documents"]),
             np.dtype(plan["dtype"]),
             "content" in plan,
-            "label_field" in plan,
-            bool(manifest.get("pairs", False)),
+            "label_field" in plan or plan.get("content") == UNPAIRED,
+            "" if not manifest.get("pairs") else UNPAIRED if plan["content"] == UNPAIRED else PREFERENCE,
             plan["tokenizer"],
             plan["tokenizer_sha256"],
             manifest["shards_sha256"],

@@ -1,18 +1,20 @@
 """Chat templates: search for the template of a tokenizer, and rendering of conversations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import TEMPLATE_FILE, parse_arguments
+from jaxopt_llm.config.data import TEMPLATE_FILE, UNPAIRED, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
-from jaxopt_llm.data.reading.conversation import SIDES
+from jaxopt_llm.data.reading.conversation import JUDGED, MISMATCHED, SIDES
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Malformed, Skipped
 from jaxopt_llm.data.reading.source import Document, read_documents, reject
@@ -25,7 +27,7 @@ from jaxopt_llm.data.tokens.turns import Lost, Refused
 T = TypeVar("T")
 MAX_TEMPLATE_BYTES = 2**20  # published templates have at most 20 kB
 _UNLEARNED = "without assistant tokens"
-_LEARN_LAST = "put weight 0 on all assistant messages of the answer but the last"
+_LEARN_LAST = "--data.learn-turns last learns its last turn"
 
 
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
@@ -119,9 +121,10 @@ class Renderer:
         conversation = json_files.parse(document.content)
         is_pair = SIDES[0] in conversation
         sides = [conversation[side] for side in SIDES] if is_pair else [conversation]
+        is_judged = config.content == UNPAIRED
         try:
             rendered = [self._run(partial(self._sandbox.render, **side), document.name) for side in sides]
-            if is_pair and any(len(each.documents) > 1 for each in rendered):
+            if (is_pair or is_judged) and any(len(each.documents) > 1 for each in rendered):
                 raise Malformed("with an answer of several turns that the chat template rewrites", _LEARN_LAST)
         except Refused as error:
             problem = f"the chat template {self._template.path} rejects the conversation ({error})"
@@ -140,9 +143,10 @@ class Renderer:
             return
         # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
         skipped.endless += bool(self._template.ends) and not all(each.ends for each in rendered)
+        labels = (1.0, 0.0) if is_pair and is_judged else (document.label,) * len(sides)
         documents = [
-            Document(document.name, text.encode(), document.key, tuple(spans), side, document.label)
-            for each, side in zip(rendered, SIDES if is_pair else ("",), strict=True)
+            Document(document.name, text.encode(), document.key, tuple(spans), side, label)
+            for each, side, label in zip(rendered, SIDES if is_pair else ("",), labels, strict=True)
             for text, spans in (each.documents if document.label is None else each.documents[-1:])  # the whole one
         ]
         learned = [each for each in documents if any(begin < end for begin, end in each.spans or ())]
@@ -204,6 +208,46 @@ class Renderer:
             raise InputError(f"{self._template.path}: {problem}; correct the template") from error
 
 
+def add_mismatched(documents: Iterable[Document], skipped: Skipped) -> Iterator[Document]:
+    """Yield each document with a judged answer, and after it the same prompt with the answer to another prompt.
+
+    The other answer is that of the last document before it with another prompt or, at the beginning, of the first one
+    after it. TRL rotates the answers of a batch. Documents that have no other prompt are skipped.
+    """
+    waiting = list[Document]()  # documents at the beginning, which have the same prompt
+    last: Document | None = None
+    other: Document | None = None  # the last document before `last` with another prompt
+    for document in documents:
+        if last is not None and _read_prompt(last) != _read_prompt(document):
+            other = last
+        last = document
+        if other is None:
+            waiting.append(document)
+            continue
+        for each in waiting:
+            yield from _put_to_prompt(each, document)
+        waiting.clear()
+        yield from _put_to_prompt(document, other)
+    for _ in waiting:
+        skipped.add("in a part of a file without a second prompt")
+
+
+def _read_prompt(document: Document) -> str:
+    """Return the text of a conversation up to the first range that is learned."""
+    assert document.spans
+    return document.content.decode()[: document.spans[0][0]]
+
+
+def _put_to_prompt(document: Document, other: Document) -> tuple[Document, Document]:
+    """Return a document as the first one of a pair, and its prompt with the answer of the other document."""
+    assert document.label is not None and other.spans
+    prompt, begin = _read_prompt(document), other.spans[0][0]
+    text = prompt + other.content.decode()[begin:]
+    spans = tuple((first - begin + len(prompt), last - begin + len(prompt)) for first, last in other.spans)
+    judged = replace(document, side=JUDGED[int(document.label)])
+    return judged, replace(document, content=text.encode(), spans=spans, side=MISMATCHED)
+
+
 Reader = Callable[[Part, Skipped], Iterator[Document]]
 
 
@@ -216,7 +260,11 @@ def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
     renderer = Renderer(template)
 
     def read(part: Part, skipped: Skipped) -> Iterator[Document]:
-        for document in read_documents(part, config, skipped, sources):
-            yield from renderer.render(document, config, skipped)
+        documents = read_documents(part, config, skipped, sources)
+        rendered = chain.from_iterable(
+            (document,) if document.spans is None else renderer.render(document, config, skipped)
+            for document in documents
+        )
+        return add_mismatched(rendered, skipped) if config.content == UNPAIRED else rendered
 
     return read

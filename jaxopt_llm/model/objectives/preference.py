@@ -56,7 +56,7 @@ class Preference:
         return self.name in WITH_REFERENCE
 
     def count(self, batch: Batch) -> jax.Array:
-        return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
+        return count_pairs(batch)
 
     def zero(self) -> jax.Array:
         return jnp.zeros(len(REPORTED), jnp.float32)
@@ -79,29 +79,19 @@ class Preference:
 
     def _compute(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the objective and REPORTED, summed over pairs."""
-        pair = (batch.segment_ids + 1) // 2
-        is_end = (pair > 0) & (pair != jnp.pad(pair[:, 1:], ((0, 0), (0, 1))))
-        is_chosen = batch.segment_ids % 2 == 1
-
-        def sum_sides(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Return the sums of a chosen and of a rejected answer, at the last token of the pair."""
-            counted = jnp.where(batch.loss_mask, values, 0.0)
-            sides = jnp.where(is_chosen, counted, 0.0), jnp.where(is_chosen, 0.0, counted)
-            chosen, rejected = (sum_up_to(side, pair) for side in sides)
-            return chosen, rejected
-
-        chosen, rejected = sum_sides(log_probabilities)
-        lengths = sum_sides(jnp.ones_like(log_probabilities))
+        chosen, rejected = sum_sides(log_probabilities, batch)
+        lengths = sum_sides(jnp.ones_like(log_probabilities), batch)
         means = chosen / jnp.maximum(lengths[0], 1), rejected / jnp.maximum(lengths[1], 1)
         if self.needs_reference:
             assert batch.reference is not None
-            of_reference = sum_sides(batch.reference)
+            of_reference = sum_sides(batch.reference, batch)
         else:
             of_reference = jnp.zeros_like(chosen), jnp.zeros_like(rejected)
         gains = chosen - of_reference[0], rejected - of_reference[1]
         losses = self._lose(gains, means, lengths) - self.settings.nll_weight * means[0]
         rewards = tuple(self.settings.beta * each for each in (means if self.name in BY_MEANS else gains))
         reported = (losses, *rewards, (rewards[0] > rewards[1]).astype(jnp.float32), chosen, rejected)
+        is_end = find_pair_ends(batch)
         sums = jnp.stack([jnp.sum(jnp.where(is_end, each, 0.0)) for each in reported])
         return sums[0], jax.lax.stop_gradient(sums)
 
@@ -123,6 +113,28 @@ class Preference:
             margin, scale, offset = chosen - rejected, beta, -means[0]
         of_sides = (1 - smoothing) * jax.nn.log_sigmoid(margin) + smoothing * jax.nn.log_sigmoid(-margin)
         return offset - scale * of_sides
+
+
+def count_pairs(batch: Batch) -> jax.Array:
+    """Return the number of pairs of documents in a batch, int32. batch: fields [..., S]."""
+    return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
+
+
+def find_pair_ends(batch: Batch) -> jax.Array:
+    """Return whether each token is the last one of its pair, bool [B, S]."""
+    pair = (batch.segment_ids + 1) // 2
+    return (pair > 0) & (pair != jnp.pad(pair[:, 1:], ((0, 0), (0, 1))))
+
+
+def sum_sides(values: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of counted tokens of the first and of the second document of a pair, at the pair's last token.
+
+    values: float32 [B, S], as each result.
+    """
+    counted, is_first = jnp.where(batch.loss_mask, values, 0.0), batch.segment_ids % 2 == 1
+    sides, pair = (jnp.where(is_first, counted, 0.0), jnp.where(is_first, 0.0, counted)), (batch.segment_ids + 1) // 2
+    first, second = (sum_up_to(side, pair) for side in sides)
+    return first, second
 
 
 def sum_up_to(values: jax.Array, pair: jax.Array) -> jax.Array:

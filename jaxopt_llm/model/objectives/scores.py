@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxopt_llm.config.training import PreferenceConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.head import Head
-from jaxopt_llm.model.objectives.preference import sum_up_to
+from jaxopt_llm.model.objectives.preference import count_pairs, sum_up_to
 
 # What the objective over pairs reports, as sums over pairs.
 OF_PAIRS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracy")
@@ -34,7 +34,7 @@ class Reward:
     needs_reference: ClassVar[bool] = False
 
     def count(self, batch: Batch) -> jax.Array:
-        return jnp.sum(jnp.max(batch.segment_ids, axis=-1) // 2)
+        return count_pairs(batch)
 
     def zero(self) -> jax.Array:
         return jnp.zeros(len(OF_PAIRS), jnp.float32)

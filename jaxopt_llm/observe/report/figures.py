@@ -55,6 +55,8 @@ PLOTS = (
     Plot("eval_rewards/accuracy", "Held-out pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
     Plot("rewards/margin", "Margin of rewards", "chosen - rejected", ".4~g"),
     Plot("eval_rewards/margin", "Held-out margin of rewards", "chosen - rejected", ".4~g"),
+    Plot("kl", "Divergence from the reference", "nats per answer", ".4f", from_zero=True),
+    Plot("eval_kl", "Held-out divergence from the reference", "nats per answer", ".4f", from_zero=True),
     Plot("accuracy", "Documents of the right class", "share", ".1%", from_zero=True),
     Plot("eval_accuracy", "Held-out documents of the right class", "share", ".1%", from_zero=True),
     Plot("divergence", "Divergence from the teacher", "nats per token", ".4f", from_zero=True),

@@ -38,6 +38,7 @@ FIELDS = {
     *PREFERENCES,
     *("accuracy", "eval_accuracy"),
     *("divergence", "eval_divergence"),
+    *("kl", "eval_kl"),
 }
 
 

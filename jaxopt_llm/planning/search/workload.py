@@ -99,7 +99,7 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
 
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
     # An objective over pairs first computes log-probabilities, and so does the forward of its reference.
-    again = config.training.compares and not config.training.reads_scores
+    again = bool(config.training.pairs) and not config.training.reads_scores
     forwards = 1 + 2 * (passes.backwards > 0) + again + config.runs_reference
     of_head = 2 * forwards * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)

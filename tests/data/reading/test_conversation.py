@@ -1,6 +1,7 @@
 """Conversations in every form and file format, and rows that are rejected."""
 
 import csv
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -273,7 +274,7 @@ def test_half_a_character_and_deep_lists(config: DataConfig, tmp_path: Path) -> 
     [
         (
             {"text": "a"},
-            "the fields text match no form of conversations; .* read them as text with --data.content text",
+            ": the fields match no form of conversations, and no other file .* as text with --data.content text",
         ),
         (
             {"prompt": "a", "response": "b"},
@@ -293,6 +294,38 @@ def test_fields_of_no_form_or_of_several(
     for malformed in ("error", "skip"):
         with pytest.raises(InputError, match=f"a.{suffix}.*{message}"):
             text(path, replace(config, malformed=malformed))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_texts_stand_beside_conversations_of_several_forms(suffix: str, config: DataConfig, tmp_path: Path) -> None:
+    """Files of one corpus, with and without weights, and of one prepared folder. All tokens of a text are learned."""
+    folder, tokenizer = tmp_path / "mixed", load_tokenizer(config)
+    folder.mkdir()
+    write(folder / "a.jsonl", [{"messages": each} for each in CHATS])
+    write(folder / "b.jsonl", [pair(each) for each in CHATS])
+    write(folder / f"c.{suffix}", [{"text": f"plain {n}", "id": n} for n in range(6)])
+    paths, of = tuple(str(each) for each in sorted(folder.iterdir())), tmp_path / "mixed" / "*"
+    ready = prepare(tmp_path / "prepared", of, config)
+    for given in (paths, (str(of),), (str(ready),)):
+        stream, skipped = open_all_documents(replace(config, paths=given), tokenizer)
+        texts = 0 if given == (str(ready),) else 6
+        assert skipped.texts == texts and (not texts or "texts: 6 rows have no form" in skipped.describe_notes()[-1])
+        starts = [*stream.document_starts(0, stream.size).tolist(), stream.size]
+        assert len(starts) == 2 * len(CHATS) + 6 + 1
+        for first, last in itertools.pairwise(starts):
+            content = tokenizer.decode(stream.read(first, last - first))
+            assert bool(stream.read_mask(first, last - first).all()) == content.startswith("plain ")
+            assert content.startswith(("plain ", "<|im_start|>"))
+            ends = stream.read(last - 1, 1).tolist() == [tokenizer.eos]
+            assert ends == content.startswith("plain ")
+    corpus = open_corpus(replace(config, paths=paths, weights=(2, 1, 1)), tokenizer)
+    assert [each.training.has_mask for each in corpus.sources] == [True, True, False]
+    with pytest.raises(InputError, match="no other file has one"):
+        open_corpus(replace(config, paths=paths[2:]), tokenizer)
+    pairs = write(tmp_path / "d.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    mixed = r"d.jsonl holds pairs of a chosen and a rejected answer, and .*c\.\w+ does not"
+    with pytest.raises(InputError, match=mixed):
+        open_corpus(replace(config, paths=(paths[2], str(pairs))), tokenizer)
 
 
 def test_a_message_from_an_unknown_role(config: DataConfig, tmp_path: Path) -> None:

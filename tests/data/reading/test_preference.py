@@ -397,14 +397,15 @@ def test_turns_of_an_answer_that_the_template_rewrites_are_refused(tmp_path: Pat
     first = assistant("<think>\nhm\n</think>\n\nein")
     row = {"prompt": "one", "chosen": [first, user("two"), assistant("zwei")], "rejected": "x"}
     path = write(tmp_path / "a.jsonl", [row])
-    refused = "line 1: with an answer of several turns that the chat template rewrites .put weight 0 on all"
+    refused = "line 1: with an answer of several turns that the chat template rewrites .--data.learn-turns last learns"
     with pytest.raises(InputError, match=refused):
         read_all(path, given)
+    _, documents = read_all(path, replace(given, learn_turns="last"))
+    assert len(documents) == 2
     skips = replace(given, malformed="skip", paths=(str(path),))
     assert open_all_documents(skips, load_tokenizer(given))[1].counts.total() == 1
     row["chosen"][0] = {**first, "weight": 0}
-    _, documents = read_all(write(tmp_path / "b.jsonl", [row]), given)
-    assert len(documents) == 2
+    assert read_all(write(tmp_path / "b.jsonl", [row]), given)[1] == documents
     plain = write_tokenizer(tmp_path / "plain", templates.QWEN_2_5, templates.SPECIAL)
     row["chosen"][0] = assistant("ein")
     _, ((tokens, mask), _) = read_all(write(tmp_path / "c.jsonl", [row]), replace(given, tokenizer=str(plain)))
@@ -536,7 +537,7 @@ def test_pairs_and_other_documents_do_not_mix(
     with pytest.raises(InputError, match=r"--input: 24 of the first \d+ documents are of pairs"):
         prepare(tmp_path / "shards", pairs.parent, given)
     both = open_at(config, pairs, prepare(tmp_path / "ready", pairs, config), weights=(1.0, 1.0))
-    assert both.pairs and [each.training.pairs for each in both.sources] == [True, True]
+    assert both.pairs and [each.training.pairs for each in both.sources] == ["preference"] * 2
 
 
 def test_an_answer_without_tokens_is_refused(

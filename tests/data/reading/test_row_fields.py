@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**GOOD, "system_prompt": "x"},
         "with the field system_prompt, which is read with --data.columns sy",
     ),
-    "mistral's last": ({**GOOD, "only_last": True}, "with the field only_last, which is replaced by weight 0"),
+    "mistral's last": ({**GOOD, "only_last": True}, "with the field only_last, which --data.learn-turns last"),
     "a row's weight": ({**GOOD, "weight": 0.5}, "with the field weight, which gives the whole row a weight"),
     "half a weight": ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "with a message whose weight is neither 0 nor"),
     "a word": ({"messages": [USER, {**ANSWER, "train": "no"}]}, "with a message whose train is neither 0 nor 1"),

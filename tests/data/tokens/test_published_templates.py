@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import templates
 from chats import write_tokenizer
+from corpora import prepare
 from templates import EOS, LEARNED, TEMPLATES
 
 from jaxopt_llm.config import DataConfig
@@ -89,6 +90,18 @@ def test_two_turns_with_a_system_message(name: str, folders: dict[str, Path], tm
     assert learned(documents) == LEARNED[name]
     assert all("Be kind." in each.content.decode() for each in documents) or name == "GEMMA_2"
     assert len({document.key for document in documents}) == 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_only_the_last_turn_is_learned(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """It is the last one that the row lets learn, and never needs a second document."""
+    messages = TWO if name == "GEMMA_2" else [SYSTEM, *TWO]
+    last = config(folders[name], learn_turns="last")
+    assert learned(read({"messages": messages}, last, tmp_path)) == [LEARNED[name][-1][-1:]]
+    if name == "QWEN_3":
+        excluded = [*messages, user("three"), assistant("drei", weight=0)]
+        ((answer,),) = learned(read({"messages": excluded}, last, tmp_path))
+        assert "zwei" in answer and "ein" not in answer.replace("zwei", "")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}], ids=["plain", "no-thinking"])
@@ -318,12 +331,16 @@ def test_turns_without_an_end_are_told(name: str, expected: list[str], tmp_path:
     source = (TEMPLATES | {"ENDLESS": endless, "CLOSED": CLOSED})[name]
     folder, skipped = write_tokenizer(tmp_path / name, source, templates.SPECIAL, eos_token="</s>"), Skipped()
     assert read({"messages": TWO[:2]}, config(folder), tmp_path, skipped)
-    learns = "so a model does not learn where to stop; write one in a copy of the template"
-    notes = [f"chat template: no special token ends a learned turn of {count}, {learns}" for count in expected]
-    assert skipped.describe_notes() == notes
     copy = Skipped()
     copy.add_record(skipped.to_record([]), [])
-    assert copy.describe_notes() == notes
+    for each in (skipped, copy):
+        told = each.describe_endless(config(folder))
+        assert bool(told) == bool(expected) and each.describe_notes() == []
+        assert all(f"data.tokenizer={folder}: the chat template writes no special token" in told for _ in expected)
+        assert all(f"a learned turn of {count}, so a model does not learn where to stop" in told for count in expected)
+    prepare(tmp_path / "ready", tmp_path / "a.jsonl", given := config(folder))
+    _, read_again = open_all_documents(replace(given, paths=(str(tmp_path / "ready"),)), load_tokenizer(given))
+    assert read_again.endless == skipped.endless
 
 
 def test_conversations_of_several_documents_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
