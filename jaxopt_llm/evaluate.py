@@ -194,14 +194,14 @@ def _check_mode(options: argparse.Namespace, named: set[str], is_folder: bool) -
 def _load_model(
     options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
 ) -> LoadedModel:
-    """Load the model for rows of this length."""
+    """Load the model for rows of this length, which all devices read."""
     # Not the implementation that the run used, because this may be another machine.
     call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
     attention = choose_attention(visible_devices()[0], "auto", call)
     if attention.reason:
         print(f"attention: {attention}", file=sys.stderr)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        return models.load_model(
+        source = models.load_model(
             options.checkpoint,
             config.data,
             attention=attention.name,
@@ -211,6 +211,7 @@ def _load_model(
             quantisation=quantisation,
             family=options.family,
         )
+        return models.use_all_devices(source)
 
 
 def _describe_model(options: argparse.Namespace, source: LoadedModel, is_folder: bool) -> str:

@@ -31,8 +31,8 @@ from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuatio
 from jaxopt_llm.data.tokens.template import Renderer, find_template
 from jaxopt_llm.execution import decode
 from jaxopt_llm.execution.sampling import Sampling
+from jaxopt_llm.inference.log_probabilities import DocumentReader, LogLikelihood, Request
 from jaxopt_llm.inference.models import LoadedModel
-from jaxopt_llm.inference.scoring import Request, Score, Scorer
 
 Message = dict[str, Any]
 MAX_ANSWER_TOKENS = 256  # of a task that sets no limit, as in the harness
@@ -118,7 +118,8 @@ class HarnessModel(TemplateLM):
     def __init__(self, source: LoadedModel, length: int, batch_tokens: int, is_chat: bool = False) -> None:
         super().__init__()
         self._source, self.max_length, self._batch_tokens, self._is_chat = source, length, batch_tokens, is_chat
-        self._scorer = Scorer(source, length, batch_tokens)
+        size = source.config.model.vocabulary_size
+        self._reader = DocumentReader(source.model, source.params, source.placement, size, batch_tokens)
         self.cut = defaultdict[str, int](int)
 
     # --- Tokens
@@ -151,8 +152,8 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[Score]:
-        return self._score([self._make_request(*request[1:]) for request in requests])
+    ) -> list[LogLikelihood]:
+        return self._read([self._make_request(*request[1:]) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text. Longer ones are divided; a part sees one token of the part before."""
@@ -165,19 +166,20 @@ class HarnessModel(TemplateLM):
             ]
             for request in requests
         ]
-        scores = iter(self._score([window for each in windows for window in each]))
-        return [sum(next(scores).log_likelihood for _ in each) for each in windows]
+        found = iter(self._read([window for each in windows for window in each]))
+        return [sum(next(found).value for _ in each) for each in windows]
 
-    def _score(self, requests: Sequence[Request]) -> list[Score]:
-        with tqdm(total=sum(request.scored > 0 for request in requests), desc="log-likelihoods") as bar:
-            return self._scorer(requests, bar.update)
+    def _read(self, requests: Sequence[Request]) -> list[LogLikelihood]:
+        total = sum(len(request.tokens) for request in requests)
+        with tqdm(total=total, desc="log-likelihoods", unit="token") as bar:
+            return self._reader.read_requests(requests, self.max_length, bar.update)
 
     def _make_request(self, context: list[int], continuation: list[int]) -> Request:
         """Return the request, cut from the left if it is too long."""
         if len(continuation) > self.max_length:
             raise InputError(
-                f"a task scores a text of {len(continuation):,} tokens, more than the context of {self.max_length:,}; "
-                "increase --training.sequence-length"
+                f"a task asks for the log-likelihood of {len(continuation):,} tokens, more than the context of "
+                f"{self.max_length:,}; increase --training.sequence-length"
             )
         tokens = (context + continuation)[-(self.max_length + 1) :]
         self.cut["loglikelihood"] += len(tokens) < len(context) + len(continuation)

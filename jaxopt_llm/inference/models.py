@@ -426,6 +426,15 @@ def choose_devices(
     return devices[:tensor] if fits_in_memory(needed, devices[:tensor], limit) else devices
 
 
+def use_all_devices(source: LoadedModel) -> LoadedModel:
+    """Return a model that rests on one device with a copy on each of the others, which read other rows."""
+    devices = visible_devices()
+    if source.placement.mesh.size == len(devices):
+        return source
+    placement = replace(source.placement, mesh=make_mesh(MeshConfig(data=len(devices)), devices))
+    return replace(source, params=jax.device_put(source.params, placement.replicated), placement=placement)
+
+
 def fits_in_memory(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:
     """Return whether `needed` bytes of parameters, split over devices, leave a quarter of their memory free.
 

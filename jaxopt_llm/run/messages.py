@@ -65,7 +65,7 @@ def describe_run(setup: Setup) -> Iterator[str]:
         yield "; ".join([f"validation set {each.name}: {each}", *each.skipped.describe_notes()])
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if data.reference:
-        yield f"reference: scores of {data.reference.model} in the corpus"
+        yield f"reference: log-probabilities by {data.reference.model} in the corpus"
     elif config.runs_reference:
         yield "reference: the model without its adapters, in a forward of each step"
     if 1 < config.mesh.pipeline <= config.training.accumulation:

@@ -20,7 +20,7 @@ from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, ValidationSet, open_corpus, open_validation_sets
-from jaxopt_llm.data.tokens.pieces import ReferenceScores, TokenStream
+from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.distributed.process_group import Processes
@@ -66,12 +66,12 @@ class Data(Documents):
     Attributes:
         training: rows of the training split, one entry for each source.
         validation: rows of each validation set by name, or of the held-out split.
-        reference: the model whose scores all rows hold; None: they hold none, or the objective needs none.
+        reference: the model whose log-probabilities all rows hold; None: they hold none, or the objective needs none.
     """
 
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
-    reference: ReferenceScores | None
+    reference: ReferenceLogProbabilities | None
 
 
 @dataclass(frozen=True)
@@ -260,22 +260,22 @@ def _check_classes(rows: PackedRows, classes: int) -> None:
         )
 
 
-def _find_reference(config: Config, streams: Iterable[TokenStream]) -> ReferenceScores | None:
-    """Return the reference model whose scores all documents have; None: none has scores.
+def _find_reference(config: Config, streams: Iterable[TokenStream]) -> ReferenceLogProbabilities | None:
+    """Return the reference model whose log-probabilities all documents have; None: none has any.
 
     Raises:
-        InputError: some documents have scores, and others have none or those of another model; or the objective needs
-            scores, and there are none; or the rows may hold documents that the model could not score.
+        InputError: some documents have log-probabilities, and others have none or those of another model; or the
+            objective needs them, and there are none; or the rows may hold documents that the model could not read.
     """
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
     first, *others = {piece.reference.sha256 if piece.reference else "": piece for piece in pieces}.values()
     if others:
-        scored, other = sorted([first, others[0]], key=lambda piece: piece.reference is None)
-        assert scored.reference is not None
+        with_reference, other = sorted([first, others[0]], key=lambda piece: piece.reference is None)
+        assert with_reference.reference is not None
         held = f"those of {other.reference.model}" if other.reference else "none"
         raise InputError(
-            f"{scored.name} holds log-probabilities of the reference {scored.reference.model}, and {other.name} holds "
-            f"{held}: prepare both with the same --reference"
+            f"{with_reference.name} holds log-probabilities by the reference {with_reference.reference.model}, and "
+            f"{other.name} holds {held}: prepare both with the same --reference"
         )
     if first.reference is None and config.training.has_reference and not config.keeps_reference:
         raise InputError(_describe_missing_reference(config, first.name))
@@ -284,14 +284,14 @@ def _find_reference(config: Config, streams: Iterable[TokenStream]) -> Reference
         assert first.reference is not None
         if length > limit:
             raise InputError(
-                f"training.sequence_length={length}: the reference {first.reference.model} has no scores of longer "
+                f"training.sequence_length={length}: the reference {first.reference.model} has read no longer "
                 f"documents than rows of {limit} tokens hold: set at most --training.sequence-length {limit}"
             )
     return first.reference
 
 
 def _describe_missing_reference(config: Config, name: str) -> str:
-    """Return an error about data without scores. name: name of the data."""
+    """Return an error about data without log-probabilities by a reference. name: name of the data."""
     objective = f"training.objective={config.training.objective} compares with a reference model"
     prepare = "prepare the data with --reference MODEL (python -m jaxopt_llm.prepare)"
     if config.lora.rank == 0:
