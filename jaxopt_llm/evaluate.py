@@ -75,7 +75,6 @@ import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
 from jaxopt_llm.config.training import NEXT_TOKEN
@@ -91,12 +90,11 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.observe.report.run_files import EVALUATIONS
-from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
 from jaxopt_llm.step.validation import validate
 
+TASK_FLAGS = {"evaluation.tasks": "--tasks", "evaluation.task_folder": "--include-path"}  # by the setting of a run
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 
@@ -139,7 +137,8 @@ def main() -> int:
         length = config.training.sequence_length
         if is_folder and "--training.sequence-length" not in named:
             length = huggingface.read_context(hub.find_folder(options.checkpoint, "--checkpoint ")) or length
-        return _evaluate_tasks(options, config, length, quantisation)
+        with errors.own_flags(TASK_FLAGS):
+            return _evaluate_tasks(options, config, length, quantisation)
     length = config.training.sequence_length
     if is_folder and "--training.sequence-length" not in named:
         limit = f"at most {models.MAX_ROW_TOKENS:,}"
@@ -195,16 +194,12 @@ def _load_model(
     options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
 ) -> LoadedModel:
     """Load the model for rows of this length, which all devices read."""
-    # Not the implementation that the run used, because this may be another machine.
-    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
-    attention = choose_attention(visible_devices()[0], "auto", call)
-    if attention.reason:
-        print(f"attention: {attention}", file=sys.stderr)
+    attention = models.choose_local_attention(config, length)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
         source = models.load_model(
             options.checkpoint,
             config.data,
-            attention=attention.name,
+            attention=attention,
             adapter=options.adapter,
             step=options.step,
             base=options.base,
@@ -225,11 +220,7 @@ def _evaluate_tasks(
     options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
 ) -> int:
     """Evaluate the model on tasks, print their tables, and write the results. length: tokens of the context."""
-    try:
-        from jaxopt_llm.inference import harness
-    except ModuleNotFoundError as error:
-        install = errors.describe_install("lm-eval")
-        raise InputError(f"--tasks requires the package lm_eval ({error}); run: {install}") from error
+    harness = flags.import_harness()
     multiturn = options.fewshot_as_multiturn
     chosen = harness.Options(
         tasks=tuple(options.tasks.split(",")),
@@ -244,8 +235,9 @@ def _evaluate_tasks(
     tasks = harness.Tasks(chosen)
     source = _load_model(options, config, length, quantisation)
     batch_tokens = config.training.batch_size * config.training.sequence_length
+    model = harness.HarnessModel(source, length, batch_tokens, chosen.apply_chat_template)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
-        results = harness.run_tasks(source, tasks, chosen, length, batch_tokens)
+        results = harness.run_tasks(model, tasks)
     results["jaxopt_llm"] |= {
         "checkpoint": options.checkpoint,
         "adapter": options.adapter,

@@ -4,9 +4,10 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, describe_install
 
 Step = int | Literal["best"] | None  # checkpoint of a run: of a step, with the lowest held-out loss, or the newest
 
@@ -80,3 +81,13 @@ def _parse_step(text: str) -> Step:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: must be the step of a checkpoint, or best")
     return int(text)
+
+
+def import_harness() -> ModuleType:
+    """Return the module `harness`. Raises InputError if the package lm_eval is missing."""
+    try:
+        from jaxopt_llm.inference import harness
+    except ModuleNotFoundError as error:
+        install = describe_install("lm-eval")
+        raise InputError(f"evaluation.tasks requires the package lm_eval ({error}); run: {install}") from error
+    return harness

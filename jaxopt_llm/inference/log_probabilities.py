@@ -49,15 +49,13 @@ class DocumentReader:
     A row holds many documents, which do not see each other, as in training. Devices divide the rows of a batch.
 
     Args:
-        model, params, placement: the model.
+        model, placement: the model, and where its parameters are.
         vocabulary_size: number of ids.
         batch_tokens: tokens of the rows that are read at once; at least one row of each device is.
     """
 
-    def __init__(
-        self, model: Model, params: Params, placement: Placement, vocabulary_size: int, batch_tokens: int
-    ) -> None:
-        self.params, self._vocabulary_size, self._batch_tokens = params, vocabulary_size, batch_tokens
+    def __init__(self, model: Model, placement: Placement, vocabulary_size: int, batch_tokens: int) -> None:
+        self._vocabulary_size, self._batch_tokens = vocabulary_size, batch_tokens
         self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
         self._sharding = placement.activation(None, "batch", "sequence")
         read = functools.partial(scan.read_tokens, model.read_targets, model, remat=RematConfig("none"))
@@ -68,13 +66,14 @@ class DocumentReader:
         )
 
     def read(
-        self, documents: IndexedPiece, length: int, advance: Advance
+        self, params: Params, documents: IndexedPiece, length: int, advance: Advance
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return the log-probability of each document, [documents], and whether each of its tokens is most likely.
 
         It is the sum over the tokens that the loss counts, and NaN for a document that is longer than a row.
 
         Args:
+            params: parameters of the model.
             documents: with a mask.
             length: tokens of a row.
             advance: together, the numbers of tokens that it receives are those of the documents.
@@ -91,7 +90,7 @@ class DocumentReader:
             rows = PackedRows(join_all([documents]), length, self._vocabulary_size, documents.name, "drop")
             count = self._groups * max(self._batch_tokens // (length * self._groups), 1)
             for at, batch in enumerate(read_in_order(rows, count)):
-                found, is_best = self._read_batch(batch)
+                found, is_best = self._read_batch(params, batch)
                 for row in range(min(count, len(rows) - at * count)):
                     firsts, _ = rows.find_ranges(at * count + row)
                     counted, places = batch.loss_mask[row], ends.searchsorted(firsts, side="right")
@@ -104,14 +103,18 @@ class DocumentReader:
         advance(left)
         return sums, is_greedy
 
-    def _read_batch(self, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def _read_batch(self, params: Params, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Return the log-probabilities of the targets of a batch, and whether no token is more likely, [B, S]."""
-        placed = jax.device_put(jax.tree.map(lambda field: field[None], batch), self._sharding)
-        found, is_best = self._compute(self.params, placed)
+        placed = jax.tree.map(self._place, batch)
+        found, is_best = self._compute(params, placed)
         return np.asarray(found)[0], np.asarray(is_best)[0]
 
+    def _place(self, field: NDArray[Any]) -> jax.Array:
+        """Return a field of a batch on the devices. All processes have the same values."""
+        return jax.make_array_from_callback((1, *field.shape), self._sharding, lambda index: field[None][index])
+
     def read_requests(
-        self, requests: Sequence[Request], length: int, advance: Advance = lambda tokens: None
+        self, params: Params, requests: Sequence[Request], length: int, advance: Advance = lambda tokens: None
     ) -> list[LogLikelihood]:
         """Return the log-likelihood of each continuation. Requests of similar length share rows, long ones first.
 
@@ -123,7 +126,7 @@ class DocumentReader:
         found = [LogLikelihood(0.0, True)] * len(requests)
         for row_length, members in sorted(by_length.items(), reverse=True):
             documents = _join_requests([requests[index] for index in members])
-            for index, *values in zip(members, *self.read(documents, row_length, advance), strict=True):
+            for index, *values in zip(members, *self.read(params, documents, row_length, advance), strict=True):
                 found[index] = LogLikelihood(float(values[0]), bool(values[1]))
         return found
 

@@ -29,7 +29,7 @@ from jaxopt_llm.checkpoint.run_weights import (
     find_trained_tree,
     is_run_directory,
 )
-from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
+from jaxopt_llm.compiler.kernel_choice import choose_attention, choose_grouped_matmul
 from jaxopt_llm.config import (
     Config,
     DataConfig,
@@ -56,6 +56,7 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
@@ -424,6 +425,18 @@ def choose_devices(
 ) -> Sequence[jax.Device]:
     """Return the first `tensor` devices if `needed` bytes of parameters fit there; otherwise all devices."""
     return devices[:tensor] if fits_in_memory(needed, devices[:tensor], limit) else devices
+
+
+def choose_local_attention(config: Config, length: int) -> str:
+    """Return the implementation of attention for rows of this length, and say why if a faster one was refused.
+
+    It is not the one that a run used, because this may be another machine.
+    """
+    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
+    attention = choose_attention(visible_devices()[0], "auto", call)
+    if attention.reason:
+        print(f"attention: {attention}", file=sys.stderr)
+    return attention.name
 
 
 def use_all_devices(source: LoadedModel) -> LoadedModel:

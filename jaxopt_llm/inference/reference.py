@@ -1,7 +1,6 @@
 """Log-probabilities of the documents of a prepared corpus by a reference model (`pieces.ReferenceLogProbabilities`)."""
 
 import hashlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.native import integrity
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.config import BATCH_AXES, Config, DataConfig
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
@@ -21,8 +19,6 @@ from jaxopt_llm.data.tokens.prepared import LogProbabilityWriter
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.inference import models
 from jaxopt_llm.inference.log_probabilities import DocumentReader
-from jaxopt_llm.model.self_attention import describe_call
-from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.run.directory import read_base_digest, read_tokenizer_digest
 
 FLAG = "--reference "  # before the name of a model in messages
@@ -98,17 +94,13 @@ def complete_corpus(
     advance(sum(writer.tokens[: len(writer)]))
     if len(writer) == len(writer.tokens):
         return writer.summarise(limit)
-    # Not the implementation that a run used, because this may be another machine.
-    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
-    attention = choose_attention(visible_devices()[0], "auto", call)
-    if attention.reason:
-        print(f"attention: {attention}", file=sys.stderr)
-    source = models.use_all_devices(models.load_model(path, data, attention=attention.name, step=reference.step))
+    attention = models.choose_local_attention(config, length)
+    source = models.use_all_devices(models.load_model(path, data, attention=attention, step=reference.step))
     batch_tokens = TOKENS_PER_DEVICE * source.placement.size(*BATCH_AXES)
     size = source.config.model.vocabulary_size
-    reader = DocumentReader(source.model, source.params, source.placement, size, batch_tokens)
+    reader = DocumentReader(source.model, source.placement, size, batch_tokens)
     while len(writer) < len(writer.tokens):
-        writer.append(reader.read(writer.open_next(), length, advance)[0].astype(np.float32))
+        writer.append(reader.read(source.params, writer.open_next(), length, advance)[0].astype(np.float32))
     return writer.summarise(limit)
 
 

@@ -159,7 +159,7 @@ def test_results_of_a_run_are_printed_written_and_reported(
     run_on = harness_standin.simple_evaluate
 
     def note_devices(model: Any, **options: Any) -> Any:
-        reading.append(model._source.placement.mesh.size)
+        reading.append(model.source.placement.mesh.size)
         return run_on(model, **options)
 
     monkeypatch.setattr("lm_eval.simple_evaluate", note_devices)
@@ -218,7 +218,7 @@ def test_a_folder_has_its_own_context(
         (("--tasks", "choose,q"), "--tasks q: there is no such task; `lm-eval ls tasks` lists them"),
         (
             ("--tasks", "write_code"),
-            "--tasks write_code runs code that the model writes; add --confirm-run-unsafe-code",
+            "--tasks write_code runs code that the model writes; run it by the command `evaluate` with",
         ),
         (("--tasks", "choose", "--batches", 2), "--batches applies to the loss of documents"),
         (("--tasks", "choose", "--data.paths", "x"), "--data.paths applies to the loss of documents"),

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_reader(source: models.LoadedModel, batch_tokens: int) -> DocumentReader:
     size = source.config.model.vocabulary_size
-    return DocumentReader(source.model, source.params, source.placement, size, batch_tokens)
+    return DocumentReader(source.model, source.placement, size, batch_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,15 @@ def test_packed_requests_have_the_log_likelihoods_of_each_alone(
 ) -> None:
     monkeypatch.setattr(models, "choose_devices", lambda *_: jax.devices()[:devices])
     given, expected = requests
-    reader, read = make_reader(models.load_model(folder, tensor=tensor), batch_tokens), list[int]()
-    found = reader.read_requests(given, LENGTH, read.append)
+    source, read = models.load_model(folder, tensor=tensor), list[int]()
+    reader = make_reader(source, batch_tokens)
+    found = reader.read_requests(source.params, given, LENGTH, read.append)
     np.testing.assert_allclose([each.value for each in found], [value for value, _ in expected], rtol=1e-5)
     assert [each.is_greedy for each in found] == [is_greedy for _, is_greedy in expected]
     assert sum(read) == sum(len(each.tokens) for each in given) and len(read) > 2
-    again = reader.read_requests([*given[5:], Request([1], 0)], LENGTH)  # other rows, and nothing to predict
+    again = reader.read_requests(
+        source.params, [*given[5:], Request([1], 0)], LENGTH
+    )  # other rows, and nothing to predict
     np.testing.assert_allclose([each[0] for each in again[:-1]], [each[0] for each in found[5:]], rtol=1e-6)
     assert again[-1] == (0.0, True)
     assert reader._compute._cache_size() == 2  # a program for each length of rows
@@ -117,11 +120,11 @@ def test_packed_documents_have_the_log_probabilities_of_each_alone(
         source = models.use_all_devices(source)
     assert source.placement.mesh.size == devices
     reader, read = make_reader(source, 2 * SHORT * devices), list[int]()
-    found, _ = reader.read(documents, SHORT, read.append)
+    found, _ = reader.read(source.params, documents, SHORT, read.append)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert np.isnan(found).sum() > 3 and np.sum(found == 0) > 3 and np.sum(found < -10) > 10
     assert sum(read) == documents.size and len(read) > 1
     ends = documents.ends[:4]  # the last ones have nothing that counts
     assert documents.mask is not None
     few = replace(documents, tokens=documents.tokens[:60], ends=ends, mask=np.zeros(60, bool))
-    assert np.isnan(reader.read(few, SHORT, read.append)[0]).tolist() == [False, True, False, False]
+    assert np.isnan(reader.read(source.params, few, SHORT, read.append)[0]).tolist() == [False, True, False, False]
