@@ -114,7 +114,9 @@ def make_figures(runs: Sequence[Run]) -> list[Figure]:
 def list_missing(runs: Sequence[Run]) -> list[str]:
     """Return the titles of the plots for which no run has numbers."""
     return [
-        plot.title for plot in PLOTS if not any(name.split("/")[0] == plot.field for run in runs for name in run.curves)
+        plot.title
+        for plot in PLOTS
+        if not any(f"{name}/".startswith(f"{plot.field}/") for run in runs for name in run.curves)
     ]
 
 
