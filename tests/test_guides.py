@@ -99,7 +99,7 @@ def test_prefer(tmp_path: Path) -> None:
     prefers = dict(re.findall(r'"(\S+)": ([-0-9.]+)', printed_by(done, "grep eval_rewards")))
     assert float(prefers["eval_rewards/accuracy"]) > 0.9 and float(prefers["eval_rewards/margin"]) > 0.3
     before, after = losses(printed_by(done, "evaluate"), NATS)
-    assert before < after < 10 * before
+    assert before < after
 
 
 @pytest.mark.slow

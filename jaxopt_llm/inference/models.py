@@ -190,6 +190,7 @@ def load_model(
     base: Path | None = None,
     quantisation: Quantisation | None = None,
     family: str = "",
+    predicts_tokens: bool = True,
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
@@ -203,6 +204,7 @@ def load_model(
         base: new location of the base of the run's adapters; None: unchanged.
         quantisation: format of the weights of a folder; None for the folder's.
         family: see `ModelConfig.family`.
+        predicts_tokens: refuse a model that gives documents scores.
 
     Raises:
         InputError: the directory is neither, or `adapter`, `step`, `base`, `quantisation` or `family` does not match
@@ -210,7 +212,8 @@ def load_model(
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory, base, family)
-    pretrained.check_predicts_tokens(config.model, f"--checkpoint {directory}")
+    if predicts_tokens:
+        pretrained.check_predicts_tokens(config.model, f"--checkpoint {directory}")
     config = replace(config, data=data or config.data)
     adapters = None
     if folder and step is not None:

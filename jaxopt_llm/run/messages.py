@@ -186,7 +186,7 @@ def list_next_commands(config: Config) -> Iterator[str]:
     else:
         yield "next:"
     has_documents = config.evaluation.every or config.evaluation.paths
-    if config.training.objective in (NEXT_TOKEN, DISTILL):  # the others have no loss per token
+    if config.training.objective in (NEXT_TOKEN, DISTILL) or config.model.scores:  # the others have no loss per token
         yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
     question = "--chat" if config.data.content != "text" else "--prompt TEXT"
     if not config.model.scores:

@@ -239,7 +239,7 @@ def _check_objective(config: Config, rows: PackedRows) -> None:
         )
     if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
         if training.objective == "classify" and scores > 1:
-            _check_classes(rows, scores)
+            check_classes(rows, scores)
         return
     if stream.has_labels:
         raise InputError(f"{rows.name} has labels: name their column with --data.label-field")
@@ -249,7 +249,7 @@ def _check_objective(config: Config, rows: PackedRows) -> None:
     )
 
 
-def _check_classes(rows: PackedRows, classes: int) -> None:
+def check_classes(rows: PackedRows, classes: int) -> None:
     """Raise InputError if a label is not one of this number of classes."""
     found = rows.stream.find_label(lambda labels: (labels < 0) | (labels >= classes) | (labels != np.floor(labels)))
     if found is not None:
