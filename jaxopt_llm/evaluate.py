@@ -90,7 +90,7 @@ from jaxopt_llm.data.tokens.corpus import open_all_documents, open_corpus, open_
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference import models, scores
+from jaxopt_llm.inference import document_scores, models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.report.run_files import EVALUATIONS
@@ -182,11 +182,11 @@ def _evaluate_scores(options: argparse.Namespace, config: Config, source: Loaded
     if rows.stream.has_labels and config.model.scores > 1:
         check_classes(rows, config.model.scores)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
-        found = scores.read_scores(source, rows, config.training.batch_size)
+        found = document_scores.read_scores(source, rows, config.training.batch_size)
     if options.output is not None:
-        scores.write_scores(found, options.output)
+        document_scores.write_scores(found, options.output)
         print(f"scores: {options.output}", file=sys.stderr)
-    return scores.describe_scores(found, rows)
+    return document_scores.describe_scores(found, rows)
 
 
 def _check_mode(options: argparse.Namespace, named: set[str], is_folder: bool, has_scores: bool) -> None:

@@ -55,7 +55,7 @@ def read_scores(source: LoadedModel, rows: PackedRows, batch_size: int) -> NDArr
 
 def describe_scores(scores: NDArray[np.float32], rows: PackedRows) -> str:
     """Return how the scores of documents, [documents, N], agree with their labels or with what is preferred."""
-    is_read = np.isfinite(scores).all(axis=-1)
+    is_read = ~np.isnan(scores[:, 0])
     if rows.pairs:
         chosen, rejected = (scores[side::2, 0][is_read[::2]] for side in (0, 1))
         share, margin = np.mean(chosen > rejected), np.mean(chosen - rejected)
