@@ -12,8 +12,8 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.pieces import IndexedPiece, join_all
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
-from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.inference.document_scores import describe_scores, read_scores, write_scores
+from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.decoder import Decoder
 
 pytestmark = pytest.mark.core
