@@ -10,7 +10,7 @@ it fits, run
     python -m jaxopt_llm.plan --config dpo.py --model.pretrained FOLDER --gpu 4090
 
 The reference is the model without its adapters, so a step needs no memory for a second model. All parameters can be
-trained if the data hold the scores of a reference, `prepare --reference` (docs/preferences.md).
+trained if the data hold log-probabilities by a reference, `prepare --reference` (docs/preferences.md).
 `--training.objective` names other objectives, which want other values of `--preference.*`. A row of
 `--training.sequence-length` tokens must hold both conversations of a pair; longer pairs are dropped. The rate is ten
 times lower than that of `finetune.py`, as is usual for DPO.

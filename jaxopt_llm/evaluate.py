@@ -1,4 +1,4 @@
-"""Command `evaluate`: loss of a checkpoint, or its results in tasks of the lm-evaluation-harness.
+"""Command `evaluate`: loss or scores of documents, or results in tasks of the lm-evaluation-harness.
 
 python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER] [--batches N]
                               [--section.field VALUE ...]
@@ -51,7 +51,10 @@ def _add_task_flags(parser: argparse.ArgumentParser) -> None:
         "--system-instruction", metavar="TEXT", help="system message, or text in front of the prompt without a template"
     )
     add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that run code that the model writes")
-    output = "file for the results in JSON (default: evaluations/ in the run directory; none for a model folder)"
+    output = (
+        "file for the results in JSON (default: evaluations/ in the run directory; none for a model folder), or for "
+    )
+    output += "the scores of documents by a model with scores, a line for each"
     add("--output", type=Path, metavar="FILE", help=output)
 
 
@@ -75,7 +78,6 @@ import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
-from jaxopt_llm.compiler.kernel_choice import choose_attention
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
 from jaxopt_llm.config.training import NEXT_TOKEN
@@ -88,15 +90,15 @@ from jaxopt_llm.data.tokens.corpus import HELD, open_all_documents, open_corpus,
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution import scan
-from jaxopt_llm.inference import models
+from jaxopt_llm.inference import document_scores, models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.observe.report.run_files import EVALUATIONS
-from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning import oom
+from jaxopt_llm.run.setup import check_classes
 from jaxopt_llm.step.validation import validate
 
+TASK_FLAGS = {"evaluation.tasks": "--tasks", "evaluation.task_folder": "--include-path"}  # by the setting of a run
 OVERRIDABLE = ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length")
 
 
@@ -133,13 +135,14 @@ def main() -> int:
     reads_other_data = "--data.paths" in named
     trained = models.open_config(options.checkpoint, options.base, options.family)
     is_folder = not is_run_directory(options.checkpoint)
-    _check_mode(options, named, is_folder)
+    _check_mode(options, named, is_folder, trained.model.scores > 0)
     config = _override(trained, overrides, reads_other_data)
     if options.tasks is not None:
         length = config.training.sequence_length
         if is_folder and "--training.sequence-length" not in named:
             length = huggingface.read_context(hub.find_folder(options.checkpoint, "--checkpoint ")) or length
-        return _evaluate_tasks(options, config, length, quantisation)
+        with errors.own_flags(TASK_FLAGS):
+            return _evaluate_tasks(options, config, length, quantisation)
     length = config.training.sequence_length
     if is_folder and "--training.sequence-length" not in named:
         limit = f"at most {models.MAX_ROW_TOKENS:,}"
@@ -150,8 +153,9 @@ def main() -> int:
     model = _describe_model(options, source, is_folder)
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
-        rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row)
-        if rows.pairs:
+        scored = config.model.scores > 0
+        rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row, scored)
+        if rows.pairs and not scored:
             raise InputError(
                 f"{name} holds {HELD[rows.pairs]}, which have no loss per token: the held-out "
                 "losses of the run are in its metrics.jsonl; name other documents with --data.paths FILE "
@@ -159,6 +163,10 @@ def main() -> int:
             )
         if rows.summary:  # of conversations: how many are cut
             print(rows.summary, file=sys.stderr)
+        if scored:
+            found = _evaluate_scores(options, config, source, rows)
+            print(f"{model} on {name} ({documents}): {found}")
+            continue
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
             loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
         read = f"{tokens:,} tokens" if options.batches is None else f"read {tokens:,} of {documents.size:,} tokens"
@@ -169,15 +177,29 @@ def main() -> int:
     return 0
 
 
-def _check_mode(options: argparse.Namespace, named: set[str], is_folder: bool) -> None:
+def _evaluate_scores(options: argparse.Namespace, config: Config, source: LoadedModel, rows: PackedRows) -> str:
+    """Return how the scores of documents agree with what is known of them, and write the scores, if that is asked."""
+    if rows.stream.has_labels and config.model.scores > 1:
+        check_classes(rows, config.model.scores)
+    with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
+        found = document_scores.read_scores(source, rows, config.training.batch_size)
+    if options.output is not None:
+        document_scores.write_scores(found, options.output)
+        print(f"scores: {options.output}", file=sys.stderr)
+    return document_scores.describe_scores(found, rows)
+
+
+def _check_mode(options: argparse.Namespace, named: set[str], is_folder: bool, has_scores: bool) -> None:
     """Raise InputError if flags of losses and of tasks are mixed, or if there are no documents."""
     of_data = named & {"--data.paths", "--evaluation.paths"}
     if options.tasks is None:
-        of_tasks = ("num_fewshot", "limit", "include_path", "fewshot_as_multiturn", "system_instruction", "output")
+        of_tasks = ["num_fewshot", "limit", "include_path", "fewshot_as_multiturn", "system_instruction"]
+        of_tasks.append("batches" if has_scores else "output")
         given = [name for name in of_tasks if getattr(options, name) is not None]
         given += [name for name in ("apply_chat_template", "confirm_run_unsafe_code") if getattr(options, name)]
         if given:
-            raise InputError(f"--{given[0].replace('_', '-')} applies to tasks: add --tasks NAME, or leave it out")
+            applies = "the loss of documents" if given == ["batches"] else "tasks: add --tasks NAME"
+            raise InputError(f"--{given[0].replace('_', '-')} applies to {applies}, or leave it out")
         if is_folder and not of_data:
             problem = "a model folder has no held-out documents"
             raise InputError(
@@ -194,23 +216,21 @@ def _check_mode(options: argparse.Namespace, named: set[str], is_folder: bool) -
 def _load_model(
     options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
 ) -> LoadedModel:
-    """Load the model for rows of this length."""
-    # Not the implementation that the run used, because this may be another machine.
-    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
-    attention = choose_attention(visible_devices()[0], "auto", call)
-    if attention.reason:
-        print(f"attention: {attention}", file=sys.stderr)
+    """Load the model for rows of this length, which all devices read."""
+    attention = models.choose_local_attention(config, length)
     with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
-        return models.load_model(
+        source = models.load_model(
             options.checkpoint,
             config.data,
-            attention=attention.name,
+            attention=attention,
             adapter=options.adapter,
             step=options.step,
             base=options.base,
             quantisation=quantisation,
             family=options.family,
+            predicts_tokens=options.tasks is not None,
         )
+        return models.use_all_devices(source)
 
 
 def _describe_model(options: argparse.Namespace, source: LoadedModel, is_folder: bool) -> str:
@@ -224,11 +244,7 @@ def _evaluate_tasks(
     options: argparse.Namespace, config: Config, length: int, quantisation: flags.Quantisation | None
 ) -> int:
     """Evaluate the model on tasks, print their tables, and write the results. length: tokens of the context."""
-    try:
-        from jaxopt_llm.inference import harness
-    except ModuleNotFoundError as error:
-        install = errors.describe_install("lm-eval")
-        raise InputError(f"--tasks requires the package lm_eval ({error}); run: {install}") from error
+    harness = flags.import_harness()
     multiturn = options.fewshot_as_multiturn
     chosen = harness.Options(
         tasks=tuple(options.tasks.split(",")),
@@ -243,8 +259,9 @@ def _evaluate_tasks(
     tasks = harness.Tasks(chosen)
     source = _load_model(options, config, length, quantisation)
     batch_tokens = config.training.batch_size * config.training.sequence_length
+    model = harness.HarnessModel(source, length, batch_tokens, chosen.apply_chat_template)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
-        results = harness.run_tasks(source, tasks, chosen, length, batch_tokens)
+        results = harness.run_tasks(model, tasks)
     results["jaxopt_llm"] |= {
         "checkpoint": options.checkpoint,
         "adapter": options.adapter,
@@ -300,12 +317,21 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     if reads_other_data:  # data.weights belong to the paths of the run
         trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
     config = cli.override_config(trained, overrides, PROGRAM, errors.list_flags(make_parser()))
-    validate(config)
+    validate(_without_scores(config))
     for name in fields.FIELDS:
         if not name.startswith(OVERRIDABLE) and fields.get_field(trained, name) != fields.get_field(config, name):
             changeable = "data.*, evaluation.paths, training.batch_size and training.sequence_length"
             raise InputError(f"--{name}: the checkpoint determines it; leave it out, and change only {changeable}")
     return config
+
+
+def _without_scores(config: Config) -> Config:
+    """Return a configuration that predicts tokens, to validate: scores need no objective, and no labels."""
+    if not config.model.scores:
+        return config
+    return fields.replace_fields(
+        config, {"model.scores": 0, "training.objective": NEXT_TOKEN, "data.label_field": "", "training.trainable": ()}
+    )
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ from jaxopt_llm.data.tokens.template import make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from jaxopt_llm.inference.reference_scores import Reference
+    from jaxopt_llm.inference.reference import Reference
 
 
 def prepare(config: DataConfig, directory: Path, workers: int, reference_name: str = "") -> None:
     """Write the corpus of `config.paths` into a directory, or complete one that was started there.
 
-    reference_name: the model that scores its documents, a path or hub id; "": none.
+    reference_name: the model whose log-probabilities of its documents it holds, a path or hub id; "": none.
 
     Raises:
         InputError: a source cannot be read, or the directory holds another prepared corpus, a damaged one or other
@@ -102,8 +102,10 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
-            scores = _write_scores(reference, config, directory, plan["dtype"], console) if reference else None
-            merger.finish(plan, scores)
+            written = (
+                _write_log_probabilities(reference, config, directory, plan["dtype"], console) if reference else None
+            )
+            merger.finish(plan, written)
     records = prepared.read_shard_records(directory)
     documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
     skipped = prepared.add_skipped(records, shards)
@@ -231,31 +233,31 @@ def _write_shards(
 
 
 def _open_reference(name: str, config: DataConfig, tokenizer: Tokenizer) -> "Reference":
-    from jaxopt_llm.inference import reference_scores as scores  # imports JAX, which the workers do not need
+    from jaxopt_llm.inference.reference import open_reference  # imports JAX, which the workers do not need
 
     with _name_reference():
-        return scores.open_reference(name, config, tokenizer)
+        return open_reference(name, config, tokenizer)
 
 
-def _write_scores(
+def _write_log_probabilities(
     reference: "Reference", config: DataConfig, directory: Path, dtype: str, console: Console
 ) -> dict[str, Any]:
-    """Write the scores of a reference model, or complete them. Return what the manifest says of them."""
-    from jaxopt_llm.inference import reference_scores as scores
+    """Write those of a reference model, or complete them. Return what the manifest says of them."""
+    from jaxopt_llm.inference.reference import complete_corpus
     from jaxopt_llm.planning import oom
 
-    writer = prepared.ScoreWriter(directory, dtype)
+    writer = prepared.LogProbabilityWriter(directory, dtype)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    explain_oom = oom.explain_oom("scoring answers", "use GPUs with more memory, or more of them")
+    explain_oom = oom.explain_oom("reading answers", "use GPUs with more memory, or more of them")
     with (
         _name_reference(),
         explain_oom,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
-        task = progress.add_task("tokens scored", total=sum(writer.tokens))
-        written = scores.score_corpus(reference, config, writer, lambda tokens: progress.advance(task, tokens))
+        task = progress.add_task("tokens read by the reference", total=sum(writer.tokens))
+        written = complete_corpus(reference, config, writer, lambda tokens: progress.advance(task, tokens))
     if written["limit"]:
-        note = f"have no score of {reference.name}: they exceed its context"
+        note = f"have no log-probability by {reference.name}: they exceed its context"
         console.print(f"documents of more than {written['limit'] + 1:,} tokens {note}", markup=False)
     return written
 
@@ -383,7 +385,7 @@ def main() -> int:
         raise InputError("; ".join(problems))
     if reference and (config.content not in (PREFERENCE, UNPAIRED) or preview_count is not None):
         kinds = f"{PREFERENCE} or {UNPAIRED}"
-        raise InputError(f"--reference {reference}: it scores answers: add --content {kinds}, and no --preview")
+        raise InputError(f"--reference {reference}: it reads answers: add --content {kinds}, and no --preview")
     if preview_count is None:
         prepare(config, directory, workers, reference)
     elif config.content == "text" or preview_count < 1:

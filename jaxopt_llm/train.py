@@ -41,6 +41,7 @@ from jaxopt_llm.distributed import launchers, process_group, runtime
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS, Processes, check_same_programs
 from jaxopt_llm.distributed.watchdog import Watchdog
 from jaxopt_llm.execution import mtp
+from jaxopt_llm.inference import flags
 from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.planning.device_mesh import Devices, fill_mesh
@@ -72,6 +73,8 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
             and its checkpoint; a skipped step has no checkpoint.
     """
     requested, directory = _resolve_exchange(requested, processes.first), Path(requested.run.directory)
+    harness = flags.import_harness() if requested.evaluation.tasks else None
+    tasks = harness.Tasks(harness.Options.of_run(requested)) if harness else None
     with (
         Watchdog(requested, processes) as watchdog,
         lock_directory(directory) if processes.first else contextlib.nullcontext(),
@@ -79,6 +82,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
     ):
         setup = prepare_run(requested, processes)
         config: Config = setup.config  # the requested one, with epochs as steps
+        measure_tasks = {"measure_tasks": harness.RunTasks(setup, tasks)} if harness else {}
         corpus = setup.data.corpus.sha256
         files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
         verification = Verification(find_prepared(files), (processes.index, processes.count))
@@ -110,7 +114,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         if processes.first:
             write_memory(directory / "memory.json", setup.program.state, programs.step)
         explain_oom = functools.partial(explainer.explain_oom, lower_step=lambda: lowered.step)
-        workload = DecoderWorkload(setup, programs, initial, verification, explain_oom)
+        workload = DecoderWorkload(setup, programs, initial, verification, explain_oom, **measure_tasks)
         train_workload(workload, records, signals)
         if processes.first:
             for line in list_next_commands(setup.config):

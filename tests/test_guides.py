@@ -92,6 +92,17 @@ def serves_the_same_answer(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_prefer(tmp_path: Path) -> None:
+    done = follow("prefer", tmp_path)
+    tuned, preferring = (printed_by(done, f"generate --checkpoint models/{name}") for name in ("sft", "dpo"))
+    assert "The sea" not in tuned and "The sea" in preferring
+    prefers = dict(re.findall(r'"(\S+)": ([-0-9.]+)', printed_by(done, "grep eval_rewards")))
+    assert float(prefers["eval_rewards/accuracy"]) > 0.9 and float(prefers["eval_rewards/margin"]) > 0.3
+    before, after = losses(printed_by(done, "evaluate"), NATS)
+    assert before < after
+
+
+@pytest.mark.slow
 def test_pretrain(tmp_path: Path) -> None:
     done = follow("pretrain", tmp_path)
     stopped = printed_by(done, "kill $!")

@@ -48,6 +48,7 @@ def test_recipes_set_nothing_that_they_do_not_read(recipe: str) -> None:
         ({"optimizer.momentum": 0.8}, {"optimizer.name": "sgd"}),
         ({"schedule.cooldown_steps": 7}, {"schedule.kind": "wsd"}),
         ({"evaluation.sample_tokens": 7}, {"evaluation.samples": 1}),
+        ({"evaluation.task_limit": 7.0, "evaluation.task_folder": "x"}, {"evaluation.tasks": ("a",)}),
         ({"data.separator": "\n"}, {"data.paths": ("a.txt",)}),
         ({"profile.steps": 5}, {"profile.start_step": 1}),
     ],

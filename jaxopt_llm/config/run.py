@@ -357,6 +357,11 @@ class Config:
                 f"evaluation.samples={self.evaluation.samples}: a model with scores writes no text; set "
                 "--evaluation.samples 0"
             )
+        if scores and self.evaluation.tasks:
+            found.append(
+                f"evaluation.tasks={self.evaluation.tasks}: a model with scores answers no tasks; set "
+                "--evaluation.tasks ()"
+            )
         return found
 
     def _length_problems(self) -> list[str]:

@@ -443,8 +443,19 @@ class EvaluationConfig:
     sample_tokens: int = setting(64, bounds=AT_LEAST_ONE)
     """Maximum number of tokens of a sample; at most half of training.sequence_length."""
 
+    tasks: tuple[str, ...] = ()
+    """Tasks of EleutherAI's lm-evaluation-harness on which each evaluation evaluates the model (docs/evaluation.md):
+    names of tasks, groups and tags, with wildcards. Prompts are conversations unless data.content is text. The metrics
+    are recorded as eval_tasks/TASK/METRIC, and the results are written to evaluations/ in the run directory."""
+    task_limit: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Number of documents of each task that are read, or their share if it is below 1. 0 = all."""
+    task_folder: str = ""
+    """Folder with YAML files of further tasks."""
+
     def problems(self) -> list[str]:
         found = find_out_of_range("evaluation", self)
+        if self.task_limit > 1 and self.task_limit % 1:
+            found.append(f"evaluation.task_limit={self.task_limit}: must be a whole number, or a share below 1")
         names = [name for name, _ in self.named_paths()]
         for text, name in zip(self.paths, names, strict=True):
             if not name:

@@ -164,11 +164,13 @@ def _rules(config: Config) -> list[Rule]:
         ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
         (
             "evaluation.patience evaluation.batches evaluation.paths evaluation.samples evaluation.sample_tokens "
+            "evaluation.tasks evaluation.task_limit evaluation.task_folder "
             "data.held_out checkpoint.keep_best",
             "evaluation.every=0",
             not config.evaluation.every,
         ),
         ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
+        ("evaluation.task_limit evaluation.task_folder", "evaluation.tasks=()", not config.evaluation.tasks),
         ("profile.steps", "profile.start_step=0", not config.profile.start_step),
     ]
 

@@ -190,14 +190,14 @@ class LanguageModel:
         x = self.hidden(parameters, tokens, segment_ids, positions) if hidden is None else hidden
         table = self._decoder.head_table(_to_arrays(parameters)["non_layer"])
         last = jnp.zeros_like(tokens[:, :1])
-        score = functools.partial(self._score, table)
-        scores = _map_chunks(score, chunk, x, jnp.concatenate([tokens[:, 1:], last], axis=1))
+        read = functools.partial(self._read_targets, table)
+        found = _map_chunks(read, chunk, x, jnp.concatenate([tokens[:, 1:], last], axis=1))
         exists = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1
         if segment_ids is not None:
             exists &= segment_ids == jnp.roll(segment_ids, -1, axis=1)
-        return jnp.where(exists, scores, 0)
+        return jnp.where(exists, found, 0)
 
-    def _score(self, table: Weight, x: jax.Array, targets: jax.Array) -> jax.Array:
+    def _read_targets(self, table: Weight, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Return the log-probability of each target, float32 [B, C], for states x [B, C, D]; table: [V, D]."""
         logits = self._decoder.classify(x, table, _PLACEMENT)  # [B, C, V]
         classes = jnp.arange(logits.shape[-1])

@@ -5,11 +5,12 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.config.data import find_argument_problems
-from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.errors import InputError, describe_install
 
 MAX_TOKENS = 100_000  # of a text; the KV cache holds all of them
 DEFAULT_CONTEXT = 4096  # tokens of a conversation, or of a request to the server
@@ -145,3 +146,13 @@ def _parse_step(text: str) -> Step:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: must be the step of a checkpoint, or best")
     return int(text)
+
+
+def import_harness() -> ModuleType:
+    """Return the module `harness`. Raises InputError if the package lm_eval is missing."""
+    try:
+        from jaxopt_llm.inference import harness
+    except ModuleNotFoundError as error:
+        install = describe_install("lm-eval")
+        raise InputError(f"evaluation.tasks requires the package lm_eval ({error}); run: {install}") from error
+    return harness

@@ -31,7 +31,7 @@ from jaxopt_llm.checkpoint.run_weights import (
     find_trained_tree,
     is_run_directory,
 )
-from jaxopt_llm.compiler.kernel_choice import choose_grouped_matmul
+from jaxopt_llm.compiler.kernel_choice import choose_attention, choose_grouped_matmul
 from jaxopt_llm.config import (
     Config,
     DataConfig,
@@ -58,6 +58,7 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.param import ParamSpec
+from jaxopt_llm.model.self_attention import describe_call
 from jaxopt_llm.parallel.mesh import make_mesh, visible_devices
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import abstract_checkpoint, resting_parameter_sharding
@@ -191,6 +192,7 @@ def load_model(
     base: Path | None = None,
     quantisation: Quantisation | None = None,
     family: str = "",
+    predicts_tokens: bool = True,
 ) -> LoadedModel:
     """Load the model of a run directory or of a Hugging Face folder.
 
@@ -204,6 +206,7 @@ def load_model(
         base: new location of the base of the run's adapters; None: unchanged.
         quantisation: format of the weights of a folder; None for the folder's.
         family: see `ModelConfig.family`.
+        predicts_tokens: refuse a model that gives documents scores.
 
     Raises:
         InputError: the directory is neither, or `adapter`, `step`, `base`, `quantisation` or `family` does not match
@@ -211,7 +214,8 @@ def load_model(
         CheckpointError: the run has no usable checkpoint.
     """
     config, folder = _open_config_and_folder(directory, base, family)
-    pretrained.check_predicts_tokens(config.model, f"--checkpoint {directory}")
+    if predicts_tokens:
+        pretrained.check_predicts_tokens(config.model, f"--checkpoint {directory}")
     config = replace(config, data=data or config.data)
     adapters = None
     if folder and step is not None:
@@ -467,6 +471,27 @@ def choose_devices(
 ) -> Sequence[jax.Device]:
     """Return the first `tensor` devices if `needed` bytes of parameters fit there; otherwise all devices."""
     return devices[:tensor] if fits_in_memory(needed, devices[:tensor], limit) else devices
+
+
+def choose_local_attention(config: Config, length: int) -> str:
+    """Return the implementation of attention for rows of this length, and say why if a faster one was refused.
+
+    It is not the one that a run used, because this may be another machine.
+    """
+    call = describe_call(config.model, config.precision.compute_dtype, length, None, parts=1)
+    attention = choose_attention(visible_devices()[0], "auto", call)
+    if attention.reason:
+        print(f"attention: {attention}", file=sys.stderr)
+    return attention.name
+
+
+def use_all_devices(source: LoadedModel) -> LoadedModel:
+    """Return a model that rests on one device with a copy on each of the others, which read other rows."""
+    devices = visible_devices()
+    if source.placement.mesh.size == len(devices):
+        return source
+    placement = replace(source.placement, mesh=make_mesh(MeshConfig(data=len(devices)), devices))
+    return replace(source, params=jax.device_put(source.params, placement.replicated), placement=placement)
 
 
 def fits_in_memory(needed: int, devices: Sequence[jax.Device], limit: int | None) -> bool:

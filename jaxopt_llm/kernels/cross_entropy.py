@@ -84,7 +84,7 @@ def compute_losses(
     return losses
 
 
-def score_targets(
+def read_targets(
     classifier: Classifier, xs: Arrays, tables: Arrays, targets: jax.Array, axes: tuple[str, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of each target, float32 [B, S], and whether no token is more likely, bool [B, S].

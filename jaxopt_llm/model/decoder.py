@@ -180,10 +180,10 @@ class Decoder:
     def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         return self._head(non_layer, x, batch, context).log_probabilities()
 
-    def score_targets(
+    def read_targets(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context
     ) -> tuple[jax.Array, jax.Array]:
-        return self._head(non_layer, x, batch, context).score_targets()
+        return self._head(non_layer, x, batch, context).read_targets()
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         config = self.config.of_layers(kind)

@@ -62,11 +62,11 @@ class Head:
 
     def log_probabilities(self) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], without gradients."""
-        return self.score_targets()[0]
+        return self.read_targets()[0]
 
-    def score_targets(self) -> tuple[jax.Array, jax.Array]:
+    def read_targets(self) -> tuple[jax.Array, jax.Array]:
         """Return the log-probability of each target, and whether no token is more likely, [B, S], without gradients."""
-        found, is_best = vocabulary.score_targets(self.x, self.table, self._targets, self.classifier, self.placement)
+        found, is_best = vocabulary.read_targets(self.x, self.table, self._targets, self.classifier, self.placement)
         return to_sequence_order(found, self.placement), to_sequence_order(is_best, self.placement)
 
     def scores(self) -> jax.Array:

@@ -139,7 +139,7 @@ class Model(Protocol):
     def log_probabilities(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         """Return the log-probability of each target, float32 [B, S], of the last block's output x [B, S, D]."""
 
-    def score_targets(
+    def read_targets(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context
     ) -> tuple[jax.Array, jax.Array]:
         """Return what the last block's output x [B, S, D] says of the targets, without gradients.

@@ -99,6 +99,9 @@ class ProgressLine:
             yield f"prefers {record['eval_rewards/accuracy']:.0%}"
         if "eval_accuracy" in record:  # of classes
             yield f"right {record['eval_accuracy']:.0%}"
+        for name in record:
+            if name.startswith("eval_tasks/"):
+                yield f"{name.removeprefix('eval_tasks/')} {_decimals(record[name], 4)}"
         for name in filter(record.__contains__, self._shown):  # a loss of several may not have had a step yet
             held_out = f" (held-out {_decimals(record[f'eval_{name}'], 4)})" if f"eval_{name}" in record else ""
             yield f"{name} {_decimals(record[name], 4)}{held_out}"

@@ -14,7 +14,7 @@ from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.tokens.corpus import Corpus
-from jaxopt_llm.data.tokens.pieces import ReferenceScores
+from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import describe_bytes, keep_tokenizer
@@ -262,7 +262,7 @@ def write_run_files(
     device: str,
     base_sha256: str | None,
     rows: token_rows.Rows,
-    reference: ReferenceScores | None = None,
+    reference: ReferenceLogProbabilities | None = None,
     teacher_sha256: str | None = None,
 ) -> None:
     """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.
@@ -272,7 +272,7 @@ def write_run_files(
     Args:
         device: kind of the devices.
         base_sha256, rows: see `InitialWeights`.
-        reference: the reference model whose scores the corpus holds; None: it holds none, or they are not used.
+        reference: the reference whose log-probabilities the corpus holds; None: it holds none, or they are not used.
         teacher_sha256: digest of the teacher's folder; None without a teacher.
     """
     directory = Path(config.run.directory)

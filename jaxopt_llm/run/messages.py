@@ -65,7 +65,7 @@ def describe_run(setup: Setup) -> Iterator[str]:
         yield "; ".join([f"validation set {each.name}: {each}", *each.skipped.describe_notes()])
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if data.reference:
-        yield f"reference: scores of {data.reference.model} in the corpus"
+        yield f"reference: log-probabilities by {data.reference.model} in the corpus"
     elif config.runs_reference:
         yield "reference: the model without its adapters, in a forward of each step"
     if 1 < config.mesh.pipeline <= config.training.accumulation:
@@ -187,7 +187,7 @@ def list_next_commands(config: Config) -> Iterator[str]:
     else:
         yield "next:"
     has_documents = config.evaluation.every or config.evaluation.paths
-    if config.training.objective in (NEXT_TOKEN, DISTILL):  # the others have no loss per token
+    if config.training.objective in (NEXT_TOKEN, DISTILL) or config.model.scores:  # the others have no loss per token
         yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
     question = "--chat" if config.data.content != "text" else "--prompt TEXT"
     if not config.model.scores:

@@ -16,6 +16,7 @@ from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuatio
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Model
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.setup import Setup
@@ -86,17 +87,11 @@ class Sampler:
         ]
 
     def _make_generator(self, state: TrainState) -> TokenGenerator:
-        config, placement = self._setup.config, self._placement
-        products = kernel_choice.choose_grouped_matmul(
-            placement.mesh.devices.flat[0], config.training.grouped_matmul, placement.precision.compute_dtype
-        )
-        decoder = Decoder(config.model, grouped_matmul=products)
-        model, _, _ = lora.adapt_model(decoder, config.lora, placement.precision, config.training.trainable)
         return TokenGenerator(
-            model,
+            make_sampling_model(self._setup, self._placement),
             self._read_weights(state),
-            placement,
-            config.model.vocabulary_size,
+            self._placement,
+            self._setup.config.model.vocabulary_size,
             rows=min(len(self.prompts), MAX_ROWS),
             length=max(prompt.ids.size for prompt in self.prompts) + self._count,
         )
@@ -120,6 +115,16 @@ def make_sampling_placement(setup: Setup) -> Placement:
     sampling = make_mesh(MeshConfig(fsdp=mesh.size // tensor, tensor=tensor), list(mesh.devices.flat))
     offload = OffloadConfig(parameters=config.offload.parameters)
     return Placement(sampling, ShardingConfig(), setup.placement.precision.for_evaluation(), offload)
+
+
+def make_sampling_model(setup: Setup, placement: Placement, attention: str = "xla") -> Model:
+    """Return the model of a run on this placement. attention: implementation for calls without a cache."""
+    config = setup.config
+    products = kernel_choice.choose_grouped_matmul(
+        placement.mesh.devices.flat[0], config.training.grouped_matmul, placement.precision.compute_dtype
+    )
+    decoder = Decoder(config.model, config.training.logit_tokens, attention=attention, grouped_matmul=products)
+    return lora.adapt_model(decoder, config.lora, placement.precision, config.training.trainable)[0]
 
 
 def choose_prompts(

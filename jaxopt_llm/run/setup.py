@@ -22,7 +22,7 @@ from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import HELD, Corpus, ValidationSet, open_corpus, open_validation_sets
-from jaxopt_llm.data.tokens.pieces import ReferenceScores, TokenStream
+from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.distributed.process_group import Processes
@@ -68,12 +68,12 @@ class Data(Documents):
     Attributes:
         training: rows of the training split, one entry for each source.
         validation: rows of each validation set by name, or of the held-out split.
-        reference: the model whose scores all rows hold; None: they hold none, or the objective needs none.
+        reference: the model whose log-probabilities all rows hold; None: they hold none, or the objective needs none.
     """
 
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
-    reference: ReferenceScores | None
+    reference: ReferenceLogProbabilities | None
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _check_objective(config: Config, rows: PackedRows) -> None:
         raise InputError(_describe_other_pairs(training, rows))
     if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
         if training.objective == "classify" and scores > 1:
-            _check_classes(rows, scores)
+            check_classes(rows, scores)
         return
     if stream.has_labels:
         raise InputError(f"{rows.name} has labels: name their column with --data.label-field")
@@ -279,7 +279,7 @@ def _describe_other_pairs(training: TrainingConfig, rows: PackedRows) -> str:
     return f"{name} {reads}, and {rows.name} {held}: name rows with {fields}, and set --data.content {training.pairs}"
 
 
-def _check_classes(rows: PackedRows, classes: int) -> None:
+def check_classes(rows: PackedRows, classes: int) -> None:
     """Raise InputError if a label is not one of this number of classes."""
     found = rows.stream.find_label(lambda labels: (labels < 0) | (labels >= classes) | (labels != np.floor(labels)))
     if found is not None:
@@ -290,22 +290,22 @@ def _check_classes(rows: PackedRows, classes: int) -> None:
         )
 
 
-def _find_reference(config: Config, streams: Iterable[TokenStream]) -> ReferenceScores | None:
-    """Return the reference model whose scores all documents have; None: none has scores.
+def _find_reference(config: Config, streams: Iterable[TokenStream]) -> ReferenceLogProbabilities | None:
+    """Return the reference model whose log-probabilities all documents have; None: none has any.
 
     Raises:
-        InputError: some documents have scores, and others have none or those of another model; or the objective needs
-            scores, and there are none; or the rows may hold documents that the model could not score.
+        InputError: some documents have log-probabilities, and others have none or those of another model; or the
+            objective needs them, and there are none; or the rows may hold documents that the model could not read.
     """
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
     first, *others = {piece.reference.sha256 if piece.reference else "": piece for piece in pieces}.values()
     if others:
-        scored, other = sorted([first, others[0]], key=lambda piece: piece.reference is None)
-        assert scored.reference is not None
+        with_reference, other = sorted([first, others[0]], key=lambda piece: piece.reference is None)
+        assert with_reference.reference is not None
         held = f"those of {other.reference.model}" if other.reference else "none"
         raise InputError(
-            f"{scored.name} holds log-probabilities of the reference {scored.reference.model}, and {other.name} holds "
-            f"{held}: prepare both with the same --reference"
+            f"{with_reference.name} holds log-probabilities by the reference {with_reference.reference.model}, and "
+            f"{other.name} holds {held}: prepare both with the same --reference"
         )
     if first.reference is None and config.training.has_reference and not config.keeps_reference:
         raise InputError(_describe_missing_reference(config, first.name))
@@ -314,14 +314,14 @@ def _find_reference(config: Config, streams: Iterable[TokenStream]) -> Reference
         assert first.reference is not None
         if length > limit:
             raise InputError(
-                f"training.sequence_length={length}: the reference {first.reference.model} has no scores of longer "
+                f"training.sequence_length={length}: the reference {first.reference.model} has read no longer "
                 f"documents than rows of {limit} tokens hold: set at most --training.sequence-length {limit}"
             )
     return first.reference
 
 
 def _describe_missing_reference(config: Config, name: str) -> str:
-    """Return an error about data without scores. name: name of the data."""
+    """Return an error about data without log-probabilities by a reference. name: name of the data."""
     objective = f"training.objective={config.training.objective} compares with a reference model"
     prepare = "prepare the data with --reference MODEL (python -m jaxopt_llm.prepare)"
     if config.lora.rank == 0:

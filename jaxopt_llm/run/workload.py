@@ -127,6 +127,7 @@ class DecoderWorkload:
         initial: InitialWeights,
         verification: Verification,
         explain_oom: ExplainOom,
+        measure_tasks: Callable[[TrainState], dict[str, float]] = lambda state: {},
     ) -> None:
         """Take over the setup of a run.
 
@@ -134,6 +135,7 @@ class DecoderWorkload:
             initial: the weights that the run starts from.
             verification: the verification of its prepared data.
             explain_oom: see Workload.
+            measure_tasks: returns metrics of tasks to record at an evaluation.
         """
         config = setup.config
         self.config, self.directory, self.processes = config, setup.directory, setup.processes
@@ -141,7 +143,7 @@ class DecoderWorkload:
         self.utilisation = utilisation_per_token(config, setup.program, setup.placement)
         self.explain_oom = explain_oom
         self._setup, self._programs, self._initial, self._verification = setup, programs, initial, verification
-        self._sampler = Sampler(setup)
+        self._sampler, self._measure_tasks = Sampler(setup), measure_tasks
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""
@@ -198,9 +200,11 @@ class DecoderWorkload:
 
         With an objective over pairs, the metrics of all pairs follow, `eval_rewards/accuracy` and so on.
 
-        With `training.ema_decay`, the average is measured in place of the parameters.
+        Metrics of `evaluation.tasks` come last. With `training.ema_decay`, the average is measured in place of the
+        parameters.
         """
         total, losses, objective = LossSum(), {}, self._setup.program.model.objective
+        of_tasks = self._measure_tasks(state)
         state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
         for name, batches in self._setup.validation.items():
             placed = map(self._setup.local_rows.make_global, batches)
@@ -209,7 +213,8 @@ class DecoderWorkload:
             if self.config.evaluation.paths:
                 losses[f"eval_loss/{name}"] = float(split_loss(objective, loss.mean)[0])
         whole, metrics = split_loss(objective, total.mean)
-        return {"eval_loss": float(whole)} | losses | {f"eval_{name}": float(value) for name, value in metrics.items()}
+        of_objective = {f"eval_{name}": float(value) for name, value in metrics.items()}
+        return {"eval_loss": float(whole)} | losses | of_objective | of_tasks
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return self._sampler(state)

@@ -282,6 +282,23 @@ def test_a_beginning_is_computed_once() -> None:
     assert all(size == 16 for _, size in generator.filled)
 
 
+@pytest.mark.parametrize(("small", "sizes"), [(40, [1, 2, 1]), (0, [1, 1, 1, 1]), (80, [1, 3])])
+def test_rows_that_are_filled_next_to_others_take_the_memory_of_a_small_cache(small: int, sizes: list[int]) -> None:
+    """Copies of rows take as many slots as a small cache of all rows; at least one row is filled."""
+    generator, places = watched(rows=4), list[int]()
+    generator._small, fill = small, generator._fill
+    generator._fill = lambda chosen: (places.append(len(chosen)), fill(chosen))[1]  # type: ignore[method-assign]
+    first, *others = [Request(LONG[begin : begin + 5], 9, number=begin) for begin in range(4)]
+    generator.add(first)
+    drawn = generator.advance()
+    for request in others:
+        generator.add(request)
+    while generator.is_busy:
+        drawn += generator.advance()
+    assert places == sizes
+    np.testing.assert_array_equal([each.token for each in drawn if each.request is others[2]], alone(LONG[3:8]))
+
+
 def alone(prompt: np.ndarray) -> np.ndarray:
     """Return nine tokens, computed with an empty cache."""
     unwatched(1).load(BY_LAYER)

@@ -38,9 +38,18 @@ def test_settings_of_machines_are_left_out(tmp_path: Path) -> None:
         "distributed.coordinator": "10.0.0.1:80",
         "logging.wandb_project": "hidden",
         "data.chat_template": "/home/someone/a.jinja",
+        "distillation.teacher": "/home/someone/teacher",
+        "distillation.temperature": 2.0,
+        "preference.beta": 0.5,
     }
     found = card.list_changes(replace_fields(Config(), settings))
-    assert found == {"run.seed": "5", "training.batch_size": "7", "training.trainable": '["*/scale"]'}
+    assert found == {
+        "run.seed": "5",
+        "training.batch_size": "7",
+        "training.trainable": '["*/scale"]',
+        "preference.beta": "0.5",
+        "distillation.temperature": "2.0",
+    }
 
 
 def test_values_that_the_start_of_a_run_sets_are_left_out() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import folders
 import harness_standin
+import jax
 import numpy as np
 import pytest
 import standins
@@ -39,7 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(folder: Path) -> LoadedModel:
-    return models.load_model(folder)
+    """Return the model on all devices, as `evaluate` loads it."""
+    return models.use_all_devices(models.load_model(folder))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_contexts_are_cut_from_the_left_and_counted(source: LoadedModel, folder:
     expected = [(ids[-13:], 10), (ids[:6], 3), (empty, 2)]  # the space belongs to the continuation
     assert [each[0] for each in found] == pytest.approx([log_likelihood(folder, *each) for each in expected], rel=1e-5)
     assert model.cut == {"loglikelihood": 1}
-    with pytest.raises(InputError, match="scores a text of 19 tokens, more than the context of 12"):
+    with pytest.raises(InputError, match="asks for the log-likelihood of 19 tokens, more than the context of 12"):
         model.loglikelihood([Instance(("x", text))])
 
 
@@ -91,9 +93,11 @@ def test_long_texts_are_scored_in_windows(source: LoadedModel, folder: Path) -> 
     assert found == pytest.approx([sum(log_likelihood(folder, *each) for each in windows), 0], rel=1e-5)
 
 
-def test_answers_are_those_of_generate(source: LoadedModel) -> None:
+def test_answers_are_those_of_generate_on_one_device(source: LoadedModel, folder: Path) -> None:
+    on_one = models.load_model(folder)
+    assert source.placement.mesh.size > on_one.placement.mesh.size == 1
     prompts = ["one", "one two three", "seven", "a longer prompt than the others"]
-    plain = generate(source, prompts, 12, Sampling(), ())
+    plain = generate(on_one, prompts, 12, Sampling(), ())
     stop = plain[1][3]
     settings = [{"until": stop, "max_gen_toks": 12}] * 3 + [{"until": [stop, ""], "max_gen_toks": 5}]
     model = make_model(source)
@@ -101,7 +105,7 @@ def test_answers_are_those_of_generate(source: LoadedModel) -> None:
     assert found == [text.split(stop)[0] for text in (*plain[:3], plain[3][:5])]
     assert model.cut == {"generate_until": 0}
     (cut,) = make_model(source, length=16).generate_until([Instance((prompts[3], settings[0]))])
-    assert cut == generate(source, [prompts[3][-4:]], 12, Sampling(), (stop,))[0]
+    assert cut == generate(on_one, [prompts[3][-4:]], 12, Sampling(), (stop,))[0]
     with pytest.raises(InputError, match="a task generates 256 tokens, which leave no room"):
         model.generate_until([Instance(("x", {}))])
 
@@ -151,7 +155,16 @@ def test_a_template_without_system_messages_gets_none(tmp_path: Path) -> None:
 def test_results_of_a_run_are_printed_written_and_reported(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    reading = list[int]()
+    run_on = harness_standin.simple_evaluate
+
+    def note_devices(model: Any, **options: Any) -> Any:
+        reading.append(model.source.placement.mesh.size)
+        return run_on(model, **options)
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", note_devices)
     assert evaluate_tasks(monkeypatch, "--checkpoint", run, "--tasks", "choose,writ[e]", "--num-fewshot", 3) == 0
+    assert reading == [jax.device_count()] and reading[0] > 1
     told = capsys.readouterr()
     assert told.out == "|choose|3|\n|write|1|\n"
     assert "1 requests were longer than the context of 32 tokens and lost their beginning" in told.err
@@ -205,7 +218,7 @@ def test_a_folder_has_its_own_context(
         (("--tasks", "choose,q"), "--tasks q: there is no such task; `lm-eval ls tasks` lists them"),
         (
             ("--tasks", "write_code"),
-            "--tasks write_code runs code that the model writes; add --confirm-run-unsafe-code",
+            "--tasks write_code runs code that the model writes; run it by the command `evaluate` with",
         ),
         (("--tasks", "choose", "--batches", 2), "--batches applies to the loss of documents"),
         (("--tasks", "choose", "--data.paths", "x"), "--data.paths applies to the loss of documents"),

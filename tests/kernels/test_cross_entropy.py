@@ -15,7 +15,7 @@ from jaxopt_llm.kernels.cross_entropy import (
     Classifier,
     compute_losses,
     compute_losses_and_gradients,
-    score_targets,
+    read_targets,
 )
 
 pytestmark = pytest.mark.core
@@ -120,7 +120,7 @@ def test_a_split_vocabulary_gives_the_same(chunk: int, softcap: float) -> None:
 
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("chunk, softcap", [(0, 0.0), (5, 1.5)])
-def test_a_target_is_scored_and_compared_with_all_tokens(chunk: int, softcap: float, devices: int) -> None:
+def test_a_target_is_read_and_compared_with_all_tokens(chunk: int, softcap: float, devices: int) -> None:
     """Some targets are the most likely tokens. Padding would be more likely, and so would tokens of other devices."""
     classifier = Classifier(VOCABULARY, softcap, 0.0, chunk)
     logits = sum(x @ table[:VOCABULARY].T for x, table in zip(XS, TABLES, strict=True))
@@ -129,7 +129,7 @@ def test_a_target_is_scored_and_compared_with_all_tokens(chunk: int, softcap: fl
     padded = tuple(np.where(np.arange(PADDED)[:, None] < VOCABULARY, table, np.float32(1e3)) for table in TABLES)
     mesh = jax.make_mesh((devices,), ("v",), (jax.sharding.AxisType.Auto,))
     rows, whole = PartitionSpec("v"), PartitionSpec()
-    run = functools.partial(score_targets, classifier, XS, targets=targets, axes=("v",))
+    run = functools.partial(read_targets, classifier, XS, targets=targets, axes=("v",))
     found, most_likely = jax.jit(
         jax.shard_map(lambda tables: run(tables=tables), mesh=mesh, in_specs=rows, out_specs=whole, check_vma=False)
     )(padded)

@@ -75,6 +75,17 @@ def test_the_only_validation_set_is_shown_once(tmp_path: Path) -> None:
     assert [trace["name"] for trace in figure(runs, "eval-loss")["data"]] == ["run · a"]
 
 
+def test_every_plot_is_of_a_number_of_the_records(tmp_path: Path) -> None:
+    """The wait for data is computed from two of them; tasks have a curve for each metric."""
+    fields = [plot.field for plot in figures.PLOTS if plot.field not in ("data_wait", "eval_tasks")]
+    record = {"step": 1, "data_seconds": 0.1, "step_seconds": 0.5, "eval_tasks/a/acc": 0.5, **dict.fromkeys(fields, 2)}
+    runs = read(write_run(tmp_path / "run", [record]))
+    assert {plot.title for plot in figures.PLOTS} <= {each["title"] for each in figures.make_figures(runs)}
+    assert not figures.list_missing(runs)
+    assert [trace["name"] for trace in figure(runs, "eval-tasks")["data"]] == ["run · a/acc"]
+    assert [trace["y"] for trace in figure(runs, "eval-divergence")["data"]] == [[2.0]]
+
+
 def test_the_wait_for_data_is_a_share_of_the_step(tmp_path: Path) -> None:
     records = [{"step": 1, "step_seconds": 0.5, "data_seconds": 0.1}, {"step": 2, "step_seconds": 0.0}]
     (trace,) = figure(read(write_run(tmp_path / "run", records)), "data-wait")["data"]

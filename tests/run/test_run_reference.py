@@ -1,4 +1,4 @@
-"""The reference of a run: scores that its corpora hold, or the model without its adapters."""
+"""The reference of a run: log-probabilities that its corpora hold, or the model without its adapters."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ ADAPTERS = {"lora.rank": 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write pairs as rows, and prepared: without scores, with those of two models, and with a limit."""
+    """Write pairs as rows, and prepared: without log-probabilities, with those of two models, and with a limit."""
     folder = tmp_path_factory.mktemp("data")
     config = DataConfig(content="preference", tokenizer=str(write_tokenizer(folder / "tokenizer")))
     for name in ("a", "b"):
         rows = [{"prompt": f"count to {n}, {name}", "chosen": "1 " * (n % 9), "rejected": "no"} for n in range(1, 40)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        corpora.prepare(folder / f"{name}-scored", folder / f"{name}.jsonl", config, "models/x")
+        corpora.prepare(folder / f"{name}-compared", folder / f"{name}.jsonl", config, "models/x")
     corpora.prepare(folder / "plain", folder / "b.jsonl", config)
     corpora.prepare(folder / "other", folder / "b.jsonl", config, "models/y")
     corpora.prepare(folder / "limited", folder / "b.jsonl", config, "models/x", limit=100)
@@ -43,8 +43,8 @@ def pack(folder: Path, *paths: str, **settings: Any) -> Data:
 
 
 @pytest.mark.parametrize("settings", [{}, ADAPTERS, ADAPTERS | {"training.trainable": ("*norm*",)}])
-def test_scores_of_the_corpus_are_used(folder: Path, settings: dict[str, Any]) -> None:
-    data = pack(folder, "a-scored", "b-scored", **settings)
+def test_log_probabilities_of_the_corpus_are_used(folder: Path, settings: dict[str, Any]) -> None:
+    data = pack(folder, "a-compared", "b-compared", **settings)
     assert data.reference is not None and data.reference.model == "models/x"
     for rows in (*data.training, *data.validation.values()):
         assert np.any(rows[0].reference)
@@ -56,9 +56,9 @@ def test_adapters_need_none(folder: Path) -> None:
         assert data.reference is None and data.training[0][0].reference is None
 
 
-def test_objectives_without_a_reference_ignore_scores(folder: Path) -> None:
+def test_objectives_without_a_reference_ignore_log_probabilities(folder: Path) -> None:
     settings = {"training.objective": "cpo", "evaluation.paths": (str(folder / "limited"),)}
-    data = pack(folder, "a-scored", "other", **settings)
+    data = pack(folder, "a-compared", "other", **settings)
     assert data.reference is None
     assert all(rows[0].reference is None for rows in (*data.training, *data.validation.values()))
 
@@ -74,7 +74,7 @@ def test_objectives_without_a_reference_ignore_scores(folder: Path) -> None:
         (ADAPTERS | {"lora.pretrained": "runs/sft"}, r"begins with lora.pretrained=runs/sft: prepare .*convert merge"),
     ],
 )
-def test_a_model_that_is_not_its_own_reference_needs_scores(
+def test_a_model_that_is_not_its_own_reference_needs_log_probabilities(
     folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     for path in ("plain", "b.jsonl"):
@@ -84,19 +84,19 @@ def test_a_model_that_is_not_its_own_reference_needs_scores(
 
 @pytest.mark.parametrize("settings", [{}, ADAPTERS])
 def test_data_with_different_references_are_refused(folder: Path, settings: dict[str, Any]) -> None:
-    for paths in (("a-scored", "plain"), ("b.jsonl", "a-scored")):
-        message = r"a-scored holds log-probabilities of the reference models/x, and .* holds none: prepare both with"
+    for paths in (("a-compared", "plain"), ("b.jsonl", "a-compared")):
+        message = r"a-compared holds log-probabilities by the reference models/x, and .* holds none: prepare both with"
         with pytest.raises(InputError, match=message):
             pack(folder, *paths, **settings)
         with pytest.raises(InputError, match=message):
             pack(folder, paths[0], **settings, **{"evaluation.paths": (str(folder / paths[1]),)})
-    with pytest.raises(InputError, match="a-scored holds .* models/x, and other holds those of models/y: prepare both"):
-        pack(folder, "a-scored", "other", **settings)
-
-
-def test_rows_hold_no_document_without_a_score(folder: Path) -> None:
-    assert pack(folder, "limited", **{"training.sequence_length": 100}).reference is not None
     with pytest.raises(
-        InputError, match="models/x has no scores of longer .* set at most --training.sequence-length 100"
+        InputError, match="a-compared holds .* models/x, and other holds those of models/y: prepare both"
     ):
-        pack(folder, "a-scored", "limited")
+        pack(folder, "a-compared", "other", **settings)
+
+
+def test_rows_hold_no_document_without_a_log_probability(folder: Path) -> None:
+    assert pack(folder, "limited", **{"training.sequence_length": 100}).reference is not None
+    with pytest.raises(InputError, match="models/x has read no longer .* set at most --training.sequence-length 100"):
+        pack(folder, "a-compared", "limited")

@@ -83,7 +83,9 @@ def test_data_that_do_not_fit_the_objective_are_refused(tmp_path: Path, data: tu
 
 
 @pytest.mark.slow
-def test_all_weights_are_compared_with_scores_of_the_corpus(tmp_path: Path, data: tuple[object, ...]) -> None:
+def test_all_weights_are_compared_with_log_probabilities_of_the_corpus(
+    tmp_path: Path, data: tuple[object, ...]
+) -> None:
     """The reference is the model that the run starts from, so the first loss is exactly log 2."""
     tokenizer, rows = data[3], data[1]
     model = write_tokenizer(folders.folder(tmp_path / "model", replace(folders.CONFIG, vocabulary_size=512)))
@@ -107,7 +109,7 @@ def test_all_weights_are_compared_with_scores_of_the_corpus(tmp_path: Path, data
     flags += ["--evaluation.samples", 0, "--logging.every", 1, "--checkpoint.every", 3]
     done = command(*flags, "--training.steps", 3)
     assert done.returncode == 0, done.stderr
-    assert f"reference: scores of {model} in the corpus" in done.stdout
+    assert f"reference: log-probabilities by {model} in the corpus" in done.stdout
     records = metrics(tmp_path / "run")
     assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert records[0]["rewards/chosen"] == pytest.approx(0, abs=2e-5)

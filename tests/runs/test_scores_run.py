@@ -35,11 +35,22 @@ def test_a_run_learns_classes_from_files_and_from_prepared_ones(tmp_path: Path, 
     records = metrics(tmp_path / "run")
     assert records[-1]["eval_accuracy"] > 0.9 and records[-1]["eval_loss"] < 0.5 < records[0]["loss"]
     assert 0 <= records[0]["accuracy"] < 0.8
-    assert "evaluate" not in done.stdout and "generate" not in done.stdout
-    for verb in ("evaluate", "generate"):
-        refused = command(verb, "--checkpoint", tmp_path / "run", *(("--prompt", "x") if verb == "generate" else ()))
-        assert refused.returncode == 2
-        assert_one_line(refused.stderr, "this model gives documents scores, and predicts no tokens")
+    assert "evaluate --checkpoint" in done.stdout and "generate" not in done.stdout
+    refused = command("generate", "--checkpoint", tmp_path / "run", "--prompt", "x")
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "this model gives documents scores, and predicts no tokens")
+
+    found = command("evaluate", "--checkpoint", tmp_path / "run")
+    assert found.returncode == 0, found.stderr
+    share, loss = records[-1]["eval_accuracy"], records[-1]["eval_loss"]
+    assert f"{share:.1%} of " in found.stdout and f"the right class, loss {loss:.4f}" in found.stdout
+    rows = [{"text": f"{n} is {word}"} for n, word in enumerate(("bad", "good", "fine"), 30)]
+    output, new = tmp_path / "scores.jsonl", write_rows(tmp_path / "new.jsonl", rows)
+    options = ("--data.paths", new, "--data.label-field", "", "--output", output)
+    found = command("evaluate", "--checkpoint", tmp_path / "run", *options)
+    assert found.returncode == 0, found.stderr
+    scores = [json.loads(line)["scores"] for line in output.read_text().splitlines()]
+    assert [max(range(3), key=each.__getitem__) for each in scores] == [0, 2, 1]
 
     prepared = command("prepare", "--input", texts, "--output", tmp_path / "prepared", "--label-field", "label")
     assert prepared.returncode == 0, prepared.stderr

@@ -57,24 +57,24 @@ ON_MESHES = {
 }
 
 
-def make(settings: dict[str, Any], scored: bool = False) -> tuple[Program, Placement]:
+def make(settings: dict[str, Any], compared: bool = False) -> tuple[Program, Placement]:
     config = replace_fields(BASE, settings)
     validate(config)
     mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
     placement = Placement(mesh, config.sharding, config.precision)
-    return make_program(config, placement, has_reference=scored), placement
+    return make_program(config, placement, has_reference=compared), placement
 
 
-def train(steps: int, scored: bool = False, **settings: Any) -> list[dict[str, float]]:
-    """Train on pairs. scored: whether the batch has the log-probabilities of the initial model, from the corpus."""
-    program, placement = make(settings, scored)
+def train(steps: int, compared: bool = False, **settings: Any) -> list[dict[str, float]]:
+    """Train on pairs. compared: whether the batch has the log-probabilities of the initial model, from the corpus."""
+    program, placement = make(settings, compared)
     state = initialize_state(program.specs, program.optimizers, 0, placement)
     frozen = jax.tree.map(np.asarray, state.frozen)
     batch = replace(toy.microbatches(toy.pairs(ROWS, LENGTH), 2), reference=None)
     if settings.get("training.objective") == "kto":
         batch = replace(batch, labels=((batch.segment_ids + 1) // 2 % 3 == 1).astype(np.float32))
-    if scored:
-        batch = replace(batch, reference=score(batch))
+    if compared:
+        batch = replace(batch, reference=read_reference(batch))
     batch = jax.device_put(batch, program.batch_sharding)
     records = []
     for _ in range(steps):
@@ -95,7 +95,7 @@ def find_log_probabilities() -> np.ndarray:
     return np.asarray(found(state.masters, jax.device_put(batch, program.batch_sharding)))
 
 
-def score(batch: Batch) -> np.ndarray:
+def read_reference(batch: Batch) -> np.ndarray:
     """Return the sum of the log-probabilities of each document at one of its counted tokens, as a corpus has it."""
     placed = np.zeros(batch.tokens.shape, np.float32)
     for row in np.ndindex(*batch.tokens.shape[:2]):
@@ -132,7 +132,7 @@ def test_a_mesh_trains_alike(mesh: str, on_one_device: list[dict[str, float]]) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "scored", "reads"),
+    ("settings", "compared", "reads"),
     [
         ({}, False, False),
         ({}, True, True),
@@ -143,16 +143,16 @@ def test_a_mesh_trains_alike(mesh: str, on_one_device: list[dict[str, float]]) -
         ({"training.objective": "cpo", "lora.rank": 0}, False, False),
     ],
 )
-def test_only_a_model_with_adapters_runs_its_reference(settings: dict[str, Any], scored: bool, reads: bool) -> None:
+def test_only_a_model_with_adapters_runs_its_reference(settings: dict[str, Any], compared: bool, reads: bool) -> None:
     """In all other cases a program with a reference reads it from the batch, also that of `plan`."""
-    assert (make(settings, scored)[0].batch.reference is not None) == reads
+    assert (make(settings, compared)[0].batch.reference is not None) == reads
 
 
 @pytest.mark.parametrize("mesh", [None, "stages"])
-def test_scores_of_the_corpus_take_the_place_of_the_forward(
+def test_log_probabilities_of_the_corpus_take_the_place_of_the_forward(
     mesh: str | None, on_one_device: list[dict[str, float]]
 ) -> None:
-    found = train(3, scored=True, **(ON_MESHES[mesh] if mesh else {}))
+    found = train(3, compared=True, **(ON_MESHES[mesh] if mesh else {}))
     for name in ("loss", "grad_norm", "rewards/margin"):
         expected = [each[name] for each in on_one_device[:3]]
         assert [each[name] for each in found] == pytest.approx(expected, rel=2e-4, abs=1e-5)
@@ -161,7 +161,7 @@ def test_scores_of_the_corpus_take_the_place_of_the_forward(
 
 def test_judged_answers_are_learned_with_either_reference() -> None:
     """Desirable and undesirable answers gain and lose, also where the reference is in the corpus."""
-    records, from_corpus = (train(4, scored=scored, **{"training.objective": "kto"}) for scored in (False, True))
+    records, from_corpus = (train(4, compared=compared, **{"training.objective": "kto"}) for compared in (False, True))
     first, last = records[0], records[-1]
     assert first["loss"] == pytest.approx(0.5, abs=1e-6) and first["kl"] == pytest.approx(0, abs=1e-6)
     assert last["rewards/chosen"] > 0.05 > -0.05 > last["rewards/rejected"] and last["loss"] < 0.47
@@ -176,7 +176,7 @@ def test_judged_answers_are_learned_with_either_reference() -> None:
 )
 def test_whole_weights_learn_to_prefer(settings: dict[str, Any]) -> None:
     """The reference is the initial model: the loss is that of the changes of the sums since then."""
-    records = train(4, scored=True, **{"optimizer.learning_rate": 3e-3, **settings})
+    records = train(4, compared=True, **{"optimizer.learning_rate": 3e-3, **settings})
     assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert records[0]["rewards/margin"] == pytest.approx(0, abs=1e-6)
     batch, side = toy.microbatches(toy.pairs(ROWS, LENGTH), 2), []
@@ -193,8 +193,8 @@ def test_whole_weights_learn_to_prefer(settings: dict[str, Any]) -> None:
 
 
 def test_the_reference_costs_a_forward_and_no_memory() -> None:
-    def compile_step(objective: str, scored: bool = False) -> tuple[float, int]:
-        program, _ = make({"training.objective": objective, "lora.targets": ("*/attention/*",)}, scored)
+    def compile_step(objective: str, compared: bool = False) -> tuple[float, int]:
+        program, _ = make({"training.objective": objective, "lora.targets": ("*/attention/*",)}, compared)
         step = program.step.lower(program.state, program.batch).compile()
         return hlo.count_dot_flops(str(step.as_text())), hlo.read_memory(step).peak
 
@@ -207,7 +207,7 @@ def test_the_reference_costs_a_forward_and_no_memory() -> None:
     scores = 4 * tokens * model.layers * LENGTH * model.heads * model.head_dim
     assert head + products < dpo - cpo <= head + products + scores
     assert dpo_memory <= 1.15 * memory
-    assert compile_step("dpo", scored=True)[0] == cpo
+    assert compile_step("dpo", compared=True)[0] == cpo
 
 
 @pytest.mark.parametrize(

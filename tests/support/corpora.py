@@ -29,7 +29,7 @@ def some_documents() -> list[str]:
 def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", limit: int = 0) -> Path:
     """Prepare a corpus as the command does, in this process.
 
-    reference, limit: of `ReferenceScores`, of which each document has another one; "": none.
+    reference, limit: of `ReferenceLogProbabilities`, of which each document has another one; "": none.
     """
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
@@ -43,19 +43,19 @@ def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", lim
     names = prepared.list_arrays(config.content != "text", config.has_labels)
     merger = prepared.ShardMerger(folder, plan["dtype"], names)
     merger.merge_ready()
-    scores = None
+    written = None
     if reference:
-        writer, document = prepared.ScoreWriter(folder, plan["dtype"]), 0
+        writer, document = prepared.LogProbabilityWriter(folder, plan["dtype"]), 0
         while len(writer) < len(writer.tokens):
             count = writer.open_next().groups
-            writer.append(some_scores(document + count)[document:])
+            writer.append(some_log_probabilities(document + count)[document:])
             document += count
-        scores = writer.summarise(limit)
-    merger.finish(plan, scores)
+        written = writer.summarise(limit)
+    merger.finish(plan, written)
     return folder
 
 
-def some_scores(documents: int) -> NDArray[np.float32]:
+def some_log_probabilities(documents: int) -> NDArray[np.float32]:
     return np.float32(-0.25) * np.arange(1, documents + 1, dtype=np.float32)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -59,6 +60,7 @@ TASKS = {
     "choose": ("loglikelihood", [("one two", " three"), ("", "four"), ("a" * 99, " b")], False),
     "write": ("generate_until", [("one two", {"until": ["\n"], "max_gen_toks": 4})], False),
     "write_code": ("generate_until", [("def", {"until": "\n", "max_gen_toks": 4})], True),
+    "measure": ("loglikelihood", [("one two", " three"), ("four", " five six")], False),
     "write_beams": ("generate_until", [("def", {"num_beams": 4})], False),
 }
 
@@ -81,7 +83,8 @@ def simple_evaluate(model: Any, tasks: list[str], task_manager: TaskManager, **o
     for name in task_manager.load(tasks)["tasks"]:
         kind, requests, _ = TASKS[name]
         answers = getattr(model, kind)([Instance(each) for each in requests])
-        results[name] = {"alias": name, "answers,none": len(answers), "answers_stderr,none": 0.25}
+        value = np.float64(sum(each[0] for each in answers)) if name == "measure" else len(answers)
+        results[name] = {"alias": name, "answers,none": value, "answers_stderr,none": 0.25}
     shots = dict.fromkeys(tasks, options["num_fewshot"] or 0)
     return {"results": results, "n-shot": shots, "group_subtasks": {name: [] for name in tasks}, "versions": {}}
 
@@ -90,8 +93,8 @@ def make_table(results: dict[str, Any], column: str) -> str:
     return "".join(f"|{name}|{values['answers,none']}|\n" for name, values in results[column].items())
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the package be this module, until the end of the test."""
+def make_modules() -> dict[str, ModuleType]:
+    """Return the modules of the package by name."""
     exported = {
         "lm_eval": (simple_evaluate,),
         "lm_eval.api": (),
@@ -102,12 +105,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "lm_eval.tasks": (TaskManager,),
         "lm_eval.utils": (get_rolling_token_windows, make_disjoint_window, make_table),
     }
+    modules = {}
     for name, members in exported.items():
-        module = ModuleType(name)
+        modules[name] = ModuleType(name)
         for member in members:
-            setattr(module, member.__name__, member)
+            setattr(modules[name], member.__name__, member)
+    modules["lm_eval.utils"].__dict__["handle_non_serializable"] = str
+    return modules
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package be this module, until the end of the test."""
+    for name, module in make_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["lm_eval.utils"].__dict__["handle_non_serializable"] = str
     forget(monkeypatch)
 
 

@@ -507,19 +507,19 @@ class PackedRows:
         raise InputError(f"{where} {problem}: increase that size, or use the tokenizer of this data")
 
 
-def _place_reference(scores: NDArray[np.float32], row: Batch) -> NDArray[np.float32]:
-    """Return the score of each document at the last of its tokens that the loss counts, and zeros elsewhere.
+def _place_reference(found: NDArray[np.float32], row: Batch) -> NDArray[np.float32]:
+    """Return the log-probability of each document at the last of its tokens that the loss counts, and zeros elsewhere.
 
     Objectives read only the sums of documents.
 
     Args:
-        scores: of the documents of the row, each of which has a token that the loss counts.
+        found: of the documents of the row, each of which has a token that the loss counts.
         row: fields [S].
     """
     (counted,) = np.nonzero(row.loss_mask)
     documents = row.segment_ids[counted]
     placed = np.zeros(row.tokens.size, np.float32)
-    placed[counted[np.diff(documents, append=0) != 0]] = scores
+    placed[counted[np.diff(documents, append=0) != 0]] = found
     return placed
 
 

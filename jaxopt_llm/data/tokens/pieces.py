@@ -118,13 +118,13 @@ _SAMPLES, _SAMPLE_BYTES = 64, 2**12  # samples of a large file that its fingerpr
 
 
 @dataclass(frozen=True, eq=False)
-class ReferenceScores:
+class ReferenceLogProbabilities:
     """Log-probabilities of documents by a reference model, for objectives that compare with one.
 
     Attributes:
         model: name of the model, for messages.
         sha256: digest of its weights.
-        limit: documents that take more places of a row than this have no score; 0: every document has one.
+        limit: documents that take more places of a row than this have none; 0: every document has one.
         values: float32 [documents], sums over the tokens that the loss counts.
     """
 
@@ -150,7 +150,7 @@ class Piece(ABC):
         mask: bool [size], whether the loss counts each token as a target (conversations); None if it counts all.
         pairs: kind of the pairs that the documents are, in order; empty if they are none. No document of a pair is
             empty.
-        reference: scores of the documents by a reference model; None if there are none.
+        reference: log-probabilities of the documents by a reference model; None if there are none.
         labels: float32 [documents], the label of each document; None without labels.
     """
 
@@ -178,7 +178,7 @@ class Piece(ABC):
         return ""
 
     @property
-    def reference(self) -> ReferenceScores | None:
+    def reference(self) -> ReferenceLogProbabilities | None:
         return None
 
     @property
@@ -218,7 +218,7 @@ class IndexedPiece(Piece):
     keys: Array
     mask: Array | None = None
     pairs: Pairs = ""
-    reference: ReferenceScores | None = None
+    reference: ReferenceLogProbabilities | None = None
     labels: Array | None = None
 
     @property
@@ -298,16 +298,16 @@ class TokenStream:
 
     @property
     def has_reference(self) -> bool:
-        """True if documents have scores of a reference model."""
+        """True if documents have log-probabilities by a reference model."""
         return any(piece.reference is not None for piece in self.pieces)
 
     def without_reference(self) -> "TokenStream":
-        """Return the same documents without scores."""
+        """Return the same documents without log-probabilities by a reference model."""
         pieces = [replace(piece, reference=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
         return replace(self, pieces=tuple(pieces))
 
     def read_reference(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the scores of the documents that start at these positions, float32. All pieces have scores."""
+        """Return the log-probabilities of the documents that start at these positions, float32 [N]."""
         found = np.empty(positions.size, np.float32)
         for index, position in enumerate(positions.tolist()):
             ((_, piece, token, _),) = self._slices(position, 1)

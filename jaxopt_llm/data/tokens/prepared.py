@@ -6,13 +6,14 @@ ends.bin, keys.bin         for each document: its end in the tokens, int64, and 
 mask.bin                   only for conversations: one byte per token, whether the loss counts it
 labels.bin                 only with labels (`DataConfig.has_labels`): that of each document, float32
 shards.jsonl               contents and SHA-256 of each shard in the files above
-scores.bin                 only with a reference model: its log-probability of each document (`ReferenceScores`)
-scores.jsonl               SHA-256 of the scores of each shard
-manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and of scores.jsonl and, for pairs of
+reference.bin              only with a reference model: its log-probability of each document, float32
+reference.jsonl            SHA-256 of each shard of it
+manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and of reference.jsonl and, for pairs of
                            answers, "pairs": true; written last, so a corpus with a manifest is complete
 
 During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask, .labels and, last, .json, each set
-from a group of parts. They are appended to the files above in order, and then deleted. Scores follow, shard by shard.
+from a group of parts. They are appended to the files above in order, and then deleted. Those of a
+reference model follow, shard by shard.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens.pieces import (
     FileArray,
     IndexedPiece,
-    ReferenceScores,
+    ReferenceLogProbabilities,
     fingerprint_file,
     token_dtype,
     tokenize_batches,
@@ -53,15 +54,15 @@ from jaxopt_llm.data.tokens.pieces import (
 from jaxopt_llm.data.tokens.template import find_template, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
-MANIFEST, SHARDS, SCORES = "manifest.json", "shards.jsonl", "scores.jsonl"
+MANIFEST, SHARDS, REFERENCE = "manifest.json", "shards.jsonl", "reference.jsonl"
 FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
 _ARRAYS = ("tokens", "ends", "keys", "mask", "labels")  # the last two: see above
-_SCORE = np.dtype("<f4")
+_LOG_PROBABILITY = np.dtype("<f4")
 # Names of the files in the directory of an unfinished corpus.
 _UNFINISHED = re.compile(
-    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|{re.escape(SCORES)}|({'|'.join(_ARRAYS)}|scores)\.bin|shard-\d{{5,}}\..*|.*\.tmp"
+    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|{re.escape(REFERENCE)}|({'|'.join(_ARRAYS)}|reference)\.bin|shard-\d{{5,}}\..*|.*\.tmp"
 )
 _READERS = 32  # threads that inspect files; they wait for storage most of the time
 _BLOCK = 2**22  # bytes read at once
@@ -78,7 +79,7 @@ def make_plan(
 
     The locations of the files and the number of workers do not change the output, so they are not included.
 
-    reference: name and digest of the model of the scores: see `ReferenceScores`.
+    reference: name and digest of the reference model: see `ReferenceLogProbabilities`.
     """
     plan = {
         "format": FORMAT,
@@ -297,17 +298,17 @@ class ShardMerger:
             for path in (*paths.values(), record):
                 path.unlink()
 
-    def finish(self, plan: dict[str, Any], scores: dict[str, Any] | None = None) -> None:
-        """Write the manifest, which completes the corpus. scores: see `ScoreWriter.summarise`."""
+    def finish(self, plan: dict[str, Any], reference: dict[str, Any] | None = None) -> None:
+        """Write the manifest, which completes the corpus. reference: see `LogProbabilityWriter.summarise`."""
         digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
         totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
         pairs = {"pairs": True} if self._paired else {}
-        of_scores = {"scores": scores} if scores else {}
-        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs, **of_scores})
+        of_reference = {"reference": reference} if reference else {}
+        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs, **of_reference})
 
 
-class ScoreWriter:
-    """Writer that appends the scores of shards, in order, to a corpus of conversations that holds all shards.
+class LogProbabilityWriter:
+    """Writer that appends log-probabilities by a reference model, shard by shard, to a corpus that holds all shards.
 
     When it opens files after a kill, it removes bytes that do not belong to a recorded shard.
 
@@ -324,22 +325,22 @@ class ScoreWriter:
         self._documents = np.cumsum([0, *(shard["documents"] for shard in shards)])
         self._dtype = np.dtype(dtype)
         self.longest = max(int(np.diff(self._read_ends(i), prepend=0).max(initial=0)) for i in range(len(shards)))
-        self._path, self._record = array_path(directory, "scores"), directory / SCORES
+        self._path, self._record = array_path(directory, "reference"), directory / REFERENCE
         self._path.touch()
         self._record.touch()
         os.truncate(self._record, self._record.read_bytes().rfind(b"\n") + 1)
-        needed = int(self._documents[len(self)]) * _SCORE.itemsize
+        needed = int(self._documents[len(self)]) * _LOG_PROBABILITY.itemsize
         if (has := self._path.stat().st_size) < needed:
             remedy = f"remove {directory} and prepare the corpus again"
             raise InputError(f"{self._path} is truncated: it has {has} bytes of {needed}; {remedy}")
         os.truncate(self._path, needed)
 
     def __len__(self) -> int:
-        """Return the number of shards that have scores."""
+        """Return the number of shards that have log-probabilities."""
         return self._record.read_bytes().count(b"\n")
 
     def open_next(self) -> IndexedPiece:
-        """Open the documents of the first shard without scores."""
+        """Open the documents of the first shard without log-probabilities."""
         index = len(self)
         begin, size = int(self._begins[index]), self.tokens[index]
         tokens = FileArray(array_path(self._directory, "tokens"), self._dtype, size, begin * self._dtype.itemsize)
@@ -348,10 +349,10 @@ class ScoreWriter:
         return IndexedPiece(f"{self._directory}, shard {index}", tokens, ends, np.zeros(ends.size, np.uint64), mask)
 
     def append(self, values: NDArray[np.float32]) -> None:
-        """Append the scores of the first shard without scores: one for each of its documents."""
+        """Append those of the first shard without log-probabilities: one for each of its documents."""
         index = len(self)
         assert values.shape == (self._documents[index + 1] - self._documents[index],)
-        values = np.ascontiguousarray(values, _SCORE)
+        values = np.ascontiguousarray(values, _LOG_PROBABILITY)
         record = json.dumps({"sha256": hashlib.sha256(values.data).hexdigest()}) + "\n"
         for path, content in ((self._path, values.data), (self._record, record.encode())):
             with path.open("ab") as file:
@@ -359,7 +360,7 @@ class ScoreWriter:
                 sync_file(file)
 
     def summarise(self, limit: int) -> dict[str, Any]:
-        """Return what the manifest says of complete scores. limit: see `ReferenceScores`."""
+        """Return what the manifest says of complete log-probabilities. limit: see `ReferenceLogProbabilities`."""
         assert len(self) == len(self.tokens)
         return {"limit": limit, "sha256": hashlib.sha256(self._record.read_bytes()).hexdigest()}
 
@@ -398,11 +399,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _ScoresRecord:
-    """Scores as a manifest describes them; see also `ReferenceScores`.
+class _ReferenceRecord:
+    """Log-probabilities by a reference model as a manifest describes them; see also `ReferenceLogProbabilities`.
 
     Attributes:
-        sha256: digest of SCORES.
+        sha256: digest of REFERENCE.
     """
 
     model: str
@@ -423,7 +424,7 @@ class _Manifest:
     tokenizer: str
     tokenizer_sha256: str
     shards_sha256: str
-    scores: _ScoresRecord | None
+    reference: _ReferenceRecord | None
 
 
 def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
@@ -441,8 +442,8 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             "or data.eos): train with that one, or prepare the corpus again"
         )
     arrays, reference = _open_arrays(directory, manifest), None
-    if record := manifest.scores:
-        reference = ReferenceScores(record.model, record.model_sha256, record.limit, arrays["scores"])
+    if record := manifest.reference:
+        reference = ReferenceLogProbabilities(record.model, record.model_sha256, record.limit, arrays["reference"])
     tokens, ends, keys = (arrays[each] for each in ("tokens", "ends", "keys"))
     mask, labels = arrays.get("mask"), arrays.get("labels")
     piece = IndexedPiece(name, tokens, ends, keys, mask, manifest.pairs, reference, labels)
@@ -495,7 +496,7 @@ def verify_corpus(
     shards = read_shard_records(directory)
     if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
         raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
-    of_scores = _read_score_digests(directory, manifest)
+    of_reference = _read_reference_digests(directory, manifest)
     token_bounds = np.cumsum([0, *(shard["tokens"] for shard in shards)])
     tokens = token_bounds * manifest.dtype.itemsize
     documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
@@ -509,8 +510,8 @@ def verify_corpus(
         ]
         if manifest.conversations:
             bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
-        if of_scores:
-            bounds.append((("scores",), documents[index : index + 2] // 2, of_scores[index]))
+        if of_reference:
+            bounds.append((("reference",), documents[index : index + 2] // 2, of_reference[index]))
         if manifest.labels:
             bounds.append((("labels",), documents[index : index + 2] // 2, shards[index]["labels_sha256"]))
         for names, (first, last), expected in bounds:
@@ -524,17 +525,17 @@ def verify_corpus(
         message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
     optional = manifest.conversations * token_bounds[-1]
-    optional += (manifest.labels + bool(of_scores)) * documents[-1] // 2
+    optional += (manifest.labels + bool(of_reference)) * documents[-1] // 2
     return len(shards), int(tokens[-1] + 2 * documents[-1] + optional)
 
 
-def _read_score_digests(directory: Path, manifest: _Manifest) -> list[str]:
-    """Return the digest of the scores of each shard; [] without scores. Raise InputError if scores.jsonl is damaged."""
-    if manifest.scores is None:
+def _read_reference_digests(directory: Path, manifest: _Manifest) -> list[str]:
+    """Return the digest of each shard of reference.bin; [] without it. Raise InputError if REFERENCE is damaged."""
+    if manifest.reference is None:
         return []
-    path = directory / SCORES
+    path = directory / REFERENCE
     content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content).hexdigest() != manifest.scores.sha256:
+    if hashlib.sha256(content).hexdigest() != manifest.reference.sha256:
         raise InputError(f"{path} is damaged: restore it, or prepare the corpus again")
     return [json_files.parse(line)["sha256"] for line in content.splitlines()]
 
@@ -546,7 +547,7 @@ def _read_manifest(directory: Path) -> _Manifest:
     content = path.read_bytes()
     try:
         manifest = json_files.parse_settings(content)
-        plan, scores = manifest["plan"], manifest.get("scores")
+        plan, reference = manifest["plan"], manifest.get("reference")
         if plan["format"] != FORMAT:
             raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
         return _Manifest(
@@ -560,22 +561,22 @@ def _read_manifest(directory: Path) -> _Manifest:
             plan["tokenizer"],
             plan["tokenizer_sha256"],
             manifest["shards_sha256"],
-            _ScoresRecord(**plan["reference"], **scores) if scores else None,
+            _ReferenceRecord(**plan["reference"], **reference) if reference else None,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
 def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
-    """Return the arrays by name: see `list_arrays`; and the scores, if there are any.
+    """Return the arrays by name: see `list_arrays`; and those of a reference model, if there are any.
 
     Raises InputError if a file does not have the size that the manifest records.
     """
     types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype.str, "<i8", "<u8", "?", "<f4")), strict=True))
     sizes = dict.fromkeys(_ARRAYS, manifest.documents) | dict.fromkeys(("tokens", "mask"), manifest.tokens)
-    types, sizes = types | {"scores": _SCORE}, sizes | {"scores": manifest.documents}
+    types, sizes = types | {"reference": _LOG_PROBABILITY}, sizes | {"reference": manifest.documents}
     arrays = {}
-    for name in (*list_arrays(manifest.conversations, manifest.labels), *(["scores"] if manifest.scores else [])):
+    for name in (*list_arrays(manifest.conversations, manifest.labels), *(["reference"] if manifest.reference else [])):
         dtype, size = types[name], sizes[name]
         path, needed = array_path(directory, name), size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0

@@ -85,7 +85,7 @@ def cross_entropy(
     return objective, *jax.lax.stop_gradient(sums)
 
 
-def score_targets(
+def read_targets(
     x: jax.Array, table: Weight, targets: jax.Array, classifier: Classifier, placement: Placement
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of each target, float32 [B, S], and whether no token is more likely, bool [B, S].
@@ -98,7 +98,7 @@ def score_targets(
     arrays = tuple(gather_weight(split_perturbation(table)[0]) for table in tables)
     specs = _TableSpecs.make(placement, tables)
     run = placement.shard_map(
-        functools.partial(kernel.score_targets, classifier, axes=specs.vocabulary),
+        functools.partial(kernel.read_targets, classifier, axes=specs.vocabulary),
         (specs.xs, specs.tables, specs.tokens),
         specs.tokens,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.observe.report.run_files import EVAL_LOSS, Curve, Run, to_number
+from jaxopt_llm.observe.report.run_files import EVAL_LOSS, EVAL_TASKS, Curve, Run, to_number
 
 MAX_POINTS = 4000  # of a curve
 MARKED_POINTS = 60  # a curve of at most so many points shows each of them
@@ -51,6 +51,7 @@ class Plot:
 PLOTS = (
     Plot("loss", "Training loss", "nats per token, or of the objective per pair", ".4f", log=True),
     Plot(EVAL_LOSS, "Held-out loss", "nats per token, or of the objective per pair", ".4f", log=True),
+    Plot(EVAL_TASKS, "Tasks", "metric", ".4f"),
     Plot("rewards/accuracy", "Pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
     Plot("eval_rewards/accuracy", "Held-out pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
     Plot("rewards/margin", "Margin of rewards", "chosen - rejected", ".4~g"),
@@ -115,7 +116,9 @@ def make_figures(runs: Sequence[Run]) -> list[Figure]:
 def list_missing(runs: Sequence[Run]) -> list[str]:
     """Return the titles of the plots for which no run has numbers."""
     return [
-        plot.title for plot in PLOTS if not any(name.split("/")[0] == plot.field for run in runs for name in run.curves)
+        plot.title
+        for plot in PLOTS
+        if not any(f"{name}/".startswith(f"{plot.field}/") for run in runs for name in run.curves)
     ]
 
 
@@ -129,9 +132,9 @@ def _find_curves(plot: Plot, run: Run) -> dict[str, Curve]:
     if plot.field == "skipped" and plot.field in run.curves and not run.curves[plot.field].values.any():
         return {}
     names = {plot.field: ""} if plot.field in run.curves else {}
-    if plot.field == EVAL_LOSS:
-        names |= {name: name.partition("/")[2] for name in run.curves if name.startswith(f"{EVAL_LOSS}/")}
-        if len(names) == 2:  # one validation set: its loss is also that of all sets
+    if plot.field in (EVAL_LOSS, EVAL_TASKS):
+        names |= {name: name.partition("/")[2] for name in run.curves if name.startswith(f"{plot.field}/")}
+        if plot.field in names and len(names) == 2:  # one validation set: its loss is also that of all sets
             names = {name: label for name, label in names.items() if label}
     return {label: run.curves[name] for name, label in names.items()}
 

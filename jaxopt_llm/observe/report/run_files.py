@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,10 @@ from jaxopt_llm.config import cli
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 
-EVAL_LOSS = "eval_loss"
+EVAL_LOSS, EVAL_TASKS = "eval_loss", "eval_tasks"
 EVALUATIONS = "evaluations"  # folder with results in tasks of the lm-evaluation-harness
 PREFERENCES = ("rewards/accuracy", "eval_rewards/accuracy", "rewards/margin", "eval_rewards/margin")
-# The numbers of a record that are shown; besides these `eval_loss/NAME`.
+# The numbers of a record that are shown; besides these `eval_loss/NAME` and `eval_tasks/TASK/METRIC`.
 FIELDS = {
     "loss",
     EVAL_LOSS,
@@ -180,7 +180,7 @@ def _read_curves(path: Path, notes: list[str]) -> tuple[dict[str, Curve], NDArra
 
 
 def _is_shown(name: str) -> bool:
-    return name in FIELDS or name.startswith(f"{EVAL_LOSS}/")
+    return name in FIELDS or name.startswith((f"{EVAL_LOSS}/", f"{EVAL_TASKS}/"))
 
 
 def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -240,20 +240,36 @@ def _read_task_results(folder: Path, notes: list[str]) -> Iterator[TaskResult]:
             notes.append(f"{EVALUATIONS}/{path.name} is not what `evaluate` writes and left out")
             continue
         own = entry["jaxopt_llm"]
-        within = {name for names in entry["group_subtasks"].values() for name in names}
-        for task, metrics in entry["results"].items():
-            if task in within:
-                continue
-            shots = entry["n-shot"].get(task)
+        for each in list_metrics(entry):
+            shots = entry["n-shot"].get(each.task)
             setup = ", ".join([f"{shots} examples"] * (shots is not None) + _describe_task_options(own))
-            for key, value in metrics.items():
-                metric, _, kind = key.partition(",")
-                number = to_number(value)
-                if not kind or metric.endswith("_stderr") or not math.isfinite(number):
-                    continue
-                named = metric if kind == "none" else f"{metric} ({kind})"
+            named = each.metric if each.filter == "none" else f"{each.metric} ({each.filter})"
+            yield TaskResult(each.task, setup, named, to_number(own.get("step")), each.value, each.error)
+
+
+class TaskMetric(NamedTuple):
+    """Metric in the results of the harness.
+
+    filter: name of the filter of the answers. error: standard error; NaN if it is not known.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    error: float
+
+
+def list_metrics(results: dict[str, Any]) -> Iterator[TaskMetric]:
+    """Yield the finite metrics of tasks, and of groups in place of the tasks in them, from the harness's results."""
+    within = {name for names in results["group_subtasks"].values() for name in names}
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items() if task not in within else ():
+            metric, _, kind = key.partition(",")
+            number = to_number(value)
+            if kind and not metric.endswith("_stderr") and math.isfinite(number):
                 error = to_number(metrics.get(f"{metric}_stderr,{kind}"))
-                yield TaskResult(task, setup, named, to_number(own.get("step")), number, error)
+                yield TaskMetric(task, metric, kind, number, error)
 
 
 def _describe_task_options(own: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows, measure_waste
 from jaxopt_llm.data.tokens.pieces import (
     IndexedPiece,
-    ReferenceScores,
+    ReferenceLogProbabilities,
     TokenStream,
     join_all,
     join_ranges,
@@ -27,13 +27,13 @@ Document = tuple[list[int], list[bool]]  # tokens, and whether each is learned
 SIZE = 40
 
 
-def score(number: Any) -> Any:
-    """Return the score of a document of this number."""
+def log_probability(number: Any) -> Any:
+    """Return the one of a document of this number by the reference."""
     return -0.5 - np.asarray(number, np.float32)
 
 
 def make_pairs(
-    lengths: list[int], seed: int = 0, learned: float = 0.5, scored: bool = False
+    lengths: list[int], seed: int = 0, learned: float = 0.5, compared: bool = False
 ) -> tuple[TokenStream, list[list[Document]]]:
     """Return pairs of documents of these lengths, as a stream of two pieces and one by one.
 
@@ -48,8 +48,12 @@ def make_pairs(
         ends = np.cumsum([each.size for each in tokens[part]])
         keys = np.repeat(random.integers(0, 2**63, ends.size // 2).astype(np.uint64), 2)
         arrays = np.concatenate(tokens[part]), ends, keys, np.concatenate(masks[part])
-        scores = ReferenceScores("a model", "0", 0, score(np.arange(len(lengths))[part])) if scored else None
-        pieces.append(IndexedPiece("pairs", *arrays, pairs=True, reference=scores))
+        reference = (
+            ReferenceLogProbabilities("a model", "0", 0, log_probability(np.arange(len(lengths))[part]))
+            if compared
+            else None
+        )
+        pieces.append(IndexedPiece("pairs", *arrays, pairs=True, reference=reference))
     documents = [
         (ids.tolist(), [False, *mask[1:].tolist()]) for ids, mask in zip(tokens, masks, strict=True)
     ]  # nothing predicts a first token
@@ -108,9 +112,9 @@ def test_every_pair_that_fits_is_in_one_row_of_each_epoch(seed: int, limit: int)
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_row_has_the_score_of_each_document(held_out: bool) -> None:
-    """It stands at a token that the loss counts, so that the sum over them is the score. All else is zero."""
-    stream, _ = make_pairs([max(length, 2) for length in random_lengths(2)], learned=0.3, scored=True)
+def test_a_row_has_the_log_probability_of_each_document(held_out: bool) -> None:
+    """It stands at a token that the loss counts, so that the sum over them is that of the document."""
+    stream, _ = make_pairs([max(length, 2) for length in random_lengths(2)], learned=0.3, compared=True)
     if held_out:
         stream = join_ranges(stream.pieces, split_held_out(stream.pieces, 0.3)[1])
     rows, found = PackedRows(stream, SIZE, 2000), 0
@@ -121,7 +125,7 @@ def test_a_row_has_the_score_of_each_document(held_out: bool) -> None:
             assert not np.any(row.reference[~row.loss_mask])
             for segment in range(1, int(row.segment_ids.max()) + 1):
                 places = row.segment_ids == segment
-                assert np.sum(row.reference[places]) == score(row.tokens[places][0])
+                assert np.sum(row.reference[places]) == log_probability(row.tokens[places][0])
                 assert np.count_nonzero(row.reference[places]) == 1
                 found += 1
     assert found > 100

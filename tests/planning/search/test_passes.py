@@ -55,7 +55,7 @@ def test_a_schedule_has_no_effect_on_one_stage() -> None:
 
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_reference_that_the_step_runs_is_counted(stages: int) -> None:
-    """All weights are compared with scores of the corpus, which cost nothing."""
+    """All weights are compared with log-probabilities of the corpus, which cost nothing."""
     config, rank = on_stages(PipelineConfig(residuals="store"), stages), LoraConfig(rank=8)
     plain = Passes.from_config(config)
     cases = {
@@ -70,7 +70,7 @@ def test_a_reference_that_the_step_runs_is_counted(stages: int) -> None:
         assert found == replace(plain, repeated_forwards=plain.repeated_forwards + forwards), objective
 
 
-def test_scores_of_the_corpus_cost_no_operations() -> None:
+def test_log_probabilities_of_the_corpus_cost_no_operations() -> None:
     def count(objective: Objective, rank: int) -> float:
         training = replace(RECIPE.training, objective=objective)
         config = replace(RECIPE, mesh=MeshConfig(fsdp=8), training=training, lora=LoraConfig(rank=rank))

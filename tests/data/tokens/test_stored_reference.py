@@ -1,4 +1,4 @@
-"""Scores of a reference model in a prepared corpus: kept shard by shard, read with their documents, verified."""
+"""Log-probabilities by a reference model in a prepared corpus: kept by shard, read with documents, verified."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import source
 from jaxopt_llm.data.tokens import prepared
-from jaxopt_llm.data.tokens.prepared import ScoreWriter, verify_corpus
+from jaxopt_llm.data.tokens.prepared import LogProbabilityWriter, verify_corpus
 
 DOCUMENTS = 80
 
@@ -28,9 +28,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, DataCo
     return path, DataConfig(content="preference", tokenizer=str(write_tokenizer(tmp_path / "tokenizer")))
 
 
-def test_documents_are_read_with_their_scores(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
+def test_documents_are_read_with_their_log_probabilities(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
     path, config = given
-    corpus = corpora.read(corpora.prepare(tmp_path / "scored", path, config, "the model", limit=7), config)
+    corpus = corpora.read(corpora.prepare(tmp_path / "compared", path, config, "the model", limit=7), config)
     assert corpus.held_out is not None
     found = []
     for stream in (corpus.sources[0].training, corpus.held_out):
@@ -43,48 +43,50 @@ def test_documents_are_read_with_their_scores(given: tuple[Path, DataConfig], tm
         )
         starts = stream.document_starts(0, stream.size)
         found += stream.read_reference(starts).tolist()
-    assert sorted(found, reverse=True) == corpora.some_scores(DOCUMENTS).tolist()
+    assert sorted(found, reverse=True) == corpora.some_log_probabilities(DOCUMENTS).tolist()
     plain = corpora.read(corpora.prepare(tmp_path / "plain", path, config), config)
     assert not plain.sources[0].training.has_reference and plain.sha256 != corpus.sha256
 
 
-def test_a_killed_scoring_continues_with_the_next_shard(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
+def test_a_killed_reference_continues_with_the_next_shard(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
     path, config = given
     whole = corpora.prepare(tmp_path / "whole", path, config, "the model")
-    expected = {name: (whole / name).read_bytes() for name in ("scores.bin", prepared.SCORES)}
+    expected = {name: (whole / name).read_bytes() for name in ("reference.bin", prepared.REFERENCE)}
     killed = corpora.prepare(tmp_path / "killed", path, config)
     sizes = []
     for shard in range(5):
-        writer = ScoreWriter(killed, "<u2")
+        writer = LogProbabilityWriter(killed, "<u2")
         assert len(writer) == shard and len(writer.tokens) > 5
         piece = writer.open_next()
         sizes.append(piece.groups)
         assert writer.longest >= np.diff(piece.ends).max() and piece.ends[-1] == piece.size == writer.tokens[shard]
         assert piece.mask is not None and piece.mask.size == piece.size
-        writer.append(corpora.some_scores(sum(sizes))[-piece.groups :])
+        writer.append(corpora.some_log_probabilities(sum(sizes))[-piece.groups :])
         for name in expected:  # a kill during the next append
             with (killed / name).open("ab") as file:
                 file.write(b"half")
-    writer = ScoreWriter(killed, "<u2")
+    writer = LogProbabilityWriter(killed, "<u2")
     while len(writer) < len(writer.tokens):
         sizes.append(writer.open_next().groups)
-        writer.append(corpora.some_scores(sum(sizes))[-sizes[-1] :])
+        writer.append(corpora.some_log_probabilities(sum(sizes))[-sizes[-1] :])
     assert {name: (killed / name).read_bytes() for name in expected} == expected
-    (killed / "scores.bin").write_bytes(expected["scores.bin"][:-1])
-    with pytest.raises(InputError, match=r"scores.bin is truncated: it has 319 bytes of 320; remove"):
-        ScoreWriter(killed, "<u2")
+    (killed / "reference.bin").write_bytes(expected["reference.bin"][:-1])
+    with pytest.raises(InputError, match=r"reference.bin is truncated: it has 319 bytes of 320; remove"):
+        LogProbabilityWriter(killed, "<u2")
 
 
-def test_a_changed_score_is_found(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
+def test_a_changed_log_probability_is_found(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
     path, config = given
-    scored = corpora.prepare(tmp_path / "scored", path, config, "the model")
+    compared = corpora.prepare(tmp_path / "compared", path, config, "the model")
     plain = corpora.prepare(tmp_path / "plain", path, config)
-    (shards, size), (_, size_of_plain) = (verify_corpus(each, 1) for each in (scored, plain))
+    (shards, size), (_, size_of_plain) = (verify_corpus(each, 1) for each in (compared, plain))
     assert shards > 5 and size == size_of_plain + 4 * DOCUMENTS
-    content = (scored / "scores.bin").read_bytes()
-    (scored / "scores.bin").write_bytes(content[:-1] + b"\0")
-    with pytest.raises(InputError, match=rf"is damaged: bytes \d+ to 320 of scores.bin, shard {shards - 1}; restore"):
-        verify_corpus(scored, 1)
-    (scored / "scores.bin").write_bytes(content[:-4])
-    with pytest.raises(InputError, match=r"scores.bin is truncated or belongs to another corpus: it has 316 bytes"):
-        corpora.read(scored, config)
+    content = (compared / "reference.bin").read_bytes()
+    (compared / "reference.bin").write_bytes(content[:-1] + b"\0")
+    with pytest.raises(
+        InputError, match=rf"is damaged: bytes \d+ to 320 of reference.bin, shard {shards - 1}; restore"
+    ):
+        verify_corpus(compared, 1)
+    (compared / "reference.bin").write_bytes(content[:-4])
+    with pytest.raises(InputError, match=r"reference.bin is truncated or belongs to another corpus: it has 316 bytes"):
+        corpora.read(compared, config)
