@@ -57,6 +57,7 @@ from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.messages import list_next_commands, print_report
 from jaxopt_llm.run.records import open_records
 from jaxopt_llm.run.replicas import copies_state
+from jaxopt_llm.run.rewards import check_rewards
 from jaxopt_llm.run.setup import check_inputs, prepare_run
 from jaxopt_llm.run.workload import DecoderWorkload
 from jaxopt_llm.step.validation import validate
@@ -139,6 +140,7 @@ def main() -> int:
         return 0
     job = launchers.find_job(config.distributed, os.environ)
     check_inputs(config, first=job.index == 0)
+    check_rewards(config)
     runtime.configure_mesh(config.mesh, job, cache=not config.run.deterministic)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,

@@ -8,7 +8,7 @@ from jaxopt_llm.config.metadata import NON_NEGATIVE, POSITIVE, Bounds, find_out_
 from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
-Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference", "prompt"]
 LongDocuments = Literal["auto", "split", "cut", "drop"]
 # What a run directory keeps of the files that these settings name.
 TOKENIZER_FOLDER = "tokenizer"
@@ -31,6 +31,7 @@ FORMS: dict[str, frozenset[str]] = {
     "alpaca": frozenset({"instruction", "output"}),
     "preference": frozenset({"chosen", "rejected"}),
 }
+PROMPT = "prompt"  # the content of rows that are prompts: a field of that name, and columns for functions of the user
 _OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
 _OPTIONAL_IN_FORM = {"alpaca": frozenset({"input", "history"}), "preference": frozenset({"prompt"})}
 
@@ -69,7 +70,8 @@ class DataConfig:
     a conversation as text, and the loss counts only the assistant's tokens. messages: a list of role and content;
     pairs: prompt and completion, each a text or a list of messages; sharegpt: conversations, a list of from and value;
     alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; chat: detect
-    the form from the fields of each file."""
+    the form from the fields of each file; prompt: a prompt without an answer, a text or a list of messages, whose other
+    columns go to grpo.rewards (docs/grpo.md)."""
     chat_template: str = ""
     """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
     tokenizer's template; of several, tool_use for conversations with tools, and default for others."""

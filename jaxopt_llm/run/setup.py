@@ -136,6 +136,8 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
     assert not is_open, "planning/context_exchange.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
+    if requested.training.draws and processes.count > 1:
+        raise InputError("training.objective=grpo draws its answers in one process: start the job on one host")
     check_hub_commits(requested, processes)
     documents = open_documents(requested, processes)
     mesh, started = make_mesh(requested.mesh), read_started(Path(requested.run.directory))

@@ -115,6 +115,7 @@ class Document:
         spans: in a conversation, the ranges [begin, end) of characters that the loss counts; None for other documents.
         side: `chosen` or `rejected` for a document of a pair, empty for others. The rejected one comes second.
         label: label of its row; None without `data.label_field`.
+        row: the row of a prompt as JSON, for functions that reward answers; None for other documents.
     """
 
     name: str | Position
@@ -123,6 +124,7 @@ class Document:
     spans: tuple[tuple[int, int], ...] | None = None
     side: str = ""
     label: float | None = None
+    row: bytes | None = None
 
 
 def split_into_parts(file: File, config: DataConfig) -> list[Part]:
