@@ -1,4 +1,4 @@
-"""Objectives over pairs on every mesh: losses, gradients and log-probabilities are those of one device."""
+"""Objectives over pairs and groups on every mesh: losses, gradients and log-probabilities are those of one device."""
 
 import functools
 from dataclasses import replace
@@ -12,11 +12,14 @@ import toy
 from test_matrix import assert_equal
 
 from jaxopt_llm.compiler.xla_options import compiler_options
-from jaxopt_llm.config import PipelineConfig, PreferenceConfig, RematConfig
+from jaxopt_llm.config import GrpoConfig, PipelineConfig, PreferenceConfig, RematConfig
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.objectives import Objective
+from jaxopt_llm.model.objectives.grpo import Grpo
 from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.parallel.zero import parameter_sharding
 
@@ -24,6 +27,10 @@ ROWS, LENGTH = 8, 48
 MODEL = replace(toy.UNIFORM, layers=4)
 SETTINGS = PreferenceConfig(beta=0.3, label_smoothing=0.1, nll_weight=0.5)
 STORED = PipelineConfig("interleaved", 2, residuals="store")
+OBJECTIVES: dict[str, Objective] = {
+    "dpo": Preference("dpo", SETTINGS),
+    "grpo": Grpo(GrpoConfig(level="sequence", normalisation="sequence", beta=0.3, epsilon=0.05)),
+}
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int], PipelineConfig]] = {
     "fsdp, tensor": (3, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 2}, EVEN),
     "data, context": (3, {"context_exchange": "ring"}, {"data": 2, "context": 2}, EVEN),
@@ -31,7 +38,16 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int], PipelineConfig]] = 
 }
 
 
+def make_batch() -> Batch:
+    """Return two microbatches with what all objectives read."""
+    batch, random = toy.pairs(ROWS, LENGTH), np.random.default_rng(2)
+    near_uniform = random.normal(-np.log(MODEL.vocabulary_size), 0.3, batch.tokens.shape).astype(np.float32)
+    labels = np.take(random.normal(size=99).astype(np.float32), batch.segment_ids)
+    return toy.microbatches(batch.replace(labels=labels, sampled=near_uniform, reference=near_uniform), 2)
+
+
 def place(
+    objective: str,
     zero: int = 0,
     sharding: dict[str, Any] | None = None,
     axes: dict[str, int] | None = None,
@@ -41,21 +57,15 @@ def place(
     axes = axes or {}
     placement = toy.placement(zero, **axes)
     placement = replace(placement, sharding=replace(placement.sharding, **(sharding or {})))
-    model = Decoder(MODEL, loss_chunk=7, objective=Preference("dpo", SETTINGS))
+    model = Decoder(MODEL, loss_chunk=7, objective=OBJECTIVES[objective])
     stages, remat = axes.get("pipeline", 1), RematConfig("full")
     if stages > 1:
         model = stack_by_stage(model, stages, pipelined)
     executor = pipeline.make_executor(remat, pipelined) if stages > 1 else scan.make_executor(remat)
     params = toy.on_stages(model.specs, toy.params(Decoder(MODEL).specs))
     params = jax.device_put(params, parameter_sharding(model.specs, placement))
-    batch = toy.microbatches(toy.pairs(ROWS, LENGTH), 2)
-    return (
-        model,
-        executor,
-        placement,
-        params,
-        jax.device_put(batch, placement.activation(None, "batch", "sequence")),
-    )
+    batch = jax.device_put(make_batch(), placement.activation(None, "batch", "sequence"))
+    return model, executor, placement, params, batch
 
 
 def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
@@ -84,19 +94,20 @@ one_device = functools.cache(compute)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_changes_nothing(mesh: str) -> None:
-    loss, found, count, gradients = compute(*MESHES[mesh])
-    expected_loss, expected, pairs, expected_gradients = one_device()
-    assert count == pairs
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_mesh_changes_nothing(objective: str, mesh: str) -> None:
+    loss, found, count, gradients = compute(objective, *MESHES[mesh])
+    expected_loss, expected, units, expected_gradients = one_device(objective)
+    assert count == units
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    counts = np.asarray(toy.microbatches(toy.pairs(ROWS, LENGTH), 2).loss_mask)
+    counts = np.asarray(make_batch().loss_mask)
     np.testing.assert_allclose(found[counts], expected[counts], rtol=2e-5)
     assert_equal(gradients, expected_gradients)
 
 
 def test_gradients_are_differences_of_the_loss() -> None:
-    model, executor, placement, params, batch = place()
-    _, _, pairs, gradients = one_device()
+    model, executor, placement, params, batch = place("dpo")
+    _, _, pairs, gradients = one_device("dpo")
     # Along the gradient of each leaf the loss changes much more than its rounding.
     direction = jax.tree.map(lambda x: x / max(np.linalg.norm(x), 1e-30), gradients)
     expected = sum(float(np.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (gradients, direction)), strict=True))
