@@ -13,6 +13,7 @@ import json
 import math
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, describe_error
 
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a function, besides the columns
 START_SECONDS = 120.0  # time limit of the start, which imports the user's files
 
 
@@ -65,8 +67,9 @@ class Rewards:
         return dict(zip(self.names, found, strict=True))
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, and those that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):

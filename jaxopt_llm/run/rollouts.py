@@ -25,7 +25,7 @@ from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
 from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.logs import MetricsLog
-from jaxopt_llm.run.rewards import Rewards
+from jaxopt_llm.run.rewards import ARGUMENTS, Rewards
 from jaxopt_llm.run.samples import make_generator, make_sampling_placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.state import TrainState, make_weight_reader
@@ -107,6 +107,11 @@ def read_prompts(rows: Sequence[PackedRows], config: Config) -> tuple[list[Promp
         raise InputError(f"{rows[0].name} holds no prompts but tokens: name JSONL, JSON, CSV, Parquet or Arrow files")
     pairs = [pair for stream in streams for pair in stream.read_prompts()]
     found = [Prompt(ids.astype(np.int32), json_files.parse(row)) for ids, row in pairs if ids.size]
+    if taken := sorted({*ARGUMENTS}.intersection(*(prompt.row for prompt in found[:1]))):
+        raise InputError(
+            f"{rows[0].name}: the column {taken[0]} has the name of an argument of the functions of grpo.rewards: "
+            f"rename it, or leave it unread with --data.columns {taken[0]}="
+        )
     room = config.training.sequence_length + 1 - config.grpo.max_new_tokens  # the last token is only a target
     kept = [prompt for prompt in found if prompt.ids.size <= room]
     if not kept:
@@ -226,15 +231,18 @@ class Rollouts:
         first = step - step % self._grpo.updates
         clock, seconds = time.perf_counter(), 0.0
         if step == first:
-            prompts = [self._prompts[self._order[first // self._grpo.updates * self._grpo.prompts + place]]
-                       for place in range(self._grpo.prompts)]  # fmt: skip
-            self._groups = self._draw(state, prompts, self._grpo.group_size, (first, 0))
+            self._groups = self._draw(state, self._choose_prompts(first), self._grpo.group_size, (first, 0))
             self._write(first + 1)
             seconds = time.perf_counter() - clock
         elif not self._groups:
             self._groups = self._read(first + 1)
         batch = pack_answers(self._groups, self._setup.config)
         return batch, measure_answers(self._groups) | {"rollout_seconds": np.float64(seconds)}
+
+    def _choose_prompts(self, step: int) -> list[Prompt]:
+        """Return the prompts of a step that draws. Every epoch has each prompt once, in another order."""
+        begin = step // self._grpo.updates * self._grpo.prompts
+        return [self._prompts[self._order[begin + place]] for place in range(self._grpo.prompts)]
 
     def measure(self, state: TrainState) -> dict[str, float]:
         """Return the mean reward of one answer to each held-out prompt, and the loss of the run: minus that mean."""
