@@ -40,7 +40,7 @@ def get_config() -> Config:
         run=RunConfig(directory="runs/grpo"),
         model=ModelConfig(pretrained="runs/grpo_format"),
         data=DataConfig(paths=("runs/sums/prompts.jsonl",), content="prompt"),
-        training=TrainingConfig(steps=300, batch_size=12, sequence_length=128, objective="grpo"),
+        training=TrainingConfig(steps=300, batch_size=16, sequence_length=96, objective="grpo"),
         grpo=GrpoConfig(rewards=(f"{__file__}:is_right",), prompts=16, group_size=16, max_new_tokens=2),
         optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_steps=20, kind="constant"),

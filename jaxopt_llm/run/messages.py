@@ -63,6 +63,8 @@ def describe_run(setup: Setup) -> Iterator[str]:
     yield from _describe_mixture(setup)
     for each in data.sets:
         yield "; ".join([f"validation set {each.name}: {each}", *each.skipped.describe_notes()])
+    if setup.prompts is not None:
+        yield str(setup.prompts)
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if data.reference:
         yield f"reference: scores of {data.reference.model} in the corpus"

@@ -25,7 +25,6 @@ from typing import Any
 from jaxopt_llm.config import Config
 from jaxopt_llm.core.errors import InputError, describe_error
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a function, besides the columns
 START_SECONDS = 120.0  # time limit of the start, which imports the user's files
 
 

@@ -7,7 +7,7 @@ Letters: P prompts of a step, G answers to each, S sequence.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from jaxopt_llm.config import Config, GrpoConfig
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.data.rows.packing import BestFit, PackedRows
+from jaxopt_llm.data.rows.packing import BestFit
+from jaxopt_llm.data.rows.prompts import Prompt
 from jaxopt_llm.data.tokens.continuation import find_eos_ids
 from jaxopt_llm.data.tokens.template import Renderer, find_template
 from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
 from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.logs import MetricsLog
-from jaxopt_llm.run.rewards import ARGUMENTS, Rewards
+from jaxopt_llm.run.rewards import Rewards
 from jaxopt_llm.run.samples import make_generator, make_sampling_placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.state import TrainState, make_weight_reader
@@ -34,18 +35,6 @@ from jaxopt_llm.step.step import Metrics
 ROLLOUTS = "rollouts"  # name of the log
 STD_FLOOR = 1e-4  # added to the standard deviation of a group, as TRL does
 HELD_OUT_STREAM = 1  # of random numbers; that of training is 0
-
-
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """A prompt. ids: its tokens, int32. row: the columns of its row, with the prompt itself as the row has it."""
-
-    ids: NDArray[np.int32]
-    row: Mapping[str, Any]
-
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.row["prompt"], str)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,33 +85,6 @@ def find_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.floa
     return centred / (rewards.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR) if scale == "std" else centred
 
 
-def read_prompts(rows: Sequence[PackedRows], config: Config) -> tuple[list[Prompt], int]:
-    """Return the prompts that leave room for an answer in a row, and the number of the others.
-
-    Raises:
-        InputError: there is no such prompt, or the data hold no prompts.
-    """
-    streams = [each.stream for each in rows]
-    if any(piece.size and piece.rows is None for stream in streams for piece in stream.pieces):
-        raise InputError(f"{rows[0].name} holds no prompts but tokens: name JSONL, JSON, CSV, Parquet or Arrow files")
-    pairs = [pair for stream in streams for pair in stream.read_prompts()]
-    found = [Prompt(ids.astype(np.int32), json_files.parse(row)) for ids, row in pairs if ids.size]
-    if taken := sorted({*ARGUMENTS}.intersection(*(prompt.row for prompt in found[:1]))):
-        raise InputError(
-            f"{rows[0].name}: the column {taken[0]} has the name of an argument of the functions of grpo.rewards: "
-            f"rename it, or leave it unread with --data.columns {taken[0]}="
-        )
-    room = config.training.sequence_length + 1 - config.grpo.max_new_tokens  # the last token is only a target
-    kept = [prompt for prompt in found if prompt.ids.size <= room]
-    if not kept:
-        raise InputError(
-            f"{rows[0].name}: no prompt of at most {room} tokens, the rest of training.sequence_length="
-            f"{config.training.sequence_length} after grpo.max_new_tokens={config.grpo.max_new_tokens}; increase the "
-            "length"
-        )
-    return kept, len(pairs) - len(kept)
-
-
 def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
     """Pack the documents of a step, each a prompt with an answer, into rows: NumPy fields [batch size, S]."""
     training = config.training
@@ -139,7 +101,10 @@ def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
         for segment, start in enumerate(rows.find_documents(row, None)[0].tolist()):
             prompt, answer = documents[int(starts.searchsorted(start))]
             ids = np.concatenate([prompt.ids, answer.ids])
-            place, learned = slice(begin, begin + ids.size - 1), slice(begin + prompt.ids.size - 1, begin + ids.size - 1)
+            place, learned = (
+                slice(begin, begin + ids.size - 1),
+                slice(begin + prompt.ids.size - 1, begin + ids.size - 1),
+            )
             batch.tokens[row, place], batch.targets[row, place] = ids[:-1], ids[1:]
             batch.segment_ids[row, place], batch.positions[row, place] = segment + 1, np.arange(ids.size - 1)
             batch.labels[row, place], batch.loss_mask[row, learned] = answer.advantage, True
@@ -148,29 +113,12 @@ def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
     return batch
 
 
-def check_room(longest: int, config: Config) -> None:
-    """Raise InputError unless the rows of a batch hold the answers of a step, even if all are as long as they may be.
-
-    longest: tokens of the longest prompt.
-    """
-    grpo, training = config.grpo, config.training
-    count, length = grpo.prompts * grpo.group_size, longest + grpo.max_new_tokens - 1
-    lengths = np.full(count, length)
-    needed = len(BestFit(np.arange(count) * length, lengths, training.sequence_length, config.data.documents_per_row))
-    if needed > training.batch_size:
-        raise InputError(
-            f"training.batch_size={training.batch_size}: the {count} answers of a step (grpo.prompts × "
-            f"grpo.group_size) with their prompts have up to {length} tokens each, and need {needed} rows of "
-            f"training.sequence_length={training.sequence_length}: set --training.batch-size to at least {needed}"
-        )
-
-
 def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the metrics of the answers of a step."""
     answers = [answer for _, of_prompt in groups for answer in of_prompt]
     rewards = np.array([[answer.reward for answer in of_prompt] for _, of_prompt in groups])
     names = answers[0].rewards if len(answers[0].rewards) > 1 else ()
-    by_name = {name: [a.rewards[name] for a in answers if a.rewards[name] is not None] for name in names}
+    by_name = {name: [value for each in answers if (value := each.rewards[name]) is not None] for name in names}
     return {
         "rewards/mean": rewards.mean(),
         "rewards/std": rewards.std(),
@@ -182,29 +130,20 @@ def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 class Rollouts:
-    """Maker of the batches of a run whose model draws the answers that it trains on.
-
-    Attributes:
-        dropped: number of prompts that leave no room for an answer.
-    """
+    """Maker of the batches of a run whose model draws the answers that it trains on."""
 
     def __init__(self, setup: Setup) -> None:
-        """Read the prompts, and start the process of the rewards. Nothing is compiled before the first call.
+        """Start the process of the rewards. Nothing is compiled before the first call.
 
         Raises:
-            InputError: the prompts or the functions cannot be used, or the rows of a batch have no room for a step.
+            InputError: the functions cannot be used.
         """
-        config, self._setup = setup.config, setup
+        assert setup.prompts is not None
+        config, self._setup, self._prompts = setup.config, setup, setup.prompts
         self._grpo: GrpoConfig = config.grpo
-        self._prompts, self.dropped = read_prompts(setup.data.training, config)
-        held_out = list(setup.data.validation.values())
-        self._held_out = read_prompts(held_out, config)[0] if held_out else []
-        every = [*self._prompts, *self._held_out]
-        self._longest = max(prompt.ids.size for prompt in every)
-        check_room(self._longest, config)
-        self._order = grain.MapDataset.range(len(self._prompts)).seed(config.run.seed).shuffle().repeat()
+        self._order = grain.MapDataset.range(len(self._prompts.training)).seed(config.run.seed).shuffle().repeat()
         tokenizer, turn_end = setup.data.tokenizer, None
-        if any(prompt.is_chat for prompt in every):
+        if any(prompt.is_chat for prompt in (*self._prompts.training, *self._prompts.held_out)):
             turn_end = Renderer(find_template(config.data, tokenizer)).find_turn_end()
         self._ends = find_eos_ids(config.data, tokenizer, turn_end)
         self._placement = make_sampling_placement(setup)
@@ -214,7 +153,7 @@ class Rollouts:
         self._log: MetricsLog | None = None
         self._rewards = Rewards(self._grpo.rewards, self._grpo.reward_seconds)
 
-    def read_steps(self, start: int, say: Callable[[str], None] = print) -> Iterator[tuple[int, float]]:
+    def read_steps(self, start: int, say: Callable[[str], None] = print) -> Generator[tuple[int, float], None, None]:
         """Yield the steps after `start`, counted from 0. Rollouts of later steps are removed from the log."""
         self._log = MetricsLog(self._setup.directory / f"{ROLLOUTS}.jsonl", start, say)
         step = start
@@ -242,14 +181,12 @@ class Rollouts:
     def _choose_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a step that draws. Every epoch has each prompt once, in another order."""
         begin = step // self._grpo.updates * self._grpo.prompts
-        return [self._prompts[self._order[begin + place]] for place in range(self._grpo.prompts)]
+        return [self._prompts.training[self._order[begin + place]] for place in range(self._grpo.prompts)]
 
     def measure(self, state: TrainState) -> dict[str, float]:
         """Return the mean reward of one answer to each held-out prompt, and the loss of the run: minus that mean."""
         count = self._setup.config.evaluation.batches * self._grpo.prompts
-        if not self._held_out:
-            return {}
-        groups = self._draw(state, self._held_out[:count], 1, (0, HELD_OUT_STREAM))
+        groups = self._draw(state, self._prompts.held_out[:count], 1, (0, HELD_OUT_STREAM))
         measured = measure_answers(groups)
         kept = {name: value for name, value in measured.items() if name not in ("rewards/std", "rewards/equal_groups")}
         return {"eval_loss": -float(measured["rewards/mean"])} | {f"eval_{name}": float(x) for name, x in kept.items()}
@@ -285,7 +222,7 @@ class Rollouts:
         weights = self._read_weights(state)
         if self._generator is None:
             rows = min(self._grpo.prompts * self._grpo.group_size, MAX_ROWS)
-            length = self._longest + self._grpo.max_new_tokens
+            length = self._prompts.longest + self._grpo.max_new_tokens
             self._generator = make_generator(self._setup, weights, self._placement, rows, length)
         else:
             self._generator.load(weights)
@@ -336,7 +273,9 @@ class Rollouts:
         records = [json_files.parse(line) for line in path.read_text().splitlines()]
         found = [record for record in records if record["step"] == step]
         if len(found) != self._grpo.prompts:
-            raise InputError(f"{path}: it holds {len(found)} of {self._grpo.prompts} prompts of step {step}; restore it")
+            raise InputError(
+                f"{path}: it holds {len(found)} of {self._grpo.prompts} prompts of step {step}; restore it"
+            )
         return [
             (
                 Prompt(np.array(record["prompt_tokens"], np.int32), record["row"]),

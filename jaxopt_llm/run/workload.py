@@ -208,8 +208,8 @@ class DecoderWorkload:
 
         With an objective over pairs, the metrics of all pairs follow, `eval_rewards/accuracy` and so on.
 
-        With `training.ema_decay`, the average is measured in place of the parameters. With answers that the model draws,
-        the loss is minus their mean reward.
+        With `training.ema_decay`, the average is measured in place of the parameters. Of answers that the model draws,
+        the loss is minus the mean reward.
         """
         if self._rollouts is not None:
             return self._rollouts.measure(state)

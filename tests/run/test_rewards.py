@@ -9,7 +9,7 @@ import pytest
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.run.rewards import Rewards
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import os, time
 def length(prompts, completions, **columns):
     print("this goes to the screen")
@@ -30,7 +30,7 @@ def hangs(completions, **columns):
     time.sleep(60)
 def dies(completions, **columns):
     os._exit(7)
-'''
+"""
 PROMPTS, ANSWERS = ["1+1=", "1+2="], ["2", "44"]
 
 

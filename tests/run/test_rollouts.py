@@ -12,8 +12,9 @@ from commands import assert_one_line, checkpoint, command, metrics
 from jaxopt_llm import train as training
 from jaxopt_llm.config import Config, cli, fields
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.rows.prompts import Prompt, check_room
 from jaxopt_llm.observe.preemption import Preemption
-from jaxopt_llm.run.rollouts import Answer, Prompt, check_room, find_advantages, measure_answers, pack_answers
+from jaxopt_llm.run.rollouts import Answer, find_advantages, measure_answers, pack_answers
 
 REWARDS = """
 def evenness(prompts, completions, completion_ids, odd, **columns):
@@ -131,7 +132,7 @@ def test_metrics_of_answers() -> None:
     groups = [(Prompt(np.ones(1, np.int32), {}), [make_answer(random, n, r) for n, r in pairs]) for pairs in PAIRS]
     found = measure_answers(groups)
     assert found == pytest.approx(
-        {"rewards/mean": 1.0, "rewards/std": np.sqrt(1.5), "rewards/equal_groups": 0.5, "rewards/a": 1.0}
+        {"rewards/mean": 1.0, "rewards/std": np.sqrt(1.375), "rewards/equal_groups": 0.5, "rewards/a": 1.0}
         | {"answers/length": 2.5, "answers/truncated": 0.0}
     )
 
@@ -168,7 +169,7 @@ def test_the_command_refuses_before_it_makes_a_directory(tmp_path: Path) -> None
     file = tmp_path / "config.json"
     for settings, message in (
         ({"grpo.rewards": (f"{tmp_path}/mine.py:absent",)}, "defines no function absent"),
-        ({"grpo.prompts": 9}, "need 12 rows"),
+        ({"grpo.prompts": 9}, "need 18 rows"),
     ):
         file.write_text(fields.to_json(fields.replace_fields(config, settings)))
         assert cli.load_recipe(str(file)).grpo.group_size == 4

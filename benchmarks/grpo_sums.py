@@ -1,6 +1,6 @@
 """Share of right answers of GRPO's recipe over its steps, for several seeds.
 
-    python benchmarks/grpo.py [--seeds 0 1 2] [--json FILE]
+    python benchmarks/grpo_sums.py [--seeds 0 1 2] [--json FILE]
 
 It makes the data (scripts/sums.py) and, for each seed, trains configs/grpo_format.py and then configs/grpo.py.
 """
