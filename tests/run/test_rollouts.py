@@ -7,13 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import toy
 from commands import assert_one_line, checkpoint, command, metrics
 
 from jaxopt_llm import train as training
-from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.rows.prompts import Prompt, check_room
+from jaxopt_llm.execution import scan
+from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.planning.step_plan import count_rollout_bytes
 from jaxopt_llm.run.rollouts import Answer, find_advantages, measure_answers, pack_answers
 
 REWARDS = """
@@ -164,15 +168,30 @@ def test_what_does_not_suit_is_refused(tmp_path: Path, settings: dict[str, Any],
     assert any(message in problem for problem in config.problems())
 
 
-def test_the_command_refuses_before_it_makes_a_directory(tmp_path: Path) -> None:
+def test_what_the_data_do_not_allow_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    file = tmp_path / "config.json"
+    (tmp_path / "taken.jsonl").write_text('{"prompt": "a", "completions": 1}\n' * 9)
     for settings, message in (
-        ({"grpo.rewards": (f"{tmp_path}/mine.py:absent",)}, "defines no function absent"),
         ({"grpo.prompts": 9}, "need 18 rows"),
+        ({"grpo.max_new_tokens": 24}, "no prompt has at most 1 tokens"),
+        ({"data.paths": (str(tmp_path / "taken.jsonl"),)}, "the column completions has the name of an argument"),
     ):
-        file.write_text(fields.to_json(fields.replace_fields(config, settings)))
-        assert cli.load_recipe(str(file)).grpo.group_size == 4
-        done = command("train", "--config", file)
-        assert done.returncode == 2
-        assert_one_line(done.stderr, message)
+        with pytest.raises(InputError, match=message):
+            run(fields.replace_fields(config, settings))
+
+
+def test_the_command_refuses_a_function_that_does_not_exist(tmp_path: Path) -> None:
+    config = make_config(tmp_path, **{"grpo.rewards": (f"{tmp_path}/mine.py:absent",)})
+    (tmp_path / "config.json").write_text(fields.to_json(config))
+    done = command("train", "--config", tmp_path / "config.json")
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert_one_line(done.stderr, "mine.py:absent: the file defines no function absent")
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_planned_cache_is_that_of_the_sampler(tmp_path: Path, kv_heads: int) -> None:
+    config = make_config(tmp_path, **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.kv_heads": kv_heads})
+    placement = toy.placement(3, fsdp=2, tensor=2)
+    rows, slots = 8, config.training.sequence_length + 1
+    made = jax.jit(lambda: scan.make_caches(Decoder(config.model), rows, slots, "float32", placement))()
+    assert count_rollout_bytes(config) == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made))
