@@ -189,7 +189,7 @@ class Rollouts:
         groups = self._draw(state, self._prompts.held_out[:count], 1, (0, HELD_OUT_STREAM))
         measured = measure_answers(groups)
         kept = {name: value for name, value in measured.items() if name not in ("rewards/std", "rewards/equal_groups")}
-        return {"eval_loss": -float(measured["rewards/mean"])} | {f"eval_{name}": float(x) for name, x in kept.items()}
+        return {"eval_loss": 0.0 - float(measured["rewards/mean"])} | {f"eval_{name}": float(x) for name, x in kept.items()}
 
     def sync(self) -> None:
         """Wait until all rollouts are on disk."""

@@ -1,6 +1,7 @@
 """Runs that train on answers which the model draws itself: batches, records, meshes, and resumes to the bit."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import toy
-from commands import assert_one_line, checkpoint, command, metrics
+from commands import checkpoint, metrics
 
 from jaxopt_llm import train as training
 from jaxopt_llm.config import Config, fields
@@ -180,12 +181,15 @@ def test_what_the_data_do_not_allow_is_refused_before_anything_is_compiled(tmp_p
             run(fields.replace_fields(config, settings))
 
 
-def test_the_command_refuses_a_function_that_does_not_exist(tmp_path: Path) -> None:
+def test_the_command_refuses_a_function_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path, **{"grpo.rewards": (f"{tmp_path}/mine.py:absent",)})
     (tmp_path / "config.json").write_text(fields.to_json(config))
-    done = command("train", "--config", tmp_path / "config.json")
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert_one_line(done.stderr, "mine.py:absent: the file defines no function absent")
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "config.json")])
+    with pytest.raises(InputError, match="mine.py:absent: the file defines no function absent$"):
+        training.main()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
