@@ -32,7 +32,8 @@ from jaxopt_llm.config import (
 
 def is_right(completions: list[str], answer: list[str], **columns: object) -> list[float]:
     """Return 1 for each answer that is the expected text, and 0 for the others."""
-    return [float(given == expected) for given, expected in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [float(given == expected) for given, expected in pairs]
 
 
 def get_config() -> Config:
