@@ -41,7 +41,7 @@ def main() -> None:
         subprocess.run([sys.executable, ROOT / "scripts" / "sums.py", folder], check=True, stdout=subprocess.DEVNULL)
         curves = {str(seed): measure(seed, folder) for seed in arguments.seeds}
     print("step  " + "  ".join(f"seed {seed}" for seed in curves))
-    for step in [1, *range(25, 301, 25)]:
+    for step in [1, *range(20, max(map(int, next(iter(curves.values())))) + 1, 20)]:
         print(f"{step:4}  " + "  ".join(f"{curve[str(step)]:6.1%}" for curve in curves.values()))
     if arguments.json:
         arguments.json.write_text(json.dumps({"right": curves}, indent=1) + "\n")

@@ -101,10 +101,8 @@ def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
         for segment, start in enumerate(rows.find_documents(row, None)[0].tolist()):
             prompt, answer = documents[int(starts.searchsorted(start))]
             ids = np.concatenate([prompt.ids, answer.ids])
-            place, learned = (
-                slice(begin, begin + ids.size - 1),
-                slice(begin + prompt.ids.size - 1, begin + ids.size - 1),
-            )
+            place = slice(begin, begin + ids.size - 1)
+            learned = slice(begin + prompt.ids.size - 1, place.stop)  # whose targets are tokens of the answer
             batch.tokens[row, place], batch.targets[row, place] = ids[:-1], ids[1:]
             batch.segment_ids[row, place], batch.positions[row, place] = segment + 1, np.arange(ids.size - 1)
             batch.labels[row, place], batch.loss_mask[row, learned] = answer.advantage, True
@@ -187,9 +185,10 @@ class Rollouts:
         """Return the mean reward of one answer to each held-out prompt, and the loss of the run: minus that mean."""
         count = self._setup.config.evaluation.batches * self._grpo.prompts
         groups = self._draw(state, self._prompts.held_out[:count], 1, (0, HELD_OUT_STREAM))
-        measured = measure_answers(groups)
-        kept = {name: value for name, value in measured.items() if name not in ("rewards/std", "rewards/equal_groups")}
-        return {"eval_loss": 0.0 - float(measured["rewards/mean"])} | {f"eval_{name}": float(x) for name, x in kept.items()}
+        found = {f"eval_{name}": float(value) for name, value in measure_answers(groups).items()}
+        of_groups = "eval_rewards/std", "eval_rewards/equal_groups"  # not of single answers
+        loss = {"eval_loss": 0.0 - found["eval_rewards/mean"]}
+        return loss | {name: value for name, value in found.items() if name not in of_groups}
 
     def sync(self) -> None:
         """Wait until all rollouts are on disk."""

@@ -25,6 +25,14 @@ REWARDS = """
 def evenness(prompts, completions, completion_ids, odd, **columns):
     assert len(prompts) == len(completions) == len(completion_ids) == len(odd)
     return [float(sum(ids) % 2 == is_odd) for ids, is_odd in zip(completion_ids, odd)]
+
+def lowness(completion_ids, **columns):
+    return [sum(each < 128 for each in ids) / len(ids) for ids in completion_ids]
+
+calls = []
+def fails_in_step_4(completion_ids, **columns):
+    calls.append(None)
+    return [1.0 / (4 - len(calls))] * len(completion_ids)
 """
 
 
@@ -76,6 +84,22 @@ def test_a_run_that_continues_ends_equal_to_the_bit(tmp_path: Path) -> None:
     assert by_step[2]["sampler_kl"] > 100 * by_step[1]["sampler_kl"] and by_step[3]["sampler_kl"] < 1e-9
     assert by_step[6]["eval_rewards/mean"] == -by_step[6]["eval_loss"]
     assert len({tuple(answer["tokens"]) for record in records(whole) for answer in record["answers"]}) > 20
+
+
+def test_what_is_rewarded_is_learned(tmp_path: Path) -> None:
+    """Half of the tokens that an untrained model draws are below 128."""
+    rewards = (f"{tmp_path / 'mine.py'}:lowness",)
+    config = make_config(tmp_path, **{"grpo.rewards": rewards, "training.steps": 30, "checkpoint.every": 100})
+    means = [each["rewards/mean"] for each in metrics(run(config))]
+    assert 0.3 < means[0] < 0.7 and np.mean(means[-5:]) > 0.9
+
+
+def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
+    rewards = (f"{tmp_path / 'mine.py'}:fails_in_step_4",)
+    config = make_config(tmp_path, **{"grpo.rewards": rewards, "checkpoint.every": 100})
+    with pytest.raises(InputError, match=r"mine.py, line \d+: ZeroDivisionError"):
+        run(config)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["3"]
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], ids=str)
@@ -181,9 +205,7 @@ def test_what_the_data_do_not_allow_is_refused_before_anything_is_compiled(tmp_p
             run(fields.replace_fields(config, settings))
 
 
-def test_the_command_refuses_a_function_that_does_not_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_refuses_a_function_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, **{"grpo.rewards": (f"{tmp_path}/mine.py:absent",)})
     (tmp_path / "config.json").write_text(fields.to_json(config))
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "config.json")])
