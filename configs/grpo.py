@@ -41,8 +41,8 @@ def get_config() -> Config:
         run=RunConfig(directory="runs/grpo"),
         model=ModelConfig(pretrained="runs/grpo_format"),
         data=DataConfig(paths=("runs/sums/prompts.jsonl",), content="prompt"),
-        training=TrainingConfig(steps=300, batch_size=14, sequence_length=96, objective="grpo"),
-        grpo=GrpoConfig(rewards=(f"{__file__}:is_right",), prompts=14, group_size=16, max_new_tokens=2),
+        training=TrainingConfig(steps=300, batch_size=28, sequence_length=96, objective="grpo"),
+        grpo=GrpoConfig(rewards=(f"{__file__}:is_right",), prompts=14, group_size=32, max_new_tokens=2),
         optimizer=OptimizerConfig(learning_rate=1e-3, beta2=0.99, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_steps=20, kind="wsd"),
         precision=PrecisionConfig(compute_dtype="float32"),  # for CPUs without bf16
