@@ -80,6 +80,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
+from jaxopt_llm.config.data import PROMPT
 from jaxopt_llm.config.training import NEXT_TOKEN
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
@@ -137,6 +138,11 @@ def main() -> int:
     is_folder = not is_run_directory(options.checkpoint)
     _check_mode(options, named, is_folder, trained.model.scores > 0)
     config = _override(trained, overrides, reads_other_data)
+    if options.tasks is None and trained.data.content == PROMPT and not reads_other_data:
+        raise InputError(
+            f"--checkpoint {options.checkpoint}: prompts without answers have no loss: the rewards of the run are in "
+            "its metrics.jsonl; name other documents with --data.paths FILE"
+        )
     if options.tasks is not None:
         length = config.training.sequence_length
         if is_folder and "--training.sequence-length" not in named:
@@ -312,8 +318,10 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     # Evaluation runs without the mesh, the microbatches and the remat groups of the run, so the batch and the layers
     # need not be divisible by them.
     trained = fields.replace_fields(trained, {"training.accumulation": 1, "mesh": MeshConfig(), "remat": RematConfig()})
-    if trained.training.distills:  # the loss is that of the next token, without the teacher
+    if trained.training.distills or trained.training.draws:  # the loss is that of the next token, without the teacher
         trained = fields.replace_fields(trained, {"training.objective": NEXT_TOKEN})
+    if trained.data.content == PROMPT:
+        trained = fields.replace_fields(trained, {"data.content": "text", "data.paths": ()})
     if reads_other_data:  # data.weights belong to the paths of the run
         trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
     config = cli.override_config(trained, overrides, PROGRAM, errors.list_flags(make_parser()))

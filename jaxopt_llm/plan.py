@@ -117,6 +117,7 @@ def format_plan(plan: Plan) -> str:
         f"  {'XLA may use':18} {plan.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
         f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.{digits}f}",
         *([_format_host_memory(plan)] if plan.host_bytes else []),
+        *([_format_rollouts(plan)] if plan.rollout_bytes else []),
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
@@ -164,6 +165,10 @@ def _format_host_memory(plan: Plan) -> str:
         f"{plan.pcie_bytes / GIB:.2f} GiB over {plan.host_link} a step, {plan.pcie_seconds * 1e3:,.0f} ms at its rate"
     )
     return f"  {'host, for each GPU':18} {plan.host_bytes / GIB:9.2f}   {traffic}"
+
+
+def _format_rollouts(plan: Plan) -> str:
+    return f"  {'cache of rollouts':18} {plan.rollout_bytes / GIB:9.2f}   GiB beside the state, between steps"
 
 
 def to_json(plan: Plan) -> str:

@@ -37,7 +37,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Content
+from jaxopt_llm.config.data import PREFERENCE, PROMPT, UNPAIRED, Content
 from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.core.files import lock_directory
@@ -322,7 +322,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--bos", default=default.bos, metavar="TOKEN", help="token before each document (default: as transformers)")
     add("--eos", default=default.eos, metavar="TOKEN", help="token after each document (default: the tokenizer's EOS)")
-    formats, contents = ("auto", *source.FORMATS), get_args(Content)
+    formats, contents = ("auto", *source.FORMATS), [each for each in get_args(Content) if each != PROMPT]
     add("--format", default=default.format, choices=formats, help="format of the files (default: auto, by suffix)")
     separator = "text between the documents of a text file (default: none, the file is one document)"
     add("--separator", default=default.separator, metavar="TEXT", help=separator)

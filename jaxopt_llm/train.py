@@ -58,6 +58,7 @@ from jaxopt_llm.run.loop import train_workload
 from jaxopt_llm.run.messages import list_next_commands, print_report
 from jaxopt_llm.run.records import open_records
 from jaxopt_llm.run.replicas import copies_state
+from jaxopt_llm.run.rewards import check_rewards
 from jaxopt_llm.run.setup import check_inputs, prepare_run
 from jaxopt_llm.run.workload import DecoderWorkload
 from jaxopt_llm.step.validation import validate
@@ -86,7 +87,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         corpus = setup.data.corpus.sha256
         files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
         verification = Verification(find_prepared(files), (processes.index, processes.count))
-        shown = mtp.name_losses(config.model.mtp_layers)
+        shown = [*mtp.name_losses(config.model.mtp_layers), *(["rewards/mean"] if config.training.draws else [])]
         records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, shown, corpus))
         stack.enter_context(verification)
         progress, checkpoints, start = records.progress, records.checkpoints, records.start
@@ -143,6 +144,7 @@ def main() -> int:
         return 0
     job = launchers.find_job(config.distributed, os.environ)
     check_inputs(config, first=job.index == 0)
+    check_rewards(config)
     runtime.configure_mesh(config.mesh, job, cache=not config.run.deterministic)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,

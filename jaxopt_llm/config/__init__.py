@@ -31,6 +31,7 @@ from jaxopt_llm.config.run import (
 from jaxopt_llm.config.training import (
     DistillationConfig,
     EvaluationConfig,
+    GrpoConfig,
     LoraConfig,
     OptimizerConfig,
     PreferenceConfig,

@@ -8,7 +8,7 @@ from jaxopt_llm.config.metadata import NON_NEGATIVE, Bounds, find_out_of_range, 
 from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
-Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference", "unpaired"]
+Content = Literal["text", "chat", "messages", "pairs", "sharegpt", "alpaca", "preference", "unpaired", "prompt"]
 PREFERENCE: Final = "preference"
 UNPAIRED: Final = "unpaired"
 # Kinds of pairs of documents. preference: a chosen document, then the rejected one. unpaired: a document with a judged
@@ -37,6 +37,7 @@ FORMS: dict[str, frozenset[str]] = {
     "preference": frozenset({"chosen", "rejected"}),
     "unpaired": frozenset({"prompt", "completion", "label"}),
 }
+PROMPT = "prompt"  # the content of rows that are prompts: a field of that name, and columns for functions of the user
 _OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
 _OPTIONAL_IN_FORM = {"alpaca": frozenset({"input", "history"}), "preference": frozenset({"prompt"})}
 
@@ -81,7 +82,8 @@ class DataConfig:
     alpaca: instruction, input and output; preference: chosen and rejected, two answers to the same prompt; unpaired:
     prompt, completion and label, an answer that is desirable or not, or chosen and rejected, which are then one answer
     of each kind; chat: detect the form from the fields of each file, but not unpaired. Beside conversations, chat also
-    reads files of texts, which have data.text_field and no form."""
+    reads files of texts, which have data.text_field and no form. prompt: a prompt without an answer, a text or a list
+    of messages, whose other columns go to grpo.rewards (docs/grpo.md)."""
     learn_turns: Literal["all", "last"] = "all"
     """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
     messages such as weight 0 exclude turns from both (docs/chat.md)."""

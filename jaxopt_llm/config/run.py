@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from jaxopt_llm.config.data import DataConfig
+from jaxopt_llm.config.data import PROMPT, DataConfig
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, find_out_of_range, section, setting
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import (
@@ -21,6 +21,7 @@ from jaxopt_llm.config.training import (
     OF_SCORES,
     DistillationConfig,
     EvaluationConfig,
+    GrpoConfig,
     LoraConfig,
     OptimizerConfig,
     PreferenceConfig,
@@ -205,6 +206,7 @@ class Config:
     training: TrainingConfig = section(TrainingConfig)
     preference: PreferenceConfig = section(PreferenceConfig)
     distillation: DistillationConfig = section(DistillationConfig)
+    grpo: GrpoConfig = section(GrpoConfig)
     lora: LoraConfig = section(LoraConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
@@ -313,11 +315,43 @@ class Config:
 
         The start of the run finds out whether they have (run/setup.py). Without `keeps_reference` they must.
         """
-        return self.training.has_reference and self.keeps_reference
+        compares = self.training.has_reference or (self.training.draws and self.grpo.beta > 0)
+        return compares and self.keeps_reference
+
+    def _grpo_problems(self) -> list[str]:
+        """List the settings that do not suit answers that the model draws itself."""
+        training, content, found = self.training, self.data.content, list[str]()
+        name = f"training.objective={training.objective}"
+        if not training.draws:
+            if content == PROMPT:
+                found.append(f"data.content=prompt: {name} reads answers, too; set --training.objective grpo")
+            return found
+        if content != PROMPT:
+            found.append(f"{name} reads prompts without answers: set --data.content prompt")
+        if not self.grpo.rewards:
+            found.append(f"{name} needs a function that rewards answers: name it with --grpo.rewards FILE:FUNCTION")
+        if self.grpo.beta and not self.keeps_reference:
+            found.append(
+                f"grpo.beta={self.grpo.beta} compares with the model without its adapters, and this run changes it or "
+                "begins with others: train new adapters alone (--lora.rank), or set --grpo.beta 0"
+            )
+        refused = {
+            "training.ema_decay": (training.ema_decay, 0),
+            "training.on_spike": (training.on_spike, "off"),
+            "data.weights": (self.data.weights, ()),
+            "distributed.processes": (self.distributed.processes > 1 and self.distributed.processes, False),
+            "checkpoint.replicate_every": (self.checkpoint.replicate_every, 0),
+            "evaluation.samples": (self.evaluation.samples, 0),
+        }
+        return found + [
+            f"{name} does not support {each}={value}: leave it out"
+            for each, (value, only) in refused.items()
+            if value != only
+        ]
 
     def _objective_problems(self) -> list[str]:
         """List the settings that `training.objective` does not support."""
-        training, found = self.training, self._score_problems()
+        training, found = self.training, self._score_problems() + self._grpo_problems()
         if training.objective == NEXT_TOKEN:
             return found
         name = f"training.objective={training.objective}"

@@ -23,11 +23,13 @@ def choose_accumulation(rows: int, most: int, least: int) -> int:
     return next((count for count in counts if rows % count == 0 and rows // count <= most), rows)
 
 
-NEXT_TOKEN, DISTILL, CLASSIFY, KTO = "next_token", "distill", "classify", "kto"
-Objective = Literal["next_token", "distill", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "kto", "reward", "classify"]
+NEXT_TOKEN, DISTILL, CLASSIFY, KTO, GRPO = "next_token", "distill", "classify", "kto", "grpo"
+Objective = Literal[
+    "next_token", "distill", "dpo", "ipo", "hinge", "cpo", "simpo", "orpo", "kto", "reward", "classify", "grpo"
+]
 WITH_REFERENCE = ("dpo", "ipo", "hinge", KTO)
 OF_SCORES = ("reward", CLASSIFY)  # they read the scores of documents (model.scores)
-OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, DISTILL, CLASSIFY, KTO))
+OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOKEN, DISTILL, CLASSIFY, KTO, GRPO))
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class TrainingConfig:
     """What is learned. next_token: the next token of each document. distill: the probabilities of another model,
     distillation.teacher, for each next token (docs/distillation.md). classify: the label of each document
     (data.label_field), by its scores (model.scores, docs/rewards.md). kto (Ethayarajh et al. 2024): answers that are
-    judged one by one, data.content=unpaired (docs/preferences.md). The others prefer the chosen answer of a pair to the
+    judged one by one, data.content=unpaired (docs/preferences.md). grpo: answers that the model draws itself, and that
+    functions of the user reward (grpo.rewards, docs/grpo.md). The others prefer the chosen answer of a pair to the
     rejected one, and read data.content=preference. dpo (Rafailov et al. 2023), ipo (Azar et
     al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with a reference: the model of prepare --reference, or the
     model without its adapters; cpo (Xu et al. 2024), simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need none;
@@ -138,8 +141,13 @@ class TrainingConfig:
         return self.objective == DISTILL
 
     @property
+    def draws(self) -> bool:
+        """True if each step trains on answers that the model drew itself."""
+        return self.objective == GRPO
+
+    @property
     def has_reference(self) -> bool:
-        """True if the objective compares with a reference model."""
+        """True if the objective compares with a reference model whose scores the data may hold."""
         return self.objective in WITH_REFERENCE
 
     @property
@@ -362,6 +370,50 @@ class DistillationConfig:
     def problems(self) -> list[str]:
         """List the errors in these settings."""
         return find_out_of_range("distillation", self)
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    rewards: tuple[str, ...] = setting((), resume="freely")
+    """Functions that reward answers, each FILE:FUNCTION (TRL: reward_funcs, with the same arguments: docs/grpo.md). The
+    reward of an answer is the sum of what they return."""
+    reward_seconds: float = setting(60.0, resume="freely", bounds=POSITIVE)
+    """Time limit of the rewards of a step, in seconds. A run whose functions take longer ends with exit code 2."""
+    prompts: int = setting(16, bounds=AT_LEAST_ONE)
+    """Prompts of a step. Their answers are packed into training.batch_size rows, which must hold the longest ones."""
+    group_size: int = setting(8, bounds=Bounds(minimum=2))
+    """Answers that are drawn for each prompt, and compared with each other (TRL: num_generations)."""
+    max_new_tokens: int = setting(256, bounds=AT_LEAST_ONE)
+    """Maximum number of tokens of an answer (TRL: max_completion_length)."""
+    updates: int = setting(1, bounds=AT_LEAST_ONE)
+    """Steps that train on the same answers, before new ones are drawn (TRL: num_iterations)."""
+    scale_advantages: Literal["std", "none"] = "std"
+    """Divisor of a reward minus the mean of its group. std: the standard deviation of the group (GRPO, Shao et al.
+    2024). none: 1 (Dr. GRPO, Liu et al. 2025)."""
+    normalisation: Literal["token", "sequence", "constant"] = "token"
+    """Mean of the loss (TRL: loss_type). token: over the tokens of all answers (DAPO, Yu et al. 2025). sequence: over
+    the tokens of each answer, then over answers (GRPO). constant: the sum over tokens, divided by max_new_tokens and by
+    the number of answers (Dr. GRPO)."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of probabilities of the model and of the sampler. token: of each token. sequence: the geometric mean over
+    the tokens of an answer, with much smaller epsilons, such as 3e-4 and 4e-4 (GSPO, Zheng et al. 2025)."""
+    epsilon: float = setting(0.2, bounds=SHARE)
+    """The gain from ratios below 1 - epsilon is clipped (TRL: epsilon)."""
+    epsilon_high: float = setting(0.28, bounds=POSITIVE)
+    """The gain from ratios above 1 + epsilon_high is clipped (DAPO: clip higher)."""
+    max_ratio: float = setting(3.0, bounds=Bounds(above=1))
+    """Largest ratio: it truncates the importance weights of tokens that the sampler thought unlikely (TRL: delta; dual
+    clip, Ye et al. 2020)."""
+    beta: float = setting(0.0, bounds=NON_NEGATIVE)
+    """Weight of the KL divergence from the model without its adapters (TRL: beta). 0 = no reference."""
+
+    def problems(self) -> list[str]:
+        found = find_out_of_range("grpo", self)
+        wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]
+        found += [f"grpo.rewards: {each}: must be FILE:FUNCTION, as in rewards.py:is_right" for each in wrong]
+        if self.max_ratio <= 1 + self.epsilon_high:
+            found.append(f"grpo.max_ratio={self.max_ratio}: must be above 1 + grpo.epsilon_high={self.epsilon_high}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,9 @@ class EngineWorkload:
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
         return read_ahead(self.batches, start, self.config.watchdog.floor_seconds, stopping)
 
+    def draw(self, state: TrainState, batch: Any) -> tuple[Any, Metrics]:
+        return batch, {}
+
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         loss, batch = batch if self.engine.losses else (None, batch)
         placed = self.engine.place(batch, loss)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import Config
+from jaxopt_llm.config.data import PROMPT
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.files import read_file
 from jaxopt_llm.observe.report.run_files import EVAL_LOSS, read_run
@@ -106,7 +107,7 @@ def list_changes(config: Config) -> dict[str, str]:
 def _describe_kind(config: Config) -> dict[str, bool]:
     """Return for each tag whether it fits the training."""
     return {
-        "sft": config.data.content != "text",
+        "sft": config.data.content not in ("text", PROMPT),
         "lora": bool(config.lora.rank),
         "qlora": bool(config.lora.rank) and config.lora.base != "float",
     }

@@ -10,7 +10,7 @@ from typing import Any
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings
 from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, write_nothing
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import parse_arguments
+from jaxopt_llm.config.data import PROMPT, parse_arguments
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import find_eos_ids
 from jaxopt_llm.data.tokens.template import Renderer, find_template
@@ -132,9 +132,9 @@ def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
     try:
         template = find_template(dated, tokenizer)
     except InputError:
-        if data.content != "text":
+        if data.content not in ("text", PROMPT):
             raise
-        return None  # a model of text needs no template
+        return None  # texts need no template
     try:
         return Renderer(template).find_turn_end()
     except InputError as error:

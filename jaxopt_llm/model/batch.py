@@ -20,7 +20,9 @@ class Batch:
     positions:   int32, restart at 0 in every segment.
     reference:   float32, log-probability of each target by a reference model, or anything with the same sum over the
                  counted targets of each document; None if the objective needs none, or the data have none.
-    labels:      float32, label of each token's document; None if the objective needs none.
+    labels:      float32, number of each token's document: its label, or the advantage of an answer that the model drew;
+                 None if the objective needs none.
+    sampled:     float32, log-probability of each target by the sampler that drew it; None unless the model drew them.
     teacher:     compute dtype [..., S, D], input of the teacher's head, in the order and the sharding of the residual
                  stream; None without a teacher.
     noise:       uint32, random bits of the step for dropout; None without dropout.
@@ -33,5 +35,6 @@ class Batch:
     positions: Leaf
     reference: Leaf = None
     labels: Leaf = None
+    sampled: Leaf = None
     teacher: Leaf = None
     noise: Leaf = None

@@ -14,13 +14,16 @@ import jax
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import USUAL_LINKS, Chip, LinkRates, seconds_at_peak
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, MeshConfig, ShardingConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.decode import MAX_ROWS
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
+from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.moe import exchange
-from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
@@ -283,6 +286,7 @@ class Plan:
     networks: tuple[NetworkTime, ...]  # times with other networks
     checkpoints: CheckpointPlan
     idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
+    rollout_bytes: int = 0  # cache of a GPU for the answers that the model draws, between steps
 
     @property
     def spare(self) -> int:
@@ -321,6 +325,20 @@ def make_plans(config: Config, clusters: Sequence[Cluster]) -> tuple[Plan, ...]:
     return tuple(
         _describe_step(step, each, () if each.links.network is None else (each.links.network,)) for each in clusters
     )
+
+
+def count_rollout_bytes(config: Config) -> int:
+    """Return the bytes of a GPU's part of the cache of a sampler whose rows are all as long as a row of the batch.
+
+    Devices divide the answers and, if they divide the heads, those of `mesh.tensor` the heads.
+    """
+    model, grpo, tensor, devices = config.model, config.grpo, config.mesh.tensor, config.mesh.devices
+    one = Placement(make_abstract_mesh(MeshConfig(fsdp=1)), ShardingConfig(), config.precision)
+    rows = -(-min(grpo.prompts * grpo.group_size, MAX_ROWS) // (devices // tensor))  # of a GPU
+    slots, dtype = config.training.sequence_length + 1, config.precision.compute_dtype
+    caches = jax.eval_shape(lambda: scan.make_caches(Decoder(model), rows, slots, dtype, one))
+    divides = not model.mla.kv_rank and model.kv_heads % tensor == 0
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // (tensor if divides else 1)
 
 
 @dataclass(frozen=True)
@@ -399,6 +417,7 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         if "remat.policy" in step.chosen
         else advise_less_remat(resolved, cluster, leave_free(limit) - by_kind.peak),
         host_bytes=memory.host,
+        rollout_bytes=count_rollout_bytes(resolved) if resolved.training.draws else 0,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
         pcie_seconds=pcie_bytes / chip.host_bytes_per_second,

@@ -115,7 +115,7 @@ def lower_programs(setup: Setup) -> Executables:
     """Lower the programs for the state and the batch of the run."""
     program, held_out = setup.program, None
     step = program.step.lower(program.state, program.batch)
-    if setup.config.evaluation.every:
+    if setup.config.evaluation.every and not setup.config.training.draws:
         loss = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla, program.teacher)
         held_out = loss.lower(program.state, program.batch)
     return Executables(step, held_out, program.outer_step and program.outer_step.lower(program.state))

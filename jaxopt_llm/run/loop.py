@@ -107,10 +107,11 @@ def run_steps(
         profiler.before_step(steps.current + 1)
         try:
             batch, waited = steps.take_batch()
+            batch, drawn = steps.draw(batch)
         except (InputError, Preempted):
             saver.save_before_exit()
             raise
-        metrics = steps.run(batch)
+        metrics = steps.run(batch) | drawn
         step = steps.current
         profiler.after_step(step, metrics)
         recorder.add(step, metrics, waited)
@@ -192,6 +193,14 @@ class Steps:
             return next(self._batches)
         except Preempted:
             raise Preempted(self.current - 1) from None  # its step counted batches
+
+    def draw(self, batch: Any) -> tuple[Any, Metrics]:
+        """Return what step `current` trains on, and metrics of it. Only rollouts need the state; see Workload.
+
+        Raises:
+            InputError: answers cannot be rewarded.
+        """
+        return self._workload.draw(self.state, batch)
 
     def run(self, batch: Any) -> Metrics:
         """Start step `current` on its batch, and with it the outer step that ends a round of local steps.

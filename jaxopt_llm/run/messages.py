@@ -12,6 +12,7 @@ from jaxopt_llm.checkpoint.huggingface import model_folder
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.config import Config, ShardingConfig
+from jaxopt_llm.config.data import PROMPT
 from jaxopt_llm.config.training import DISTILL, NEXT_TOKEN
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import errors, hub, tree
@@ -63,6 +64,8 @@ def describe_run(setup: Setup) -> Iterator[str]:
     yield from _describe_mixture(setup)
     for each in data.sets:
         yield "; ".join([f"validation set {each.name}: {each}", *each.skipped.describe_notes()])
+    if setup.prompts is not None:
+        yield str(setup.prompts)
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if data.reference:
         yield f"reference: log-probabilities by {data.reference.model} in the corpus"
@@ -189,7 +192,7 @@ def list_next_commands(config: Config) -> Iterator[str]:
     has_documents = config.evaluation.every or config.evaluation.paths
     if config.training.objective in (NEXT_TOKEN, DISTILL) or config.model.scores:  # the others have no loss per token
         yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
-    question = "--chat" if config.data.content != "text" else "--prompt TEXT"
+    question = "--prompt TEXT" if config.data.content in ("text", PROMPT) else "--chat"
     if not config.model.scores:
         yield f"  {errors.program_name('generate')} {run} {question}"
     if not _has_family(config):

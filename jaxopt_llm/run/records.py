@@ -159,7 +159,7 @@ def describe_end(config: Config, step: int, patience: Patience) -> str:
 
 def set_aside_logs(directory: Path) -> None:
     """Rename the logs of a run that left no checkpoint to continue from."""
-    for name in ("metrics", "samples", "events"):
+    for name in ("metrics", "samples", "events", "rollouts"):
         if (log := directory / f"{name}.jsonl").exists():
             candidates = (log.with_name(f"{name}.{index}.jsonl") for index in itertools.count(1))
             log.rename(next(path for path in candidates if not path.exists()))

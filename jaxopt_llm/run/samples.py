@@ -16,7 +16,7 @@ from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuatio
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Model
+from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.setup import Setup
@@ -87,14 +87,8 @@ class Sampler:
         ]
 
     def _make_generator(self, state: TrainState) -> TokenGenerator:
-        return TokenGenerator(
-            make_sampling_model(self._setup, self._placement),
-            self._read_weights(state),
-            self._placement,
-            self._setup.config.model.vocabulary_size,
-            rows=min(len(self.prompts), MAX_ROWS),
-            length=max(prompt.ids.size for prompt in self.prompts) + self._count,
-        )
+        rows, length = min(len(self.prompts), MAX_ROWS), max(prompt.ids.size for prompt in self.prompts) + self._count
+        return make_generator(self._setup, self._read_weights(state), self._placement, rows, length)
 
     def _find_ends(self, prompt: Prompt) -> frozenset[int]:
         """Return the ids that end an answer: also the last special token of the answer in the document."""
@@ -102,6 +96,12 @@ class Sampler:
         special = {tokenizer.vocabulary[token] for token in tokenizer.special_tokens}
         ends = [int(i) for i in prompt.reference if int(i) in special]
         return find_eos_ids(self._setup.config.data, tokenizer) | frozenset(ends[-1:])
+
+
+def make_generator(setup: Setup, params: Params, placement: Placement, rows: int, length: int) -> TokenGenerator:
+    """Return a generator of a run's model. params: by layer. rows, length: see TokenGenerator."""
+    model = make_sampling_model(setup, placement)
+    return TokenGenerator(model, params, placement, setup.config.model.vocabulary_size, rows, length)
 
 
 def make_sampling_placement(setup: Setup) -> Placement:

@@ -20,6 +20,7 @@ from jaxopt_llm.data.reading.labels import find_label_names
 from jaxopt_llm.data.reading.storage import check_backends
 from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows
+from jaxopt_llm.data.rows.prompts import Prompts, open_prompts
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import HELD, Corpus, ValidationSet, open_corpus, open_validation_sets
 from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities, TokenStream
@@ -85,6 +86,7 @@ class Setup:
         loader: batches of the training split.
         validation: batches of an evaluation, for each validation set by name.
         started: the run that continues; None for a new one.
+        prompts: those that the model answers itself; None unless the objective wants it.
     """
 
     config: Config
@@ -96,6 +98,7 @@ class Setup:
     loader: Loader
     validation: dict[str, Sequence[Batch]]
     started: Started | None
+    prompts: Prompts | None
 
     @property
     def directory(self) -> Path:
@@ -138,6 +141,8 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
     assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
+    if requested.training.draws and processes.count > 1:
+        raise InputError("training.objective=grpo draws its answers in one process: start the job on one host")
     check_hub_commits(requested, processes)
     requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)
@@ -146,7 +151,8 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
     data = pack_documents(resolved, documents, processes.main)
-    config: Config = resolve_length(resolved, sum(map(len, data.training)))
+    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.training.draws else None
+    config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = make_program(config, placement, stores_frozen_weights(config), data.reference is not None)
@@ -158,7 +164,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         name: read_validation_batches(packed, size, config.evaluation.batches, local_rows.indices)
         for name, packed in data.validation.items()
     }
-    return Setup(config, processes, data, placement, program, local_rows, loader, validation, started)
+    return Setup(config, processes, data, placement, program, local_rows, loader, validation, started, prompts)
 
 
 def check_hub_commits(config: Config, processes: Processes) -> None:
@@ -199,19 +205,26 @@ def resolve_label_names(config: Config, pulse: Pulse = UNWATCHED) -> Config:
     return named
 
 
-def resolve_length(config: Config, rows: int) -> Config:
+def _count_steps(config: Config, data: Data, prompts: Prompts | None) -> float:
+    """Return the number of steps that read every training row once, or answer every prompt once."""
+    if prompts is not None:
+        return len(prompts.training) * config.grpo.updates / config.grpo.prompts
+    return sum(map(len, data.training)) / config.training.batch_size
+
+
+def resolve_length(config: Config, epoch: float) -> Config:
     """Return the configuration with `training.steps` and `schedule.decay_steps` in place of what stands for them.
 
     A run that continues keeps the `decay_steps` of its first start.
 
     Args:
-        rows: rows of the training split.
+        epoch: steps of a pass over the training rows.
 
     Raises:
         InputError: the stored `decay_steps` does not fit to the schedule.
     """
     training, schedule = config.training, config.schedule
-    steps = training.steps or math.ceil(training.epochs * rows / training.batch_size)
+    steps = training.steps or math.ceil(training.epochs * epoch)
     stored = None if schedule.decay_steps else read_decay_steps(Path(config.run.directory))
     lengths = {"training.steps": steps, "training.epochs": 0.0}
     config = fields.replace_fields(config, lengths | {"schedule.decay_steps": stored or schedule.choose_end(steps)})

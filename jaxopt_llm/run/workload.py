@@ -24,6 +24,7 @@ from jaxopt_llm.run import initial_weights
 from jaxopt_llm.run.compile import Executables, LossSum, measure_loss
 from jaxopt_llm.run.directory import write_run_files
 from jaxopt_llm.run.initial_weights import InitialWeights
+from jaxopt_llm.run.rollouts import Rollouts
 from jaxopt_llm.run.samples import Sampler
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step import state as training_state
@@ -74,8 +75,11 @@ class Workload(Protocol):
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
         """Yield (batch, seconds waited for it) for the steps after `start`; see loader.read_ahead."""
 
+    def draw(self, state: TrainState, batch: Any) -> tuple[Any, Metrics]:
+        """Return what a step trains on, and metrics of it, given what was read for it and the state before it."""
+
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Run a step on a batch as it was read. The state is donated."""
+        """Run a step on what `draw` returned. The state is donated."""
 
     def average_groups(self, state: TrainState) -> TrainState:
         """Run an outer step (local_steps.py). The state is donated. Called only with local steps."""
@@ -144,6 +148,7 @@ class DecoderWorkload:
         self.explain_oom = explain_oom
         self._setup, self._programs, self._initial, self._verification = setup, programs, initial, verification
         self._sampler, self._measure_tasks = Sampler(setup), measure_tasks
+        self._rollouts = Rollouts(setup) if config.training.draws else None
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""
@@ -182,7 +187,12 @@ class DecoderWorkload:
         return initialize_groups(specs, optimizers, seed, placement, given)
 
     def read_batches(self, start: int, stopping: Callable[[], bool]) -> Generator[tuple[Any, float], None, None]:
+        if self._rollouts is not None:
+            return self._rollouts.read_steps(start)
         return read_ahead(self._setup.loader, start, self.config.watchdog.floor_seconds, stopping)
+
+    def draw(self, state: TrainState, batch: Any) -> tuple[Any, Metrics]:
+        return (batch, {}) if self._rollouts is None else self._rollouts.make_batch(state, batch)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         placed = self._setup.local_rows.make_global(batch)
@@ -201,8 +211,10 @@ class DecoderWorkload:
         With an objective over pairs, the metrics of all pairs follow, `eval_rewards/accuracy` and so on.
 
         Metrics of `evaluation.tasks` come last. With `training.ema_decay`, the average is measured in place of the
-        parameters.
+        parameters. Of answers that the model draws, the loss is minus the mean reward.
         """
+        if self._rollouts is not None:
+            return self._rollouts.measure(state)
         total, losses, objective = LossSum(), {}, self._setup.program.model.objective
         of_tasks = self._measure_tasks(state)
         state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
@@ -223,10 +235,14 @@ class DecoderWorkload:
         self._verification.check(wait, self.processes.main.beat)
 
     def to_checkpoint(self, state: TrainState) -> dict[str, tree.Tree]:
+        if self._rollouts is not None:
+            self._rollouts.sync()
         return self._setup.program.to_checkpoint(state)
 
     def keep(self, state: TrainState, identity: Identity | None) -> None:
         """Keep nothing: the command ends with its run."""
+        if self._rollouts is not None:
+            self._rollouts.close()
 
     def write_files(self) -> None:
         data, device = self._setup.data, self._setup.placement.mesh.devices.flat[0].device_kind

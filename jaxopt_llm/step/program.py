@@ -42,6 +42,7 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.objectives.distillation import Distillation
+from jaxopt_llm.model.objectives.grpo import Grpo
 from jaxopt_llm.model.objectives.judged import Judged
 from jaxopt_llm.model.objectives.preference import Preference
 from jaxopt_llm.model.objectives.scores import Classify, Reward
@@ -337,14 +338,15 @@ def make_program(
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
     reads_reference = training.has_reference and (has_reference or not config.runs_reference)
-    reference = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if reads_reference else None
-    has_labels = training.pairs == UNPAIRED or (training.reads_scores and bool(config.data.label_field))
-    labels = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding) if has_labels else None
+    number = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding)
+    has_labels = training.draws or training.pairs == UNPAIRED or (training.reads_scores and config.data.label_field)
+    reference, labels = number if reads_reference else None, number if has_labels else None
+    sampled = number if training.draws else None
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement), teacher=teacher),
-        batch=Batch(ids, ids, mask, ids, ids, reference=reference, labels=labels),
+        batch=Batch(ids, ids, mask, ids, ids, reference=reference, labels=labels, sampled=sampled),
         recomputed=name_recomputed(config.remat),
         keeps_largest=_keeps_largest(config, placement),
         teacher=None if teacher is None else teacher.model.specs,
@@ -444,6 +446,8 @@ def _make_objective(config: Config, teacher: Teacher | None) -> Objective:
     if teacher is not None:
         of, settings = teacher.model.make_classifier(), config.distillation
         return Distillation(Divergence(settings.beta, settings.temperature, settings.next_token_weight, of))
+    if config.training.draws:
+        return Grpo(config.grpo)
     if name == "reward":
         return Reward(config.preference)
     if name == "classify":

@@ -229,6 +229,22 @@ def read_judgement(label: Any) -> bool:
     return _JUDGEMENTS[key]
 
 
+def normalize_prompt(row: Mapping[str, Any]) -> str:
+    """Return a prompt and the other columns of its row as JSON text.
+
+    Raises:
+        Malformed: there is no prompt, or it is neither a text nor a list of messages.
+    """
+    prompt = _parse_messages(row.get("prompt"))
+    if not prompt:
+        raise Malformed("without a prompt", "--data.columns prompt=COLUMN names another column")
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_message, prompt))):
+        raise Malformed("with a prompt that is neither a text nor a list of messages")
+    if isinstance(prompt, list) and prompt[-1].get("role") == "assistant":
+        raise Malformed("with a prompt that ends with an answer")
+    return json.dumps({**row, "prompt": prompt}, ensure_ascii=False, default=_describe_value)
+
+
 def _mark_learned(row: dict[str, Any], context: Messages, answers: Messages, name: str) -> tuple[Messages, list[int]]:
     """Return the messages of a conversation, and the indices of the assistant's messages that are not learned.
 

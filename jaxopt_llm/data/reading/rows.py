@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import FORMS, PREFERENCE, UNPAIRED
+from jaxopt_llm.config.data import FORMS, PREFERENCE, PROMPT, UNPAIRED
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import conversation
 from jaxopt_llm.data.reading.conversation import FieldCounter, known_fields
@@ -36,7 +36,10 @@ class Part:
 
 
 class Encoded(NamedTuple):
-    """Content of a row: a text, or a conversation as JSON. label: of the document; None if the row has none."""
+    """Content of a row: a text, or as JSON a conversation or a prompt with the other columns of its row.
+
+    label: of the document; None if the row has none.
+    """
 
     content: bytes
     label: float | None = None
@@ -92,6 +95,8 @@ class RowEncoder:
             return bool(column)
         if form == "text":
             return column == self.config.text_field
+        if form == PROMPT:
+            return self._field(column) is not None
         return self._field(column) in known_fields(form)
 
     def note_columns(self, rows_by_column: Mapping[str, int], form: str) -> None:
@@ -123,6 +128,8 @@ class RowEncoder:
         if form != "text":
             read = {column: value for column, value in row.items() if column != self.config.label_field or not column}
             named = {field: value for column, value in read.items() if (field := self._field(column))}
+            if form == PROMPT:
+                return Encoded(encode_utf8(conversation.normalize_prompt(named)))
             only_last = self.config.learn_turns == "last"
             normalized = conversation.normalize_conversation(named, form, self._counter, only_last)
             label = float(conversation.read_judgement(named["label"])) if form == UNPAIRED else label

@@ -119,6 +119,7 @@ class Document:
         side: side of a document of a pair, empty for others: `chosen`, then `rejected`; or `desirable` or
             `undesirable`, then `mismatched`.
         label: its label (`DataConfig.has_labels`); None without labels.
+        row: the row of a prompt as JSON, for functions that reward answers; None for other documents.
     """
 
     name: str | Position
@@ -127,6 +128,7 @@ class Document:
     spans: tuple[tuple[int, int], ...] | None = None
     side: str = ""
     label: float | None = None
+    row: bytes | None = None
 
     @property
     def pairs(self) -> Pairs:

@@ -152,6 +152,7 @@ class Piece(ABC):
             empty.
         reference: log-probabilities of the documents by a reference model; None if there are none.
         labels: float32 [documents], the label of each document; None without labels.
+        rows: the row of each document, a prompt, as JSON; None for other documents.
     """
 
     name: str
@@ -183,6 +184,10 @@ class Piece(ABC):
 
     @property
     def labels(self) -> Array | None:
+        return None
+
+    @property
+    def rows(self) -> Sequence[bytes] | None:
         return None
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
@@ -220,6 +225,7 @@ class IndexedPiece(Piece):
     pairs: Pairs = ""
     reference: ReferenceLogProbabilities | None = None
     labels: Array | None = None
+    rows: Sequence[bytes] | None = None
 
     @property
     def groups(self) -> int:
@@ -314,6 +320,15 @@ class TokenStream:
             assert isinstance(piece, IndexedPiece) and piece.reference is not None
             found[index] = piece.reference.values[piece.ends.searchsorted(token, side="right")]
         return found
+
+    def read_prompts(self) -> Iterator[tuple[NDArray[np.int64], bytes]]:
+        """Yield the tokens of each document, a prompt, and its row."""
+        for _, piece, begin, end in self._slices(0, self.size):
+            assert isinstance(piece, IndexedPiece) and piece.rows is not None
+            first, last = (int(piece.ends.searchsorted(at, side="right")) for at in (begin, end))
+            for document in range(first, last):
+                at = int(piece.ends[document - 1]) if document else 0
+                yield piece.tokens[at : int(piece.ends[document])].astype(np.int64), piece.rows[document]
 
     @property
     def has_labels(self) -> bool:
@@ -475,7 +490,8 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
     masks = [batch.mask for batch in batches if batch.mask is not None]
     labels = [batch.labels for batch in batches if batch.labels is not None]
     mask, label = (np.concatenate(parts) if parts else None for parts in (masks, labels))
-    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, mask, batches[0].pairs, labels=label)
+    rows = [row for batch in batches for row in batch.rows or ()] or None
+    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, mask, batches[0].pairs, labels=label, rows=rows)
 
 
 class TokenBatch(NamedTuple):
@@ -487,7 +503,7 @@ class TokenBatch(NamedTuple):
         keys: see `IndexedPiece`.
         mask: see `Piece`.
         pairs: kind of the pairs that the documents are of. A pair may begin in one batch and end in the next.
-        labels: see `Piece`.
+        labels, rows: see `Piece`.
     """
 
     tokens: NDArray[Any]
@@ -496,13 +512,15 @@ class TokenBatch(NamedTuple):
     mask: NDArray[np.bool_] | None
     pairs: Pairs
     labels: NDArray[np.float32] | None
+    rows: Sequence[bytes] | None
 
 
 def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
     """Tokenize documents, a few megabytes of text at a time.
 
     Each document becomes the tokenizer's prefix (BOS, if there is one), its tokens and the suffix (EOS), in the
-    narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them.
+    narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them. A prompt
+    gets no suffix.
 
     Raises InputError if the tokenizer makes no token of a document of a pair.
     """
@@ -511,7 +529,15 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     for batch in _make_batches(documents):
         texts = [document.content for document in batch]
         mask: NDArray[np.bool_] | None = None
-        if batch[0].spans is None:
+        rows = None
+        if batch[0].row is not None:
+            rows = [document.row or b"" for document in batch]
+            begins = [prefix if document.spans is None else () for document in batch]
+            encoded = [
+                np.array([*begin, *ids], dtype) for begin, ids in zip(begins, tokenizer.encode(texts), strict=True)
+            ]
+            tokens, lengths = np.concatenate(encoded), np.array([ids.size for ids in encoded], np.int64)
+        elif batch[0].spans is None:
             encoded = tokenizer.encode(texts)
             arrays = [array for ids in encoded for array in (prefix, ids, suffix)]
             tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
@@ -528,7 +554,7 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
         keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]
         has_labels = batch[0].label is not None
         labels = np.array([document.label for document in batch], np.float32) if has_labels else None
-        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs, labels)
+        yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs, labels, rows)
 
 
 def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

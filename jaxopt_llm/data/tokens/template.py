@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jinja2
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import TEMPLATE_FILE, UNPAIRED, parse_arguments
+from jaxopt_llm.config.data import PROMPT, TEMPLATE_FILE, UNPAIRED, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
@@ -255,6 +255,8 @@ def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
     """Return a function that yields the documents of a part, with conversations rendered as text."""
     if config.content == "text":
         return lambda part, skipped: read_documents(part, config, skipped)
+    if config.content == PROMPT:
+        return _make_prompt_reader(config, tokenizer)
     template = find_template(config, tokenizer)
     sources = template.source + (template.tool_source or "")
     renderer = Renderer(template)
@@ -266,5 +268,20 @@ def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
             for document in documents
         )
         return add_mismatched(rendered, skipped) if config.content == UNPAIRED else rendered
+
+    return read
+
+
+def _make_prompt_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
+    """Return a function that yields prompts. The template, which need not exist, renders those that are messages."""
+    find_renderer = cache(lambda: Renderer(find_template(config, tokenizer)))
+
+    def read(part: Part, skipped: Skipped) -> Iterator[Document]:
+        for document in read_documents(part, config, skipped):
+            prompt = json_files.parse(document.content)["prompt"]
+            is_text = isinstance(prompt, str)
+            text = prompt if is_text else find_renderer().render_prompt(prompt)
+            spans = None if is_text else ()
+            yield Document(document.name, text.encode(), document.key, spans, row=document.content)
 
     return read

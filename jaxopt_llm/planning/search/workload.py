@@ -98,8 +98,9 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
     score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
 
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
-    # An objective over pairs first computes log-probabilities, and so does the forward of its reference.
-    again = bool(config.training.pairs) and not config.training.reads_scores
+    # Objectives over pairs or groups first compute log-probabilities, and so does the forward of their reference.
+    training = config.training
+    again = training.draws or (bool(training.pairs) and not training.reads_scores)
     forwards = 1 + 2 * (passes.backwards > 0) + again + config.runs_reference
     of_head = 2 * forwards * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)

@@ -1,0 +1,101 @@
+"""Prompts that a model answers itself: what the data hold of them, and the room that their answers take in rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxopt_llm.config import Config
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.rows.packing import BestFit, PackedRows
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a function that rewards answers, besides the columns
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt. ids: its tokens, int32. row: the columns of its row, with the prompt itself as the row has it."""
+
+    ids: NDArray[np.int32]
+    row: Mapping[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.row["prompt"], str)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts of a run that leave room for an answer in a row.
+
+    dropped: number of the others.
+    """
+
+    training: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    dropped: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(prompt.ids.size for prompt in (*self.training, *self.held_out))
+
+    def __str__(self) -> str:
+        dropped = f"; {self.dropped:,} leave no room for an answer and are dropped" if self.dropped else ""
+        return f"prompts: {len(self.training):,}, with at most {self.longest} tokens{dropped}"
+
+
+def open_prompts(config: Config, training: Sequence[PackedRows], held_out: Sequence[PackedRows]) -> Prompts:
+    """Return the prompts of a run.
+
+    Raises:
+        InputError: there are none, or a column cannot be given to functions, or the answers of a step do not fit.
+    """
+    found = [_read_prompts(rows, config) if rows else ([], 0) for rows in (training, held_out)]
+    (trained, dropped), (others, more) = found
+    prompts = Prompts(trained, others, dropped + more)
+    check_room(prompts.longest, config)
+    return prompts
+
+
+def _read_prompts(rows: Sequence[PackedRows], config: Config) -> tuple[list[Prompt], int]:
+    """Return the prompts that leave room for an answer in a row, and the number of the others."""
+    name, streams = rows[0].name, [each.stream for each in rows]
+    if any(piece.size and piece.rows is None for stream in streams for piece in stream.pieces):
+        raise InputError(f"{name} holds no prompts but tokens: name JSONL, JSON, CSV, Parquet or Arrow files")
+    pairs = [pair for stream in streams for pair in stream.read_prompts()]
+    found = [Prompt(ids.astype(np.int32), json_files.parse(row)) for ids, row in pairs if ids.size]
+    if taken := [column for column in ARGUMENTS if any(column in prompt.row for prompt in found)]:
+        raise InputError(
+            f"{name}: the column {taken[0]} has the name of an argument of the functions of grpo.rewards: rename it, "
+            f"or leave it unread with --data.columns {taken[0]}="
+        )
+    room = config.training.sequence_length + 1 - config.grpo.max_new_tokens  # the last token is only a target
+    kept = [prompt for prompt in found if prompt.ids.size <= room]
+    if not kept:
+        raise InputError(
+            f"{name}: no prompt has at most {room} tokens, the rest of training.sequence_length="
+            f"{config.training.sequence_length} after grpo.max_new_tokens={config.grpo.max_new_tokens}; increase the "
+            "length"
+        )
+    return kept, len(pairs) - len(kept)
+
+
+def check_room(longest: int, config: Config) -> None:
+    """Raise InputError unless the rows of a batch hold the answers of a step, even if all are as long as they may be.
+
+    longest: tokens of the longest prompt.
+    """
+    grpo, training = config.grpo, config.training
+    count, length = grpo.prompts * grpo.group_size, longest + grpo.max_new_tokens - 1
+    lengths = np.full(count, length)
+    needed = len(BestFit(np.arange(count) * length, lengths, training.sequence_length, config.data.documents_per_row))
+    if needed > training.batch_size:
+        raise InputError(
+            f"training.batch_size={training.batch_size}: the {count} answers of a step (grpo.prompts × "
+            f"grpo.group_size) with their prompts have up to {length} tokens each, and need {needed} rows of "
+            f"training.sequence_length={training.sequence_length}: set --training.batch-size to at least {needed}"
+        )

@@ -1,0 +1,284 @@
+"""Rollouts: answers that the model draws to prompts, with their rewards, and the batches of a step made of them.
+
+The prompts of a step, the order of them and the random numbers of the sampler are functions of seed and step, so that a
+run that continues draws what it would have drawn. rollouts.jsonl in the run directory keeps everything that was drawn.
+
+Letters: P prompts of a step, G answers to each, S sequence.
+"""
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grain
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxopt_llm.config import Config, GrpoConfig
+from jaxopt_llm.core import json_files
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.rows.packing import BestFit
+from jaxopt_llm.data.rows.prompts import Prompt
+from jaxopt_llm.data.tokens.continuation import find_eos_ids
+from jaxopt_llm.data.tokens.template import Renderer, find_template
+from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
+from jaxopt_llm.execution.sampling import Sampling
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.observe.dashboards import MetricsLog
+from jaxopt_llm.run.rewards import Rewards
+from jaxopt_llm.run.samples import make_generator, make_sampling_placement
+from jaxopt_llm.run.setup import Setup
+from jaxopt_llm.step.state import TrainState, make_weight_reader
+from jaxopt_llm.step.step import Metrics
+
+ROLLOUTS = "rollouts"  # name of the log
+STD_FLOOR = 1e-4  # added to the standard deviation of a group, as TRL does
+HELD_OUT_STREAM = 1  # of random numbers; that of training is 0
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer to a prompt.
+
+    Attributes:
+        ids: its tokens, with the one that ends it, int32 [N].
+        log_probabilities: of these tokens by the sampler, float32 [N].
+        text: the text, without tokens that end it.
+        ended: whether it ended by itself.
+        rewards: by the name of the function; None where it does not apply.
+        advantage: its reward compared with those of its group.
+    """
+
+    ids: NDArray[np.int32]
+    log_probabilities: NDArray[np.float32]
+    text: str
+    ended: bool
+    rewards: Mapping[str, float | None]
+    advantage: float
+
+    @property
+    def reward(self) -> float:
+        return sum(each for each in self.rewards.values() if each is not None)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the entry of a log."""
+        lists = {"tokens": self.ids.tolist(), "log_probabilities": self.log_probabilities.tolist()}
+        return {name: value for name, value in vars(self).items() if name not in ("ids", *lists)} | lists
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Answer":
+        ids, found = np.array(record["tokens"], np.int32), np.array(record["log_probabilities"], np.float32)
+        return cls(ids, found, *(record[name] for name in ("text", "ended", "rewards", "advantage")))
+
+
+Group = tuple[Prompt, Sequence[Answer]]
+
+
+def find_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
+    """Return the advantages of answers [P, G] by their rewards.
+
+    Args:
+        scale: see `grpo.scale_advantages`.
+    """
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return centred / (rewards.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR) if scale == "std" else centred
+
+
+def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
+    """Pack the documents of a step, each a prompt with an answer, into rows: NumPy fields [batch size, S]."""
+    training = config.training
+    documents = [(prompt, answer) for prompt, answers in groups for answer in answers]
+    lengths = np.array([prompt.ids.size + answer.ids.size - 1 for prompt, answer in documents])
+    starts = np.cumsum(lengths) - lengths
+    rows = BestFit(starts, lengths, training.sequence_length, config.data.documents_per_row)
+    shape = (training.batch_size, training.sequence_length)
+    integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    reals = {name: np.zeros(shape, np.float32) for name in ("labels", "sampled")}
+    batch = Batch(**integers, **reals, loss_mask=np.zeros(shape, np.bool_))
+    for row in range(len(rows)):
+        begin = 0
+        for segment, start in enumerate(rows.find_documents(row, None)[0].tolist()):
+            prompt, answer = documents[int(starts.searchsorted(start))]
+            ids = np.concatenate([prompt.ids, answer.ids])
+            place = slice(begin, begin + ids.size - 1)
+            learned = slice(begin + prompt.ids.size - 1, place.stop)  # whose targets are tokens of the answer
+            batch.tokens[row, place], batch.targets[row, place] = ids[:-1], ids[1:]
+            batch.segment_ids[row, place], batch.positions[row, place] = segment + 1, np.arange(ids.size - 1)
+            batch.labels[row, place], batch.loss_mask[row, learned] = answer.advantage, True
+            batch.sampled[row, learned] = answer.log_probabilities
+            begin = place.stop
+    return batch
+
+
+def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the metrics of the answers of a step."""
+    answers = [answer for _, of_prompt in groups for answer in of_prompt]
+    rewards = np.array([[answer.reward for answer in of_prompt] for _, of_prompt in groups])
+    names = answers[0].rewards if len(answers[0].rewards) > 1 else ()
+    by_name = {name: [value for each in answers if (value := each.rewards[name]) is not None] for name in names}
+    return {
+        "rewards/mean": rewards.mean(),
+        "rewards/std": rewards.std(),
+        "rewards/equal_groups": np.mean(np.ptp(rewards, axis=1) == 0),
+        **{f"rewards/{name}": np.mean(found) for name, found in by_name.items() if found},
+        "answers/length": np.mean([answer.ids.size for answer in answers]),
+        "answers/truncated": np.mean([not answer.ended for answer in answers]),
+    }
+
+
+class Rollouts:
+    """Maker of the batches of a run whose model draws the answers that it trains on."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Start the process of the rewards. Nothing is compiled before the first call.
+
+        Raises:
+            InputError: the functions cannot be used.
+        """
+        assert setup.prompts is not None
+        config, self._setup, self._prompts = setup.config, setup, setup.prompts
+        self._grpo: GrpoConfig = config.grpo
+        self._order = grain.MapDataset.range(len(self._prompts.training)).seed(config.run.seed).shuffle().repeat()
+        tokenizer, turn_end = setup.data.tokenizer, None
+        if any(prompt.is_chat for prompt in (*self._prompts.training, *self._prompts.held_out)):
+            turn_end = Renderer(find_template(config.data, tokenizer)).find_turn_end()
+        self._ends = find_eos_ids(config.data, tokenizer, turn_end)
+        self._placement = make_sampling_placement(setup)
+        self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
+        self._generator: TokenGenerator | None = None
+        self._groups: list[Group] = []  # of the last step that drew
+        self._log: MetricsLog | None = None
+        self._rewards = Rewards(self._grpo.rewards, self._grpo.reward_seconds)
+
+    def read_steps(self, start: int, say: Callable[[str], None] = print) -> Generator[tuple[int, float], None, None]:
+        """Yield the steps after `start`, counted from 0. Rollouts of later steps are removed from the log."""
+        self._log = MetricsLog(self._setup.directory / f"{ROLLOUTS}.jsonl", start, say)
+        step = start
+        while True:
+            yield step, 0.0
+            step += 1
+
+    def make_batch(self, state: TrainState, step: int) -> tuple[Batch, Metrics]:
+        """Return the batch of a step, counted from 0, and metrics of its answers. Most steps draw them with the state.
+
+        Raises:
+            InputError: a function that rewards answers fails.
+        """
+        first = step - step % self._grpo.updates
+        clock, seconds = time.perf_counter(), 0.0
+        if step == first:
+            self._groups = self._draw(state, self._choose_prompts(first), self._grpo.group_size, (first, 0))
+            self._write(first + 1)
+            seconds = time.perf_counter() - clock
+        elif not self._groups:
+            self._groups = self._read(first + 1)
+        batch = pack_answers(self._groups, self._setup.config)
+        return batch, measure_answers(self._groups) | {"rollout_seconds": np.float64(seconds)}
+
+    def _choose_prompts(self, step: int) -> list[Prompt]:
+        """Return the prompts of a step that draws. Every epoch has each prompt once, in another order."""
+        begin = step // self._grpo.updates * self._grpo.prompts
+        return [self._prompts.training[self._order[begin + place]] for place in range(self._grpo.prompts)]
+
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """Return the mean reward of one answer to each held-out prompt, and the loss of the run: minus that mean."""
+        count = self._setup.config.evaluation.batches * self._grpo.prompts
+        groups = self._draw(state, self._prompts.held_out[:count], 1, (0, HELD_OUT_STREAM))
+        found = {f"eval_{name}": float(value) for name, value in measure_answers(groups).items()}
+        of_groups = "eval_rewards/std", "eval_rewards/equal_groups"  # not of single answers
+        loss = {"eval_loss": 0.0 - found["eval_rewards/mean"]}
+        return loss | {name: value for name, value in found.items() if name not in of_groups}
+
+    def sync(self) -> None:
+        """Wait until all rollouts are on disk."""
+        if self._log is not None:
+            self._log.sync()
+
+    def close(self) -> None:
+        """End the process of the rewards, and bring the rollouts to the disk."""
+        self._rewards.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _draw(self, state: TrainState, prompts: Sequence[Prompt], count: int, key: tuple[int, int]) -> list[Group]:
+        """Draw this number of answers to each prompt, and reward them. key: of the random numbers, besides the seed."""
+        seed = int(np.random.SeedSequence([self._setup.config.run.seed, *key]).generate_state(1)[0])
+        requests = [
+            Request(prompt.ids, self._grpo.max_new_tokens, Sampling(temperature=1.0, seed=seed), number)
+            for number, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
+        ]
+        generator = self._load(state)
+        drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
+        for each in generator.run(requests, lambda request: drawn[request.number][-1][0] in self._ends):
+            drawn[each.request.number].append((each.token, each.log_probability))
+        generator.unload()
+        answers = [self._make_answer(tokens) for tokens in drawn]
+        groups = [(prompt, answers[i * count : (i + 1) * count]) for i, prompt in enumerate(prompts)]
+        return self._reward(groups)
+
+    def _load(self, state: TrainState) -> TokenGenerator:
+        weights = self._read_weights(state)
+        if self._generator is None:
+            rows = min(self._grpo.prompts * self._grpo.group_size, MAX_ROWS)
+            length = self._prompts.longest + self._grpo.max_new_tokens
+            self._generator = make_generator(self._setup, weights, self._placement, rows, length)
+        else:
+            self._generator.load(weights)
+        return self._generator
+
+    def _make_answer(self, drawn: Sequence[tuple[int, float]]) -> Answer:
+        """Return an answer of tokens and their log-probabilities, without rewards."""
+        ids, found = zip(*drawn, strict=True)
+        ended = ids[-1] in self._ends
+        text = self._setup.data.tokenizer.decode(ids[:-1] if ended else ids)
+        return Answer(np.array(ids, np.int32), np.array(found, np.float32), text, ended, {}, 0.0)
+
+    def _reward(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with rewards and advantages."""
+        pairs = [(prompt, answer) for prompt, answers in groups for answer in answers]
+        names = dict.fromkeys(name for prompt, _ in groups for name in prompt.row if name != "prompt")
+        rewards = self._rewards.compute(
+            [prompt.row["prompt"] for prompt, _ in pairs],
+            [[{"role": "assistant", "content": a.text}] if p.is_chat else a.text for p, a in pairs],
+            completion_ids=[answer.ids.tolist() for _, answer in pairs],
+            **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in names},
+        )
+        rewarded = [
+            replace(answer, rewards={name: found[index] for name, found in rewards.items()})
+            for index, (_, answer) in enumerate(pairs)
+        ]
+        if (size := len(groups[0][1])) < 2:
+            return [(prompt, rewarded[i : i + 1]) for i, (prompt, _) in enumerate(groups)]
+        sums = np.array([answer.reward for answer in rewarded]).reshape(-1, size)
+        advantages = find_advantages(sums, self._grpo.scale_advantages).ravel().tolist()
+        rewarded = [replace(answer, advantage=value) for answer, value in zip(rewarded, advantages, strict=True)]
+        return [(prompt, rewarded[i * size : (i + 1) * size]) for i, (prompt, _) in enumerate(groups)]
+
+    def _write(self, step: int) -> None:
+        """Write what was drawn for a step, counted from 1, one line for each prompt."""
+        assert self._log is not None
+        for prompt, answers in self._groups:
+            record = {"step": step, "row": prompt.row, "prompt_tokens": prompt.ids.tolist()}
+            self._log.write(record | {"answers": [answer.to_record() for answer in answers]})
+
+    def _read(self, step: int) -> list[Group]:
+        """Return what was drawn for a step.
+
+        Raises:
+            InputError: the log does not hold it.
+        """
+        path = self._setup.directory / f"{ROLLOUTS}.jsonl"
+        records = [json_files.parse(line) for line in path.read_text().splitlines()]
+        found = [record for record in records if record["step"] == step]
+        if len(found) != self._grpo.prompts:
+            raise InputError(
+                f"{path}: it holds {len(found)} of {self._grpo.prompts} prompts of step {step}; restore it"
+            )
+        return [
+            (
+                Prompt(np.array(record["prompt_tokens"], np.int32), record["row"]),
+                [Answer.from_record(each) for each in record["answers"]],
+            )
+            for record in found
+        ]

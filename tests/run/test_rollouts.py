@@ -1,0 +1,223 @@
+"""Runs that train on answers which the model draws itself: batches, records, meshes, and resumes to the bit."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import toy
+from commands import checkpoint, metrics
+
+from jaxopt_llm import train as training
+from jaxopt_llm.config import Config, fields
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.rows.prompts import Prompt, check_room
+from jaxopt_llm.execution import scan
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.planning.step_plan import count_rollout_bytes
+from jaxopt_llm.run.rollouts import Answer, find_advantages, measure_answers, pack_answers
+
+REWARDS = """
+def evenness(prompts, completions, completion_ids, odd, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(odd)
+    return [float(sum(ids) % 2 == is_odd) for ids, is_odd in zip(completion_ids, odd)]
+
+def lowness(completion_ids, **columns):
+    return [sum(each < 128 for each in ids) / len(ids) for ids in completion_ids]
+
+calls = []
+def fails_in_step_4(completion_ids, **columns):
+    calls.append(None)
+    return [1.0 / (4 - len(calls))] * len(completion_ids)
+"""
+
+
+def make_config(folder: Path, **settings: Any) -> Config:
+    """Write prompts and a function that rewards answers; return the configuration of a tiny run."""
+    (folder / "mine.py").write_text(REWARDS)
+    rows = [{"prompt": "ab"[: n % 2 + 1] + str(n), "odd": n % 2} for n in range(9)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given: dict[str, Any] = {
+        **{"run.directory": str(folder / "run"), "data.paths": (str(folder / "prompts.jsonl"),)},
+        **{"data.content": "prompt", "data.tokenizer": "bytes", "training.objective": "grpo"},
+        **{"grpo.rewards": (f"{folder / 'mine.py'}:evenness",), "grpo.prompts": 2, "grpo.group_size": 4},
+        **{"grpo.max_new_tokens": 6, "training.batch_size": 4, "training.sequence_length": 24},
+        **{"model.layers": 2, "model.width": 16, "model.heads": 4, "model.kv_heads": 2, "model.mlp_width": 32},
+        **{"model.vocabulary_size": 258, "mesh.fsdp": 1, "precision.compute_dtype": "float32"},
+        **{"optimizer.learning_rate": 1e-2, "schedule.kind": "constant", "schedule.warmup_steps": 0},
+        **{"training.steps": 6, "checkpoint.every": 3, "evaluation.every": 0, "logging.every": 1},
+        "logging.tensorboard": False,
+    }
+    config: Config = fields.replace_fields(Config(), given | settings)
+    assert not config.problems()
+    return config
+
+
+def run(config: Config) -> Path:
+    with Preemption() as signals:
+        training.train(config, signals)
+    return Path(config.run.directory)
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_continues_ends_equal_to_the_bit(tmp_path: Path) -> None:
+    """The checkpoint is between the two steps that train on the same answers, which are read from the log."""
+    settings: dict[str, Any] = {"grpo.updates": 2, "evaluation.every": 3, "data.held_out": 0.3}
+    whole = run(make_config(tmp_path, **settings, **{"run.directory": str(tmp_path / "whole")}))
+    parts = run(make_config(tmp_path, **settings, **{"training.steps": 3}))
+    with (parts / "rollouts.jsonl").open("a") as log:  # of a step after the checkpoint, which a killed run lost
+        log.write(json.dumps(records(parts)[-1] | {"step": 5}) + "\n")
+    run(make_config(tmp_path, **settings))
+    assert records(parts) == records(whole)
+    assert [record["step"] for record in records(whole)] == [1, 1, 3, 3, 5, 5]
+    jax.tree.map(np.testing.assert_array_equal, checkpoint(parts, 6), checkpoint(whole, 6))
+    found, expected = ([{**each, "rollout_seconds": 0} for each in metrics(each)] for each in (parts, whole))
+    assert found == expected
+    by_step = {each["step"]: each for each in expected}
+    assert by_step[2]["sampler_kl"] > 100 * by_step[1]["sampler_kl"] and by_step[3]["sampler_kl"] < 1e-9
+    assert by_step[6]["eval_rewards/mean"] == -by_step[6]["eval_loss"]
+    assert len({tuple(answer["tokens"]) for record in records(whole) for answer in record["answers"]}) > 20
+
+
+def test_what_is_rewarded_is_learned(tmp_path: Path) -> None:
+    """Half of the tokens that an untrained model draws are below 128."""
+    rewards = (f"{tmp_path / 'mine.py'}:lowness",)
+    config = make_config(tmp_path, **{"grpo.rewards": rewards, "training.steps": 30, "checkpoint.every": 100})
+    means = [each["rewards/mean"] for each in metrics(run(config))]
+    assert 0.3 < means[0] < 0.7 and np.mean(means[-5:]) > 0.9
+
+
+def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
+    rewards = (f"{tmp_path / 'mine.py'}:fails_in_step_4",)
+    config = make_config(tmp_path, **{"grpo.rewards": rewards, "checkpoint.every": 100})
+    with pytest.raises(InputError, match=r"mine.py, line \d+: ZeroDivisionError"):
+        run(config)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["3"]
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], ids=str)
+def test_sampler_and_step_agree_on_every_mesh(tmp_path: Path, axes: dict[str, int]) -> None:
+    """The sampler's log-probabilities are those of the step, for each token, so that nothing is clipped."""
+    settings = {f"mesh.{axis}": size for axis, size in axes.items()}
+    config = make_config(tmp_path, **settings, **{"training.steps": 1, "training.accumulation": 2})
+    (record,) = metrics(run(config))
+    answers = [answer for each in records(tmp_path / "run") for answer in each["answers"]]
+    drawn = np.concatenate([answer["log_probabilities"] for answer in answers])
+    assert 0 <= record["sampler_kl"] < 1e-9 and record["clipped"] == 0
+    assert record["entropy"] == pytest.approx(-drawn.mean(), rel=1e-5)
+    assert record["rewards/mean"] == np.mean([answer["rewards"]["evenness"] for answer in answers])
+    sizes = [len(answer["tokens"]) for answer in answers]
+    advantages = np.repeat([answer["advantage"] for answer in answers], sizes)
+    assert record["loss"] == pytest.approx(-advantages.mean(), abs=1e-6)
+
+
+def test_rows_hold_the_answers_whole(tmp_path: Path) -> None:
+    config, random = make_config(tmp_path), np.random.default_rng(0)
+    groups = []
+    for size in (1, 3):
+        prompt = Prompt(random.integers(1, 250, size).astype(np.int32), {"prompt": ""})
+        groups.append((prompt, [make_answer(random, n) for n in (1, 6, 2, 5)]))
+    batch = pack_answers(groups, config)
+    assert batch.tokens.shape == (4, 24) and int(batch.loss_mask.sum()) == 2 * 14
+    found = {}
+    for row in range(4):
+        for segment in range(1, batch.segment_ids[row].max() + 1):
+            inside, counted = (batch.segment_ids[row] == segment), batch.loss_mask[row]
+            places = inside & counted
+            assert (batch.positions[row][inside] == np.arange(inside.sum())).all()
+            ids = [*batch.tokens[row][inside], batch.targets[row][places][-1]]
+            found[tuple(ids)] = batch.targets[row][places], batch.sampled[row][places], batch.labels[row][inside]
+    for prompt, answers in groups:
+        for answer in answers:
+            targets, sampled, labels = found.pop((*prompt.ids, *answer.ids))
+            np.testing.assert_array_equal(targets, answer.ids)
+            np.testing.assert_array_equal(sampled, answer.log_probabilities)
+            assert (labels == np.float32(answer.advantage)).all()
+    assert not found
+
+
+def make_answer(random: np.random.Generator, size: int, reward: float = 0.0, ended: bool = True) -> Answer:
+    ids, found = random.integers(1, 250, size).astype(np.int32), random.normal(size=size).astype(np.float32)
+    return Answer(ids, found, "", ended, {"a": reward, "b": None}, float(random.normal()))
+
+
+def test_advantages_compare_with_the_group() -> None:
+    rewards = np.array([[1.0, 0, 0, 3], [2, 2, 2, 2]])
+    np.testing.assert_allclose(find_advantages(rewards, "none"), [[0, -1, -1, 2], [0] * 4])
+    np.testing.assert_allclose(
+        find_advantages(rewards, "std"), [np.array([0, -1, -1, 2]) / (np.sqrt(2) + 1e-4), [0] * 4]
+    )
+
+
+def test_metrics_of_answers() -> None:
+    random = np.random.default_rng(0)
+    groups = [(Prompt(np.ones(1, np.int32), {}), [make_answer(random, n, r) for n, r in pairs]) for pairs in PAIRS]
+    found = measure_answers(groups)
+    assert found == pytest.approx(
+        {"rewards/mean": 1.0, "rewards/std": np.sqrt(1.375), "rewards/equal_groups": 0.5, "rewards/a": 1.0}
+        | {"answers/length": 2.5, "answers/truncated": 0.0}
+    )
+
+
+PAIRS = [((1, 0.0), (2, 3.0)), ((3, 0.5), (4, 0.5))]
+
+
+def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    check_room(3, config)  # three documents of 8 tokens a row
+    with pytest.raises(InputError, match="have up to 9 tokens each, and need 4 rows .* to at least 4$"):
+        check_room(4, fields.replace_fields(config, {"training.batch_size": 3}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data.content": "text"}, "reads prompts without answers: set --data.content prompt"),
+        ({"training.objective": "next_token"}, "reads answers, too; set --training.objective grpo"),
+        ({"grpo.rewards": ()}, "name it with --grpo.rewards FILE:FUNCTION"),
+        ({"grpo.rewards": ("mine.py",)}, "mine.py: must be FILE:FUNCTION"),
+        ({"grpo.beta": 0.1}, "grpo.beta=0.1 compares with the model without its adapters"),
+        ({"training.ema_decay": 0.9}, "grpo does not support training.ema_decay=0.9: leave it out"),
+        ({"grpo.max_ratio": 1.2}, "grpo.max_ratio=1.2: must be above 1"),
+    ],
+)
+def test_what_does_not_suit_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    config = fields.replace_fields(make_config(tmp_path), settings)
+    assert any(message in problem for problem in config.problems())
+
+
+def test_what_the_data_do_not_allow_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / "taken.jsonl").write_text('{"prompt": "a", "completions": 1}\n' * 9)
+    for settings, message in (
+        ({"grpo.prompts": 9}, "need 18 rows"),
+        ({"grpo.max_new_tokens": 24}, "no prompt has at most 1 tokens"),
+        ({"data.paths": (str(tmp_path / "taken.jsonl"),)}, "the column completions has the name of an argument"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(fields.replace_fields(config, settings))
+
+
+def test_the_command_refuses_a_function_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, **{"grpo.rewards": (f"{tmp_path}/mine.py:absent",)})
+    (tmp_path / "config.json").write_text(fields.to_json(config))
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "config.json")])
+    with pytest.raises(InputError, match="mine.py:absent: the file defines no function absent$"):
+        training.main()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_planned_cache_is_that_of_the_sampler(tmp_path: Path, kv_heads: int) -> None:
+    config = make_config(tmp_path, **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.kv_heads": kv_heads})
+    placement = toy.placement(3, fsdp=2, tensor=2)
+    rows, slots = 8, config.training.sequence_length + 1
+    made = jax.jit(lambda: scan.make_caches(Decoder(config.model), rows, slots, "float32", placement))()
+    assert count_rollout_bytes(config) == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made))
