@@ -2,17 +2,20 @@
 
     python benchmarks/grpo_sums.py [--seeds 0 1 2] [--json FILE]
 
-It makes the data (scripts/sums.py) and, for each seed, trains configs/grpo_format.py and then configs/grpo.py.
+It makes the data (scripts/sums.py) and, for each seed, trains configs/grpo_format.py and then configs/grpo.py. A line
+of the table has the mean of 20 steps, and names the first of them.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+WINDOW = 20  # steps of a line of the table
 
 
 def train(recipe: str, *flags: object) -> None:
@@ -20,15 +23,15 @@ def train(recipe: str, *flags: object) -> None:
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(seed: int, folder: Path) -> dict[str, float]:
-    """Return the share of right answers of the records, by step. folder: holds the data."""
+def measure(seed: int, folder: Path) -> list[float]:
+    """Return the share of right answers of each step. folder: holds the data."""
     start, run = folder / f"format-{seed}", folder / f"grpo-{seed}"
     train("grpo_format.py", "--run.seed", seed, "--run.directory", start, "--data.paths", folder / "format.jsonl")
     settings = {"run.seed": seed, "run.directory": run, "data.paths": folder / "prompts.jsonl"}
     settings |= {"model.pretrained": start, "logging.every": 1}
     train("grpo.py", *(text for name, value in settings.items() for text in (f"--{name}", value)))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {str(record["step"]): record["rewards/mean"] for record in records}
+    return [round(record["rewards/mean"], 4) for record in records]
 
 
 def main() -> None:
@@ -41,10 +44,12 @@ def main() -> None:
         subprocess.run([sys.executable, ROOT / "scripts" / "sums.py", folder], check=True, stdout=subprocess.DEVNULL)
         curves = {str(seed): measure(seed, folder) for seed in arguments.seeds}
     print("step  " + "  ".join(f"seed {seed}" for seed in curves))
-    for step in [1, *range(20, max(map(int, next(iter(curves.values())))) + 1, 20)]:
-        print(f"{step:4}  " + "  ".join(f"{curve[str(step)]:6.1%}" for curve in curves.values()))
+    for first in range(0, len(next(iter(curves.values()))), WINDOW):
+        means = [statistics.mean(curve[first : first + WINDOW]) for curve in curves.values()]
+        print(f"{first + 1:4}  " + "  ".join(f"{mean:6.1%}" for mean in means))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"right": curves}, indent=1) + "\n")
+        lines = (f'  "{seed}": {json.dumps(curve)}' for seed, curve in curves.items())
+        arguments.json.write_text('{"right": {\n' + ",\n".join(lines) + "\n}}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ adapters:
     python -m jaxopt_llm.train --config grpo.py --model.pretrained FOLDER --data.paths prompts.jsonl \\
         --grpo.rewards mine.py:is_right --optimizer.learning-rate 1e-6
 
-Hardware: 2 CPU cores. Expected: from 10% of the sums right to more than 90%.
+Hardware: 2 CPU cores. Expected: from 10% of the sums right to 85 to 100%, by the seed.
 """
 
 from jaxopt_llm.config import (

@@ -102,7 +102,7 @@ def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["3"]
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], ids=["fsdp, tensor", "stages"])
 def test_sampler_and_step_agree_on_every_mesh(tmp_path: Path, axes: dict[str, int]) -> None:
     """The sampler's log-probabilities are those of the step, for each token, so that nothing is clipped."""
     settings = {f"mesh.{axis}": size for axis, size in axes.items()}
