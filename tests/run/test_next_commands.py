@@ -51,4 +51,4 @@ def test_the_commands_are_those_of_the_kind_of_run(
 def test_every_form_of_conversations_is_continued_as_a_conversation(content: str) -> None:
     config = replace_fields(Config(model=toy.UNIFORM), {**LLAMA, "run.directory": "run", "data.content": content})
     (line,) = (line for line in list_next_commands(config) if "generate" in line)
-    assert line.endswith(" --prompt TEXT" if content == "text" else " --chat")
+    assert line.endswith(" --prompt TEXT" if content in ("text", "prompt") else " --chat")
