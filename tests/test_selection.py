@@ -92,7 +92,7 @@ def test_a_minute_of_faults_is_in_each_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_measured_tests_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "EXPENSIVE", tmp_path / "expensive.txt")
     never_slow = dict.fromkeys(selection.NEVER_SLOW, 60.0)
-    selection.write_expensive({"tests/a.py::test[x y]": 2.5, "tests/a.py::test[z]": 1.9, **never_slow})
+    selection.write_expensive({"tests/a.py::test[x y]": 1.5, "tests/a.py::test[z]": 0.9, **never_slow})
     assert selection.read_expensive() == {"tests/a.py::test[x y]"}
 
 

@@ -26,6 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from tqdm import tqdm
 
 from jaxopt_llm.config import Config
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -399,7 +400,7 @@ class RunTasks:
         self._model.source = source  # without parameters
         if self._folder is not None:
             write_results(results, self._folder / f"step-{int(state.step)}.json")
-        plain = json.loads(to_json(results))  # without NumPy's numbers
+        plain = json_files.parse(to_json(results))  # without NumPy's numbers
         return {
             "/".join(
                 (EVAL_TASKS, each.task, each.metric, *([each.filter] if each.filter != "none" else []))

@@ -337,7 +337,12 @@ class Server(uvicorn.Server):
         self._worker = Worker(models, rows, length)
         app = make_app(self._worker, token)
         wait = SHUTDOWN_SECONDS
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=wait, server_header=False))
+        # A `log_config` would close the handlers that other packages have, and their streams.
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, log_level="warning", timeout_graceful_shutdown=wait, server_header=False
+            )
+        )
 
     def serve_on(self, listener: socket.socket) -> None:
         """Serve at a socket that listens. Raises what the worker fails with."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import Config
+from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error
 
 START_SECONDS = 120.0  # time limit of the start, which imports the user's files
@@ -95,7 +96,7 @@ class Rewards:
             problem = f"took longer than {seconds:g} s; make them faster, or set a larger --grpo.reward-seconds"
         elif not lines or not lines[0]:
             problem = f"ended their process (exit code {self._process.wait()})"
-        elif problem := (answer := json.loads(lines[0])).get("error", ""):
+        elif problem := (answer := json_files.parse(lines[0])).get("error", ""):
             problem = f"failed: {problem}"
         if problem:
             self.close()
@@ -173,7 +174,7 @@ def main() -> int:
 
     alive = reply(load)
     while alive and (line := sys.stdin.readline()):
-        given = json.loads(line)
+        given = json_files.parse(line)
         count = len(given["prompts"])
         alive = reply(lambda: [_check(name, function(**given), count) for name, function in functions.items()])  # noqa: B023
     return 0

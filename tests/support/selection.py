@@ -21,7 +21,7 @@ CONFTEST = ROOT / "tests/conftest.py"
 COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "checkpoint"}
 MOST_BROUGHT = 48  # a change brings at most one in 48 of the slow tests, in addition to the part of the run
 EXPENSIVE = ROOT / "tests/expensive.txt"
-EXPENSIVE_SECONDS = 2.0  # of a CPU
+EXPENSIVE_SECONDS = 1.0  # of a CPU
 # Each run has a minute of faults in a job of several processes, whatever it takes.
 NEVER_SLOW = {"tests/runs/test_chaos.py::test_a_killed_process_and_a_damaged_checkpoint"}
 

@@ -377,7 +377,10 @@ def read_shard_records(directory: Path) -> list[dict[str, Any]]:
     path = directory / SHARDS
     try:
         check_is_regular(path)
-        return [json_files.parse(line) for line in path.read_bytes().splitlines()]
+        records = [json_files.parse(line) for line in path.read_bytes().splitlines()]
+        if not all(isinstance(each, dict) and isinstance(each.get("endless", 0), int) for each in records):
+            raise ValueError("a line does not describe a shard")
+        return records
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is damaged ({error}): remove {directory} and prepare the corpus again") from error
 

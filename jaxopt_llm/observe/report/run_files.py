@@ -39,6 +39,7 @@ FIELDS = {
     *("accuracy", "eval_accuracy"),
     *("divergence", "eval_divergence"),
     *("kl", "eval_kl"),
+    *("rewards/mean", "eval_rewards/mean", "rewards/equal_groups", "answers/length", "entropy", "clipped"),
 }
 
 
