@@ -77,10 +77,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.pretrained import find_class_names
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, RematConfig, fields
-from jaxopt_llm.config.data import PROMPT
+from jaxopt_llm.config.data import PROMPT, UNPAIRED
 from jaxopt_llm.config.training import NEXT_TOKEN
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
@@ -96,7 +97,7 @@ from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.report.run_files import EVALUATIONS
 from jaxopt_llm.planning import oom
-from jaxopt_llm.run.setup import check_classes
+from jaxopt_llm.run.setup import check_classes, check_label_names
 from jaxopt_llm.step.validation import validate
 
 TASK_FLAGS = {"evaluation.tasks": "--tasks", "evaluation.task_folder": "--include-path"}  # by the setting of a run
@@ -149,6 +150,9 @@ def main() -> int:
             length = huggingface.read_context(hub.find_folder(options.checkpoint, "--checkpoint ")) or length
         with errors.own_flags(TASK_FLAGS):
             return _evaluate_tasks(options, config, length, quantisation)
+    if config.model.scores > 1 and config.data.label_field:
+        as_base = fields.replace_fields(config, {"model.pretrained": str(options.checkpoint)})
+        config = _name_classes(config, find_class_names(as_base))
     length = config.training.sequence_length
     if is_folder and "--training.sequence-length" not in named:
         limit = f"at most {models.MAX_ROW_TOKENS:,}"
@@ -183,8 +187,30 @@ def main() -> int:
     return 0
 
 
+def _name_classes(config: Config, names: tuple[str, ...]) -> Config:
+    """Return the configuration with the names of the model's classes.
+
+    Raises:
+        InputError: the configuration or the documents have other names.
+    """
+    given = config.data.label_names
+    if names and given not in ((), names):
+        raise InputError(
+            f"--data.label-names {' '.join(given)}: the model has the classes {', '.join(names)}, in this order; leave "
+            "the names out"
+        )
+    config = fields.replace_fields(config, {"data.label_names": names or given})
+    check_label_names(config)
+    return config
+
+
 def _evaluate_scores(options: argparse.Namespace, config: Config, source: LoadedModel, rows: PackedRows) -> str:
     """Return how the scores of documents agree with what is known of them, and write the scores, if that is asked."""
+    if rows.pairs == UNPAIRED:
+        raise InputError(
+            f"{rows.name} holds {HELD[UNPAIRED]}, which a reward model does not compare: name rows with chosen and "
+            "rejected, and set --data.content preference"
+        )
     if rows.stream.has_labels and config.model.scores > 1:
         check_classes(rows, config.model.scores)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
@@ -325,12 +351,21 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     if reads_other_data:  # data.weights belong to the paths of the run
         trained = fields.replace_fields(trained, {"data.weights": (), "data.format": "auto"})
     config = cli.override_config(trained, overrides, PROGRAM, errors.list_flags(make_parser()))
-    validate(_without_scores(config))
+    validate(_without_scores(_without_conversations(config)))
     for name in fields.FIELDS:
         if not name.startswith(OVERRIDABLE) and fields.get_field(trained, name) != fields.get_field(config, name):
             changeable = "data.*, evaluation.paths, training.batch_size and training.sequence_length"
             raise InputError(f"--{name}: the checkpoint determines it; leave it out, and change only {changeable}")
     return config
+
+
+def _without_conversations(config: Config) -> Config:
+    """Return a configuration of texts without settings of conversations, to validate: tasks may have conversations."""
+    if config.data.content != "text":
+        return config
+    of_chats = {"data.chat_template": "", "data.template_arguments": (), "data.date": "", "data.learn_turns": "all"}
+    texts: Config = fields.replace_fields(config, of_chats)
+    return texts
 
 
 def _without_scores(config: Config) -> Config:

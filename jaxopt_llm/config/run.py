@@ -342,6 +342,7 @@ class Config:
             "distributed.processes": (self.distributed.processes > 1 and self.distributed.processes, False),
             "checkpoint.replicate_every": (self.checkpoint.replicate_every, 0),
             "evaluation.samples": (self.evaluation.samples, 0),
+            "evaluation.tasks": (self.evaluation.tasks, ()),
         }
         return found + [
             f"{name} does not support {each}={value}: leave it out"
@@ -393,8 +394,7 @@ class Config:
             )
         if scores and self.evaluation.tasks:
             found.append(
-                f"evaluation.tasks={self.evaluation.tasks}: a model with scores answers no tasks; set "
-                "--evaluation.tasks ()"
+                f"evaluation.tasks={self.evaluation.tasks}: a model with scores answers no tasks; leave it out"
             )
         return found
 

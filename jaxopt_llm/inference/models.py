@@ -1,7 +1,7 @@
 """Models of training runs and of Hugging Face folders, for use without training.
 
 It chooses the devices and what runs on them, and the checkpoint of a run, adds adapters in PEFT's format, and loads the
-weights, or opens them to be written without being loaded (`checkpoint/stored_layers.py`).
+weights, or opens them to be written without being loaded (`checkpoint/run_weights.py`).
 """
 
 import argparse

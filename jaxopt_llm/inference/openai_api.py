@@ -110,7 +110,9 @@ class Fields:
         return self.take(name, default, lambda value: type(value) is int and low <= value <= high, needed)
 
     def number(self, name: str, default: float) -> float:
-        return float(self.take(name, default, lambda value: type(value) in (int, float), "a number"))
+        return float(
+            self.take(name, default, lambda value: type(value) in (int, float) and abs(value) < 1e9, "a number")
+        )
 
     def finish(self) -> None:
         """Raise ApiError for a field that nothing has taken."""

@@ -5,7 +5,7 @@ the log of each query's softmax sum, and the backward takes it as an argument. T
 (ring.py).
 
 Letters: B batch, S queries, T keys, H heads, G key-value heads, K head size, V head size of the values. V is K unless
-attention reads latents (padded.py).
+attention reads latents (attention_wrappers.py).
 """
 
 import functools

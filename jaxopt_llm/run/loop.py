@@ -119,7 +119,11 @@ def run_steps(
         due, last = saver.is_due(failed), step == config.training.steps
         evaluates = config.evaluation.every > 0 and (last or step % config.evaluation.every == 0)
         if evaluates or due or stop or last:
-            recorder.read(steps.state if evaluates else None)
+            try:
+                recorder.read(steps.state if evaluates else None)
+            except InputError:  # held-out answers cannot be rewarded
+                saver.save_before_exit()
+                raise
         if back := spikes.find_return():
             return back
         last = last or (evaluates and recorder.ends_early())
@@ -200,15 +204,15 @@ class Steps:
         Raises:
             InputError: answers cannot be rewarded.
         """
+        self._main.enter("step")  # the first answers wait for a compile, as the first step does
         return self._workload.draw(self.state, batch)
 
     def run(self, batch: Any) -> Metrics:
-        """Start step `current` on its batch, and with it the outer step that ends a round of local steps.
+        """Start step `current` on what `draw` returned, and with it the outer step that ends a round of local steps.
 
         Raises:
             StateCorrupted: `run.check_replicas` has found a wrong bit.
         """
-        self._main.enter("step")
         ends = ends_round(self._workload.config, self.current)
         self.state, metrics = self._replicas.step(
             self.current, self._run_round_end if ends else self._workload.step, self.state, batch

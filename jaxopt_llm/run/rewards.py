@@ -26,6 +26,7 @@ from jaxopt_llm.config import Config
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError, describe_error
 
+RESERVED = ("mean", "std", "equal_groups")  # names of metrics beside those of the functions (run/rollouts.py)
 START_SECONDS = 120.0  # time limit of the start, which imports the user's files
 
 
@@ -53,7 +54,9 @@ class Rewards:
         )
         self.names: list[str] = self._ask(None, START_SECONDS)
 
-    def compute(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> dict[str, Any]:
+    def compute(
+        self, prompts: Sequence[Any], completions: Sequence[Any], /, **columns: Sequence[Any]
+    ) -> dict[str, Any]:
         """Return the rewards of answers by the name of the function: a number, or None where it does not apply.
 
         Raises:
@@ -127,8 +130,9 @@ def load_functions(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
         function = modules[file].get(name)
         if not callable(function):
             raise InputError(f"{each}: the file defines no function {name}")
-        if name in found:
-            raise InputError(f"{each}: another function has the same name")
+        if name in found or name in RESERVED:
+            taken = "a metric of all rewards" if name in RESERVED else "another function"
+            raise InputError(f"{each}: {taken} has the same name; rename the function")
         found[name] = function
     return found
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.compiler import kernel_choice
 from jaxopt_llm.config import MeshConfig, OffloadConfig, ShardingConfig
+from jaxopt_llm.config.data import UNPAIRED
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
@@ -132,7 +133,7 @@ def choose_prompts(
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """Yield the prompt and what follows it for `count` documents, spread evenly over a validation set.
 
-    Fewer are yielded if not enough documents have a prompt that fits. Of pairs, only the chosen documents count.
+    Fewer are yielded if not enough documents have a prompt that fits. Of pairs, chosen and desirable answers count.
 
     Args:
         longest: maximum number of tokens of a prompt and an answer together.
@@ -150,6 +151,8 @@ def choose_prompts(
             documents = documents[stream.document_starts(0, begin).size % 2 :: 2]
         for first, last in documents:
             begin = last
+            if stream.pairs == UNPAIRED and not stream.read_label(first):
+                continue  # an answer that the model should avoid
             tokens, counted = stream.read(first, last - first), stream.read_mask(first, last - first)
             if pair := _split_document(tokens.astype(np.int32), counted, longest - answer, answer):
                 yield pair

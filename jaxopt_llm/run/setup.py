@@ -202,7 +202,16 @@ def resolve_label_names(config: Config, pulse: Pulse = UNWATCHED) -> Config:
             f"--model.scores {len(names)}"
         )
     named: Config = fields.replace_fields(config, {"data.label_names": names})
+    check_label_names(named, pulse)
     return named
+
+
+def check_label_names(config: Config, pulse: Pulse = UNWATCHED) -> None:
+    """Raise InputError if documents to train on or to evaluate have other classes than `data.label_names`."""
+    if config.data.label_names:
+        held_out = tuple(path for _, path in config.evaluation.named_paths())
+        for setting, paths in (("data.paths", config.data.paths), ("evaluation.paths", held_out)):
+            find_label_names(replace(config.data, paths=paths, weights=()), setting, pulse)
 
 
 def _count_steps(config: Config, data: Data, prompts: Prompts | None) -> float:

@@ -238,6 +238,7 @@ def test_a_chat_is_written_with_the_template_of_the_model(client: Any, loaded: d
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens: must be at least 1 without echo"),
         ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature: must be at least 0"),
         ("completions", {"prompt": "x", "temperature": True}, 400, "temperature: must be a number"),
+        ("completions", {"prompt": "x", "temperature": 10**400}, 400, "temperature: must be a number"),
         ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p: must be above 0 and at most 1"),
         ("completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs: must be a whole number from 0 to 20"),
         ("completions", {"prompt": "x", "stop": ["", "a"]}, 400, "stop: must be a text that is not empty"),

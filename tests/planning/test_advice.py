@@ -176,12 +176,13 @@ WHOLE: advice.Settings = {"sharding.zero_stage": 0}
         ({"remat.policy": "none"}, {"remat.policy": "full"}, (-9, 0)),
         # With 0.10.2 the peak without chunks is at the loss.
         ({"remat.policy": "none", "training.loss_chunk": 0}, {"training.loss_chunk": 256}, (10, 1)),
-        # With four microbatches it is a smaller part of the prediction that is too high by a layer's weights.
-        ({"remat.policy": "none"}, {"training.accumulation": 4}, (26, 51)),
+        # With four microbatches, whose gradients are added where they are formed, it is a smaller part of the
+        # prediction that is too high by a layer's weights.
+        ({"remat.policy": "none"}, {"training.accumulation": 4}, (10, 35)),
         # With 0.11.2 30 MiB between the arrays are unused.
         (WHOLE, {"offload.optimizer": True}, (9, -29)),
         (WHOLE, {"optimizer.state_dtype": "int8"}, (8, -20)),
-        (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (-2, -4)),
+        (WHOLE, {"mesh.fsdp": 4, "mesh.tensor": 2, "sharding.sequence_parallel": True}, (4, -4)),
         (WHOLE, {"lora.rank": 16}, (12, 51)),
     ],
 )
@@ -264,9 +265,9 @@ def test_advice_replaces_xla_attention_by_a_kernel() -> None:
     def kernels(**of: Any) -> list[Advice]:
         return [each for each in advise(scores, CLUSTER, 4 * GIB, **of) if "training.attention" in each.settings]
 
-    assert kernels()[0].settings == {"training.attention": "pallas"}
+    (alone,) = (each for each in kernels() if each.settings == {"training.attention": "pallas"})
     # jax 0.10.2 gathers weights ahead, and then also keeps the masks of the scores.
-    assert kernels()[0].saves / GIB == pytest.approx(2.50 if jax.__version_info__ >= (0, 11) else 4.62, rel=0.01)
+    assert alone.saves / GIB == pytest.approx(2.50 if jax.__version_info__ >= (0, 11) else 4.62, rel=0.01)
     assert not kernels(simulated=True), "a CPU has no kernels"
     odd = changed(scores, model__head_dim=96)
     assert not any("training.attention" in each.settings for each in advise(odd, CLUSTER, GIB))

@@ -135,6 +135,9 @@ def test_adapters_begin_over_the_folders_weights(base: str, offloaded: bool, uni
 class Shapes:
     """Stand-in for a folder, which returns shapes without values."""
 
+    def lacks(self, path: str) -> bool:
+        return False
+
     def dtype(self, path: str) -> np.dtype:
         return jnp.dtype(jnp.bfloat16)
 

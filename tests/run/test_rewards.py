@@ -20,6 +20,8 @@ def too_few(completions, **columns):
     return [1.0]
 def not_finite(completions, **columns):
     return [float("nan")] * len(completions)
+def std(completions, **columns):
+    return [0.0] * len(completions)
 def none(completions, **columns):
     return [None] * len(completions)
 def text(completions, **columns):
@@ -45,7 +47,7 @@ def test_functions_get_prompts_answers_and_columns(functions: Path) -> None:
     rewards = Rewards([f"{functions}:length", f"{functions}:is_right"], 20)
     assert rewards.names == ["length", "is_right"]
     for last in ("3", None):  # the process stays for the next step
-        found = rewards.compute(PROMPTS, ANSWERS, answer=["2", last])
+        found = rewards.compute(PROMPTS, ANSWERS, answer=["2", last], self=["a", "b"])
         assert found == {"length": [1.0, 2.0], "is_right": [1.0, last and 0.0]}
     rewards.close()
 
@@ -57,7 +59,7 @@ def test_functions_get_prompts_answers_and_columns(functions: Path) -> None:
         ("not_finite", "not_finite returned a reward that is not finite: nan$"),
         ("none", "no function rewards the answer to .1.1=.$"),
         ("text", "text returned no list of numbers"),
-        ("broken", r"failed: \S+mine.py, line 17: ZeroDivisionError: division by zero$"),
+        ("broken", r"failed: \S+mine.py, line 19: ZeroDivisionError: division by zero$"),
         ("hangs", "took longer than 0.5 s; make them faster, or set a larger --grpo.reward-seconds$"),
         ("dies", r"ended their process \(exit code 7\)$"),
     ],
@@ -78,7 +80,8 @@ def test_a_reward_that_cannot_be_computed_ends_the_run(functions: Path, name: st
     [
         ("absent.py:is_right", "absent.py:is_right: no such file$"),
         ("{}:absent", "the file defines no function absent$"),
-        ("{}:length {}:length", "another function has the same name$"),
+        ("{}:length {}:length", "another function has the same name; rename the function$"),
+        ("{}:std", "std: a metric of all rewards has the same name; rename the function$"),
     ],
 )
 def test_functions_that_do_not_exist_are_refused_at_the_start(functions: Path, function: str, message: str) -> None:

@@ -102,6 +102,15 @@ def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["3"]
 
 
+def test_a_function_that_fails_in_an_evaluation_keeps_the_step_before(tmp_path: Path) -> None:
+    path = tmp_path / "few.py"
+    path.write_text("def few(completions, **columns):\n    return [1 / (len(completions) > 5)] * len(completions)\n")
+    settings = {"grpo.rewards": (f"{path}:few",), "checkpoint.every": 100, "evaluation.every": 2, "data.held_out": 0.3}
+    with pytest.raises(InputError, match="ZeroDivisionError"):
+        run(make_config(tmp_path, **settings))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["2"]
+
+
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], ids=["fsdp, tensor", "stages"])
 def test_sampler_and_step_agree_on_every_mesh(tmp_path: Path, axes: dict[str, int]) -> None:
     """The sampler's log-probabilities are those of the step, for each token, so that nothing is clipped."""
@@ -185,6 +194,7 @@ def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
         ({"grpo.rewards": ("mine.py",)}, "mine.py: must be FILE:FUNCTION"),
         ({"grpo.beta": 0.1}, "grpo.beta=0.1 compares with the model without its adapters"),
         ({"training.ema_decay": 0.9}, "grpo does not support training.ema_decay=0.9: leave it out"),
+        ({"evaluation.tasks": ("sums",)}, "grpo does not support evaluation.tasks=('sums',): leave it out"),
         ({"grpo.max_ratio": 1.2}, "grpo.max_ratio=1.2: must be above 1"),
     ],
 )

@@ -84,6 +84,13 @@ def test_names_of_classes_go_into_the_folder_and_come_from_it(tmp_path: Path, te
     written = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert written["id2label"] == dict(zip("012", words, strict=True))
     assert written["label2id"] == {"good": 0, "fine": 1, "bad": 2}
+    documents = ("--data.paths", path, "--data.label-field", "label")
+    for source in ("run", "folder"):
+        done = command("evaluate", "--checkpoint", tmp_path / source, *documents)
+        assert done.returncode == 0 and "have the right class" in done.stdout, done.stderr
+        refused = command("evaluate", "--checkpoint", tmp_path / source, *documents, "--data.label-names", *words[::-1])
+        assert refused.returncode == 2
+        assert_one_line(refused.stderr, "the model has the classes good, fine, bad, in this order")
     begun = ("train", "--config", "finetune_full.py", "--run.directory", tmp_path / "again", "--data.paths", path)
     begun += ("--model.pretrained", tmp_path / "folder", "--data.content", "text", *CLASSES[:2], *steps)
     begun += ("--data.label-field", "label", "--training.sequence-length", 64, "--training.batch-size", 4)

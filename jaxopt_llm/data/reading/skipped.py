@@ -124,7 +124,7 @@ class Skipped:
         return (
             f"data.{name}={getattr(config, name)}: the chat template writes no special token at the end of a learned "
             f"turn of {rows}, so a model does not learn where to stop; write one in a copy of the template, and name "
-            "the copy with --data.chat_template"
+            "the copy as the chat template"
         )
 
     def describe_unread(self) -> str:

@@ -25,7 +25,7 @@ from jaxopt_llm.data.tokens.pieces import (
     split_held_out,
     tokenize,
 )
-from jaxopt_llm.data.tokens.prepared import open_prepared, read_shard_records
+from jaxopt_llm.data.tokens.prepared import check_learned_turns, open_prepared, read_shard_records
 from jaxopt_llm.data.tokens.template import Reader, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
@@ -231,7 +231,10 @@ def _open_file(
     pulse.beat()
     if file.format not in FORMATS:
         with name_url(file):
-            return _open_token_file(file, tokenizer, skipped)
+            opened = _open_token_file(file, tokenizer, skipped)
+        if file.format == "prepared":
+            check_learned_turns(file.path, config)
+        return opened
     parts = split_into_parts(file, config)
     pieces = [tokenize(file.name, read(part, skipped), tokenizer, pulse) for part in parts]
     return pieces, _sha256(pieces)

@@ -453,6 +453,16 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
     return piece, manifest.sha256
 
 
+def check_learned_turns(directory: Path, config: DataConfig) -> None:
+    """Raise InputError if only the last turns are to be learned and a corpus was prepared to learn all."""
+    plan = json_files.read_object(directory / MANIFEST, f"remove {directory} and prepare the corpus again")["plan"]
+    if config.learn_turns == "last" and "content" in plan and "learn_turns" not in plan:
+        raise InputError(
+            f"data.learn_turns=last: {directory} was prepared to learn all turns; prepare it again with "
+            "--learn-turns last, or leave the setting out"
+        )
+
+
 def read_template(corpora: Iterable[Path]) -> str | None:
     """Return the template of prepared conversations; None: it is the tokenizer's own, or there are none.
 
@@ -553,6 +563,8 @@ def _read_manifest(directory: Path) -> _Manifest:
         plan, reference = manifest["plan"], manifest.get("reference")
         if plan["format"] != FORMAT:
             raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
+        if "reference" in plan and not reference:
+            raise InputError(f"{directory} has no log-probabilities of its reference: prepare it again")
         return _Manifest(
             hashlib.sha256(content).hexdigest(),
             int(manifest["tokens"]),

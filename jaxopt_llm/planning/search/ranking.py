@@ -1,7 +1,7 @@
 """Search for the fastest settings: estimate all, compile the best, and rank them by the time of a step.
 
 Arithmetic discards the settings that cannot fit. The others are compiled in the order of their estimated time, until
-the next ones differ from the best that fits only by the estimate's error (stopping.py), or MAX_COMPILED have been
+the next ones differ from the best that fits only by the estimate's error (`is_settled`), or MAX_COMPILED have been
 compiled. They are then ranked by the time that `plan` reads off the compiled program. One set of compiled
 programs serves every network between the hosts.
 """

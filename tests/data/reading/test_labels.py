@@ -11,11 +11,13 @@ from corpora import prepare
 from pyarrow import parquet
 from test_conversation import write
 
-from jaxopt_llm.config import DataConfig
+from jaxopt_llm.config import Config, DataConfig
+from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.labels import find_label_names
 from jaxopt_llm.data.tokens.corpus import open_all_documents
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+from jaxopt_llm.run.setup import resolve_label_names
 
 NAMES = ["good", "bad", "fine", "good"]
 CONFIG = DataConfig(label_field="mood")
@@ -84,3 +86,13 @@ def test_a_prepared_corpus_keeps_its_names(tmp_path: Path) -> None:
     assert names == ("good", "fine", "bad") and read(folder, names) == read(path, names) == [0, 2, 1, 0]
     plain = prepare(tmp_path / "numbers", write(tmp_path / "b.jsonl", rows([1, 0])), CONFIG)
     assert find(plain) == ()
+
+
+def test_documents_to_evaluate_have_the_same_classes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(NAMES))
+    folder = prepare(tmp_path / "prepared", path, replace(CONFIG, label_names=("good", "fine", "bad")))
+    settings = {"training.objective": "classify", "model.scores": 3, "data": CONFIG, "data.paths": (str(path),)}
+    config = replace_fields(Config(), settings)
+    assert resolve_label_names(config).data.label_names == ("bad", "fine", "good")
+    with pytest.raises(InputError, match="evaluation.paths: data.label_names has the classes bad, fine, good, and "):
+        resolve_label_names(replace_fields(config, {"evaluation.paths": (f"other={folder}",)}))

@@ -1,6 +1,7 @@
 """Log-probabilities by a reference model in a prepared corpus: kept by shard, read with documents, verified."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import corpora
@@ -90,3 +91,26 @@ def test_a_changed_log_probability_is_found(given: tuple[Path, DataConfig], tmp_
     (compared / "reference.bin").write_bytes(content[:-4])
     with pytest.raises(InputError, match=r"reference.bin is truncated or belongs to another corpus: it has 316 bytes"):
         corpora.read(compared, config)
+
+
+def test_a_corpus_without_the_log_probabilities_of_its_reference_is_refused(
+    given: tuple[Path, DataConfig], tmp_path: Path
+) -> None:
+    path, config = given
+    folder = corpora.prepare(tmp_path / "compared", path, config, "the model", limit=7)
+    manifest = folder / prepared.MANIFEST
+    left = {name: value for name, value in json.loads(manifest.read_text()).items() if name != "reference"}
+    manifest.write_text(json.dumps(left))
+    with pytest.raises(InputError, match="has no log-probabilities of its reference: prepare it again"):
+        corpora.read(folder, config)
+
+
+def test_turns_that_a_corpus_learns_are_not_left_out_later(given: tuple[Path, DataConfig], tmp_path: Path) -> None:
+    path, config = given
+    for turns in ("all", "last"):
+        folder = corpora.prepare(tmp_path / turns, path, replace(config, learn_turns=turns))
+        if turns == "last":
+            corpora.read(folder, replace(config, learn_turns="last"))
+            continue
+        with pytest.raises(InputError, match="was prepared to learn all turns"):
+            corpora.read(folder, replace(config, learn_turns="last"))
