@@ -106,7 +106,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
 
 def _rules(config: Config) -> list[Rule]:
     data, schedule, mesh, sharding = config.data, config.schedule, config.mesh, config.sharding
-    optimizer, dense, objective = config.optimizer.name, not config.model.moe.experts, config.training.objective
+    optimizer, dense = config.optimizer.name, not config.model.moe.experts
     has_text_files = data.format in ("auto", "text")
     exchanges = sharding.expert_exchange in ("all_to_all", "auto")
     return [
@@ -138,6 +138,28 @@ def _rules(config: Config) -> list[Rule]:
             "training.local_steps=1",
             config.training.local_steps == 1,
         ),
+        *_objective_rules(config),
+        ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
+        ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
+        ("schedule.warmup_kind schedule.initial_share", "schedule.warmup_steps=0", not schedule.warmup_steps),
+        ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
+        ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
+        (
+            "evaluation.patience evaluation.batches evaluation.paths evaluation.samples evaluation.sample_tokens "
+            "evaluation.tasks evaluation.task_limit evaluation.task_folder "
+            "data.held_out checkpoint.keep_best",
+            "evaluation.every=0",
+            not config.evaluation.every,
+        ),
+        ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
+        ("evaluation.task_limit evaluation.task_folder", "evaluation.tasks=()", not config.evaluation.tasks),
+        ("profile.steps", "profile.start_step=0", not config.profile.start_step),
+    ]
+
+
+def _objective_rules(config: Config) -> list[Rule]:
+    objective = config.training.objective
+    return [
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
         ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
@@ -158,21 +180,6 @@ def _rules(config: Config) -> list[Rule]:
             objective != KTO,
         ),
         ("data.label_names", f"training.objective={objective}", objective != CLASSIFY),
-        ("training.spike_factor", "training.on_spike=off", config.training.on_spike == "off"),
-        ("optimizer.decay_groups", "optimizer.weight_decay=0", not config.optimizer.weight_decay),
-        ("schedule.warmup_kind schedule.initial_share", "schedule.warmup_steps=0", not schedule.warmup_steps),
-        ("schedule.final_share", "schedule.kind=constant", schedule.kind == "constant"),
-        ("schedule.cooldown_steps", f"schedule.kind={schedule.kind}", schedule.kind != "wsd"),
-        (
-            "evaluation.patience evaluation.batches evaluation.paths evaluation.samples evaluation.sample_tokens "
-            "evaluation.tasks evaluation.task_limit evaluation.task_folder "
-            "data.held_out checkpoint.keep_best",
-            "evaluation.every=0",
-            not config.evaluation.every,
-        ),
-        ("evaluation.sample_tokens", "evaluation.samples=0", not config.evaluation.samples),
-        ("evaluation.task_limit evaluation.task_folder", "evaluation.tasks=()", not config.evaluation.tasks),
-        ("profile.steps", "profile.start_step=0", not config.profile.start_step),
     ]
 
 
