@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import random
 import shutil
 import signal
@@ -41,7 +42,7 @@ from chaos_job import LONGEST, ChaosJob, Watcher, read_state, train_undisturbed
 from chaos_network import Network
 
 STEPS_PER_BURST = 20
-STEPS_PER_LULL = 50  # steps of a fast machine during a fault that does not end the run
+LULL_STEPS, LULL_SECONDS = 50, 6.0  # of a fault that does not end the run: the steps that last so long, at least 50
 SECONDS_PER_FAULT = 15  # about, on two cores
 CHECKPOINT_EVERY = 10
 PEERS, ELASTIC = "peers", "elastic"
@@ -210,10 +211,14 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         [*options.only], options.faults, options.processes, random.Random(options.seed), options.bursts
     )
     lulls = sum(not chaos_faults.KINDS[each.kind].restarts for burst in bursts for each in burst)
-    steps = STEPS_PER_BURST * (len(bursts) + 1) + STEPS_PER_LULL * lulls
+    steps = STEPS_PER_BURST * (len(bursts) + 1) + LULL_STEPS * lulls
     flags = {"training.steps": steps, "checkpoint.every": CHECKPOINT_EVERY, "checkpoint.keep": 3}
-    flags |= {"run.check_replicas": 5, "mesh.data": options.processes}
+    flags |= {"run.check_replicas": 5, "mesh.data": options.processes, "schedule.decay_steps": steps}
     seconds = train_undisturbed(folder / "whole", options.processes, flags)
+    if longer := math.ceil(max(0.0, LULL_SECONDS * steps / seconds - LULL_STEPS)) * lulls:  # a fast machine
+        seconds *= (steps + longer) / steps
+        flags["training.steps"] = steps = steps + longer
+        train_undisturbed(folder / "whole", options.processes, flags)
     print(f"undisturbed: {steps} steps in {seconds:.0f} s", flush=True)
     outcomes = list[Outcome]()
     began = time.monotonic()
