@@ -36,7 +36,7 @@ from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import AUXILIARY_LOSS, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
 from jaxopt_llm.parallel.placement import Placement
@@ -292,7 +292,7 @@ def _run_period(
     for position, kind in enumerate(segment.kinds):
         block, layer = f"block_{position}", {name: values[position] for name, values in constants.items()}
         x, caches[block], auxiliary = decoder.block(kind, blocks[block], x, context, layer, caches.get(block))
-        loss += auxiliary.loss
+        loss += auxiliary[AUXILIARY_LOSS]
     return x, ({kind: caches[block] for kind, block in segment.giving.items()}, loss)
 
 
