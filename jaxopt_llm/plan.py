@@ -77,7 +77,6 @@ from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import describe_newly_unread, describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
@@ -85,8 +84,8 @@ from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
-from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
-from jaxopt_llm.planning.memory import format_kinds, format_largest
+from jaxopt_llm.planning.free_memory import GIB, count_chip_bytes
+from jaxopt_llm.planning.memory import format_largest
 from jaxopt_llm.planning.search import ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.report import find_remedies
@@ -103,8 +102,6 @@ MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: e
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
-    unit = choose_unit(plan.memory.peak)[1]
-    digits = 2 if unit == GIB else 1  # a GPU has many MiB
     lines = [
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {_format_attention(plan.attention)}",
@@ -112,9 +109,7 @@ def format_plan(plan: Plan) -> str:
         *(f"refused: {line}" for line in plan.refused),
         *([f"chosen: {format_choices(plan.chosen)}"] if plan.chosen else []),
         "",
-        *format_kinds(plan.memory),
-        f"  {'XLA may use':18} {plan.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
-        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.{digits}f}",
+        *plan.format_memory(),
         *([_format_host_memory(plan)] if plan.host_bytes else []),
         *([_format_rollouts(plan)] if plan.rollout_bytes else []),
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
