@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxopt_llm.data.tokens.continuation import Continuation
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
@@ -22,6 +21,7 @@ from jaxopt_llm.execution.sampling import read_log_probabilities
 from jaxopt_llm.inference import log_probabilities
 from jaxopt_llm.inference.log_probabilities import DocumentReader
 from jaxopt_llm.inference.models import LoadedModel
+from jaxopt_llm.kernels.support import map_chunks
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Params
@@ -170,8 +170,7 @@ class Worker:
             reader = self._readers.setdefault(name, make_prompt_reader(source))
             prompts = {id(choice.request.prompt): choice.request.prompt.tolist() for choice in query.choices}
             asked = [log_probabilities.Request(prompt, len(prompt) - 1) for prompt in prompts.values()]
-            longest = 1 << self.length.bit_length()  # rows are divided into chunks
-            found = zip(prompts.items(), reader.read_each(source.params, asked, longest), strict=True)
+            found = zip(prompts.items(), reader.read_each(source.params, asked, self.length), strict=True)
             read = {key: list_tokens(source.tokenizer, prompt, values) for (key, prompt), values in found}
         for index, choice in enumerate(query.choices):
             if choice.prompt_text is not None:
@@ -214,15 +213,11 @@ def make_prompt_reader(source: LoadedModel) -> DocumentReader:
     size, model = source.config.model.vocabulary_size, source.model
 
     def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
-        def read_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            logits = model.logits(non_layer, chunk[0], context)[..., :size]
-            return read_log_probabilities(logits, chunk[1], min(MAX_MOST_LIKELY, size))
+        def read_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+            logits = model.logits(non_layer, x, context)[..., :size]
+            return read_log_probabilities(logits, targets, min(MAX_MOST_LIKELY, size))
 
-        def split(field: jax.Array) -> jax.Array:  # [B, S, ...] to [CHUNKS, B, S / CHUNKS, ...]
-            return jnp.moveaxis(field.reshape(field.shape[0], CHUNKS, -1, *field.shape[2:]), 1, 0)
-
-        found = jax.lax.map(read_chunk, (split(x), split(batch.targets)))
-        return tuple(jnp.moveaxis(each, 0, 1).reshape(*batch.tokens.shape, *each.shape[3:]) for each in found)
+        return map_chunks(read_chunk, -(-x.shape[1] // CHUNKS), x, batch.targets)
 
     return DocumentReader(model, source.placement, size, MAX_FILL_TOKENS, read, waits=True)
 
