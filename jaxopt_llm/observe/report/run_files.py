@@ -232,8 +232,8 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            entry = _parse(line)
-            if isinstance(entry, dict):
+            entry = json_files.parse_object(line)
+            if entry is not None:
                 yield entry
             else:
                 damaged += bool(line.strip())
@@ -241,23 +241,15 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {damaged:,} damaged lines are left out")
 
 
-def _parse(text: bytes) -> Any:
-    """Return the JSON value of a text; None if it is not JSON."""
-    try:
-        return json_files.parse(text)
-    except ValueError:
-        return None
-
-
 def _read_config(directory: Path) -> dict[str, Any]:
     """Return config.json, which another version may have written."""
     problem = "not a run directory"
     try:
-        config = _parse((directory / "config.json").read_bytes())
+        config = json_files.parse_object((directory / "config.json").read_bytes())
     except OSError as error:
         reason = cli.explain_no_run(directory, error)
         raise InputError(f"{directory}: {problem} ({reason}); name a directory that `train` has written") from error
-    if not isinstance(config, dict):
+    if config is None:
         raise InputError(f"{directory}: {problem} (config.json is damaged); name a directory that `train` has written")
     return config
 
@@ -265,8 +257,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    memory = _parse(path.read_bytes())
-    if isinstance(memory, dict) and isinstance(memory.get("kinds"), dict):
+    memory = json_files.parse_object(path.read_bytes())
+    if memory is not None and isinstance(memory.get("kinds"), dict):
         return memory
     notes.append(f"{path.name} is damaged and left out")
     return None
@@ -275,8 +267,8 @@ def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
 def _read_task_results(folder: Path, notes: list[str]) -> Iterator[TaskResult]:
     """Yield the results of tasks, and of groups in place of the tasks in them."""
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        entry = _parse(path.read_bytes())
-        if not _is_evaluation(entry):
+        entry = json_files.parse_object(path.read_bytes())
+        if entry is None or not _is_evaluation(entry):
             notes.append(f"{EVALUATIONS}/{path.name} is not what `evaluate` writes and left out")
             continue
         own = entry["jaxopt_llm"]
@@ -335,9 +327,7 @@ def _read_faults(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return faults
 
 
-def _is_evaluation(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return False
+def _is_evaluation(entry: dict[str, Any]) -> bool:
     parts = [entry.get(name) for name in ("results", "jaxopt_llm", "group_subtasks", "n-shot")]
     return (
         all(isinstance(part, dict) for part in parts)
