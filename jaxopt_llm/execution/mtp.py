@@ -72,12 +72,6 @@ class Modules:
         return total, auxiliary | jax.lax.stop_gradient(sums)
 
 
-def zero_sums(model: Model) -> Sums:
-    """Return zeros for what MTP modules report besides the sums of blocks."""
-    count = len(model.mtp_layout)
-    return dict.fromkeys(STATISTICS, jnp.zeros(count, jnp.float32)) if count else {}
-
-
 def split_segments(
     model: Model, segments: Mapping[str, LocalSegment]
 ) -> tuple[dict[str, LocalSegment], dict[str, LocalSegment]]:

@@ -41,7 +41,6 @@ from jax.extend.core import Var
 
 from jaxopt_llm.config import PipelineConfig, RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import (
     Executor,
     ReadTokens,
@@ -262,12 +261,12 @@ def loss(
 
 def _evaluate_stage(stage: PipelineStage, batch: Batch) -> Sums:
     """Run a stage only forward. Return its sums."""
-    perturbations, zero = no_perturbations(stage.specs), stage.model.objective.zero()
 
-    def add_loss(loss: jax.Array, y: jax.Array, index: jax.Array) -> jax.Array:
-        return loss + stage.loss(perturbations, y, select_microbatch(batch, index), jnp.float32(1))[1]
+    def compute(y: jax.Array, index: jax.Array) -> jax.Array:
+        return stage.loss(no_perturbations(stage.specs), y, select_microbatch(batch, index), jnp.float32(1))[1]
 
-    loss, sums = _run_forward(stage, batch, add_loss, zero)
+    shape = jax.eval_shape(compute, stage.zero_activation(batch), jnp.int32(0)).shape
+    loss, sums = _run_forward(stage, batch, lambda loss, *of: loss + compute(*of), jnp.zeros(shape, jnp.float32))
     return sums | {OBJECTIVE: zero_unless(stage.is_last, loss)}  # all stages have the loss
 
 
@@ -353,8 +352,13 @@ class _Training:
         """Return the sums and the gradients of the stage."""
         stage, placement = self.stage, self.stage.placement
         zeros = stage.zero_activation(self.batch)
-        of_model = stage.model.zero_auxiliary() | mtp.zero_sums(stage.model) | {OBJECTIVE: stage.model.objective.zero()}
-        shapes = jax.eval_shape(lambda: (of_model, make_perturbations(self.trained, placement)))
+        first = select_microbatch(self.batch, jnp.int32(0))
+
+        def make_totals() -> Totals:
+            _, of_head = stage.objective(no_perturbations(stage.specs), zeros, first, self.loss_weight)
+            return stage.model.zero_auxiliary() | of_head, make_perturbations(self.trained, placement)
+
+        shapes = jax.eval_shape(make_totals)
         carry = (zeros, zeros, zeros, self.chunks.make_buffers(), zero_totals(shapes, self.trained, placement))
         for phase in stage.table.phases:
             carry = self._run_phase(phase, carry)
