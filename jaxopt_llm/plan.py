@@ -1,6 +1,6 @@
 """Command `plan`: memory, traffic and speed of a training step, and a search for the fastest settings.
 
-python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json] [--save FILE]
+python -m jaxopt_llm.plan --config FILE [--gpu CHIP --hosts N --gpus-per-host N] [--json]
                           [--section.field VALUE ...]
 python -m jaxopt_llm.plan --search [--explain] [--write FILE] [--allow FIELD ...] --config FILE ...
 
@@ -56,7 +56,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pcie", type=float, metavar="GB/S", help="PCIe of each GPU in one direction (default: the GPU's)")
     add("--rows", type=int, metavar="N", help="for a recipe with a model of its own: rows of a batch over all GPUs")
     add("--json", action="store_true", help="print JSON: bytes, seconds and FLOPs of each GPU")
-    add("--save", type=Path, metavar="FILE", help="draw memory and time as bars, in an .html or an .svg file")
     add("--search", action="store_true", help="find the fastest settings that fit these GPUs, for the recipe's batch")
     add("--explain", action="store_true", help="with --search: show the other settings, and why they were rejected")
     add("--write", type=Path, metavar="FILE", help="with --search: save the fastest settings as a recipe, a new file")
@@ -78,16 +77,15 @@ from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import describe_newly_unread, describe_unread
 from jaxopt_llm.core.errors import DoesNotFit, InputError
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
-from jaxopt_llm.planning import figure, links
+from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import format_advice, format_less_remat
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
-from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
-from jaxopt_llm.planning.memory import format_kinds, format_largest
+from jaxopt_llm.planning.free_memory import GIB, count_chip_bytes
+from jaxopt_llm.planning.memory import format_largest
 from jaxopt_llm.planning.search import ranking, report
 from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.report import find_remedies
@@ -104,8 +102,6 @@ MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: e
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as a table."""
-    unit = choose_unit(plan.memory.peak)[1]
-    digits = 2 if unit == GIB else 1  # a GPU has many MiB
     lines = [
         f"{_make_heading(plan)}; compiled in {plan.compile_seconds:.1f} s with jax {plan.jax}",
         f"attention: {_format_attention(plan.attention)}",
@@ -113,9 +109,7 @@ def format_plan(plan: Plan) -> str:
         *(f"refused: {line}" for line in plan.refused),
         *([f"chosen: {format_choices(plan.chosen)}"] if plan.chosen else []),
         "",
-        *format_kinds(plan.memory),
-        f"  {'XLA may use':18} {plan.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
-        f"  {'fits, spare' if plan.spare >= 0 else 'DOES NOT FIT, lacks':18} {abs(plan.spare) / unit:8,.{digits}f}",
+        *plan.format_memory(),
         *([_format_host_memory(plan)] if plan.host_bytes else []),
         *([_format_rollouts(plan)] if plan.rollout_bytes else []),
         *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
@@ -184,10 +178,6 @@ def main() -> int:
     for name in ("explain", "write", "allow"):
         if getattr(options, name) and not options.search:
             raise InputError(f"--{name} requires --search")
-    if options.save:
-        if options.search:
-            raise InputError("--save draws a plan; leave out --search, or use --write to save the settings it finds")
-        figure.check_figure_file(options.save)
     for flag in (argument.partition("=")[0].replace("_", "-") for argument in arguments):
         if flag in OTHER_NAMES:
             raise InputError(f"{flag}: no such option; did you mean {OTHER_NAMES[flag]}?")
@@ -213,10 +203,6 @@ def main() -> int:
     for line in describe_newly_unread(fields.replace_fields(config, plan.chosen), config):
         print(f"warning: {line}", file=sys.stderr)
     print(to_json(plan) if options.json else format_plan(plan))
-    if options.save:
-        charts = figure.make_charts(plan.memory, plan.limit, plan.speed.breakdown)
-        figure.save_figure(charts, _make_heading(plan), options.save)
-        print(f"{options.save} shows this plan", file=sys.stderr)
     _check_fits(plan.spare, "; use settings from the table of those that save most, or find others with --search")
     return 0
 
@@ -230,7 +216,7 @@ def _check_fits(spare: int, remedy: str = "") -> None:
 def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     from jaxopt_llm.engine.fit import make_engine  # takes a second to import
 
-    for name in ("save", "network", "nvlink", "pcie", "write"):
+    for name in ("network", "nvlink", "pcie", "write"):
         if getattr(options, name):
             raise InputError(f"--{name}: only for recipes of the decoder, and {recipe.path} has a model of its own")
     _choose_gpu(options)

@@ -24,6 +24,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.inference.load import Pretrained
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import OBJECTIVE
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -679,10 +680,10 @@ def test_loss_and_gradients_are_the_familys_own(name: str, cases: dict[str, Case
     @jax.jit
     def run(params: Any) -> Any:
         nothing = jax.tree.map(lambda leaf: None, params)
-        loss, _, gradients = scan.loss_and_gradients(
+        sums, gradients = scan.loss_and_gradients(
             parts, params, nothing, one, jnp.float32(1 / tokens), here.placement, RematConfig("none")
         )
-        return loss, gradients
+        return sums[OBJECTIVE], gradients
 
     loss, gradients = run(here.params)
     np.testing.assert_allclose(loss / tokens, expected.item(), rtol=1e-5)

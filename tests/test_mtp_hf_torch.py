@@ -18,6 +18,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import mtp, scan
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import OBJECTIVE
 from jaxopt_llm.parallel.zero import parameter_sharding
 
 torch = pytest.importorskip("torch")
@@ -109,10 +110,10 @@ def test_losses_and_gradients_are_those_of_published_modules(name: str, tmp_path
     def run(params: Any, batch: Batch) -> Any:
         return scan.loss_and_gradients(model, params, nothing, batch, jnp.float32(1), placement, remat)
 
-    loss, auxiliary, gradients = run(params, toy.microbatches(batch, 1))
-    found = [float(loss), float(auxiliary.statistics[mtp.LOSSES][0])]
+    sums, gradients = run(params, toy.microbatches(batch, 1))
+    found = [float(sums[OBJECTIVE]), float(sums[mtp.LOSSES][0])]
     np.testing.assert_allclose(found, [each.item() for each in expected], rtol=1e-5)
-    assert auxiliary.statistics[mtp.TOKENS][0] == ROWS * (LENGTH - 2)
+    assert sums[mtp.TOKENS][0] == ROWS * (LENGTH - 2)
     block = gradients["mtp_0"]["block_0"]
     for ours, theirs in (
         (block["mtp"]["projection"][0].T, published.own["eh_proj"].grad),

@@ -23,7 +23,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import OBJECTIVE, Params
 from jaxopt_llm.model.objectives import Objective, split_loss
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 
@@ -82,8 +82,8 @@ def differentiate(config: ModelConfig, params: Params, objective: Objective, bat
     def run(params: Params, batch: Batch) -> Any:
         weight = 1 / objective.count(batch).astype(jnp.float32)
         remat = RematConfig("none")
-        loss, _, gradients = scan.loss_and_gradients(model, params, frozen, batch, weight, PLACEMENT, remat)
-        return split_loss(objective, loss * weight), gradients
+        sums, gradients = scan.loss_and_gradients(model, params, frozen, batch, weight, PLACEMENT, remat)
+        return split_loss(objective, sums[OBJECTIVE] * weight), gradients
 
     with jax.default_matmul_precision("float32"):
         return jax.jit(run)(params, batch)

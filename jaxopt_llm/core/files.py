@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -100,6 +101,20 @@ def sync_file(file: IO[Any]) -> None:
     """Flush a file to disk. Otherwise a power failure could leave a file name without its contents."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def hash_file(path: Path, sync: bool = False) -> str:
+    """Return the SHA-256 of a file. sync: flush it to disk first."""
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush a folder with all that is in it to disk."""
+    for path in (folder, *folder.rglob("*")):
+        sync_directory(path)
 
 
 def sync_directory(directory: Path) -> None:

@@ -3,8 +3,8 @@
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,52 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import jit_p
 
+T = TypeVar("T")
+Apply = Callable[[JaxprEqn, list[Any]], Iterable[Any]]  # (equation, its inputs) -> its results
+
 
 def run_jaxpr(
     jaxpr: Jaxpr,
     constants: Sequence[Any],
     arguments: Sequence[Any],
-    apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    apply: Apply,
 ) -> list[Any]:
     """Evaluate a jaxpr: `apply` returns the results of each equation, of its inputs."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
-    for eqn in jaxpr.eqns:
+    run_equations(jaxpr.eqns, values, apply)
+    return read_atoms(jaxpr.outvars, values)
+
+
+def run_equations(equations: Sequence[JaxprEqn], values: dict[Any, Any], apply: Apply) -> None:
+    """Evaluate equations, and add their results to the values by variable."""
+    for eqn in equations:
         stack = str(eqn.source_info.name_stack)
         with jax.named_scope(stack) if stack else contextlib.nullcontext(), eqn.ctx.manager:
-            results = apply(eqn, [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars])
+            results = apply(eqn, read_atoms(eqn.invars, values))
         values |= zip(eqn.outvars, results, strict=True)
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+
+
+def read_atoms(atoms: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
+    """Return the values of inputs of equations, or of results of a jaxpr."""
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
+
+
+def follow_values(jaxpr: Jaxpr, arguments: Sequence[T], apply: Apply, unknown: T) -> list[T]:
+    """Follow descriptions of values through a jaxpr, which computes nothing. Return those of its results.
+
+    Args:
+        arguments: descriptions of the arguments.
+        apply: returns the descriptions of the results of an equation, of those of its inputs.
+        unknown: description of literals and constants.
+    """
+    values: dict[Any, T] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[T]:
+        return [unknown if isinstance(atom, Literal) else values.get(atom, unknown) for atom in atoms]
+
+    for eqn in jaxpr.eqns:
+        values |= zip(eqn.outvars, apply(eqn, read(eqn.invars)), strict=True)
+    return read(jaxpr.outvars)
 
 
 def bind_equation(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -64,15 +95,29 @@ def list_constants(closed: ClosedJaxpr) -> list[Any]:
         found.update((id(each), each) for each in constants)
         for eqn in jaxpr.eqns:
             found.update((id(atom.val), atom.val) for atom in eqn.invars if isinstance(atom, Literal))
-            for value in eqn.params.values():
-                for part in value if isinstance(value, tuple | list) else (value,):
-                    if isinstance(part, ClosedJaxpr):
-                        visit(part.jaxpr, part.consts)
-                    elif isinstance(part, Jaxpr):
-                        visit(part, ())
+            for inner, own in list_inner(eqn):
+                visit(inner, own)
 
     visit(closed.jaxpr, closed.consts)
     return [*found.values()]
+
+
+def list_inner(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """Yield the jaxprs inside of an equation, each with its constants."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                yield part.jaxpr, part.consts
+            elif isinstance(part, Jaxpr):
+                yield part, ()
+
+
+def list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield all equations, also those inside of others."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner, _ in list_inner(eqn):
+            yield from list_equations(inner)
 
 
 def hash_jaxpr(closed: ClosedJaxpr) -> str:

@@ -42,6 +42,15 @@ def parse_settings(text: str | bytes) -> Any:
     return value
 
 
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the object that a JSON text is; None for any other text, such as a line that was cut."""
+    try:
+        value = parse(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def parse_prefix(text: str, at: int) -> tuple[Any, int]:
     """Return the value that begins at an index of a text, and the index of its end. Raises ValueError as `parse`."""
     try:

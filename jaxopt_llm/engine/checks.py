@@ -16,9 +16,9 @@ from jaxopt_llm.config.fields import FIELDS, get_field, wrong_types
 from jaxopt_llm.config.unread import find_unread as unread_by_mesh
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import list_constants, typeof
+from jaxopt_llm.core.jaxpr import list_constants, list_equations, typeof
 from jaxopt_llm.engine.frontends import ArrayInfo, Frontend
-from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, depends_on, list_equations
+from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, depends_on
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.update import WholeOptimizer

@@ -33,7 +33,7 @@ from jaxopt_llm.engine.checks import register_engine, register_returned
 from jaxopt_llm.engine.frontends import ArrayInfo, LossParts
 from jaxopt_llm.engine.given_weights import Weights, read_weights
 from jaxopt_llm.engine.microbatches import Microbatches
-from jaxopt_llm.engine.plan import GPUS_PER_HOST, EnginePlan, find_cluster, plan_engine
+from jaxopt_llm.engine.plan import EnginePlan, find_cluster, plan_engine
 from jaxopt_llm.engine.program import EngineProgram, Job, differentiate_user_model
 from jaxopt_llm.engine.search import EngineSearch, search_engine
 from jaxopt_llm.engine.steps import Steps
@@ -43,6 +43,7 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import LoraWeight
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.placement import Placement
+from jaxopt_llm.planning.step_plan import GPUS_PER_HOST
 from jaxopt_llm.run.workload import load_state
 from jaxopt_llm.step import hyperparameters
 from jaxopt_llm.step import state as training_state

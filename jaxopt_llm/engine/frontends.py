@@ -129,14 +129,10 @@ class Frontend(Protocol):
     changed: paths of the attributes that calls changed, and that are no variables.
     """
 
+    parameters: list[ArrayInfo]
+    variables: list[ArrayInfo]
     dropped: set[str]
     changed: set[str]
-
-    @property
-    def parameters(self) -> list[ArrayInfo]: ...
-
-    @property
-    def variables(self) -> list[ArrayInfo]: ...
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the initial parameters and variables. It is traced, so that each device makes its own shards."""
@@ -148,6 +144,7 @@ class Frontend(Protocol):
 
     def for_evaluation(self) -> "Frontend":
         """Return the front-end of the model in evaluation mode, where the framework has one."""
+        return self
 
     def rebuild(self, parameters: Sequence[Any], variables: Sequence[Any]) -> Any:
         """Return the user's own kind of object with these arrays."""
@@ -157,6 +154,7 @@ class Frontend(Protocol):
 
     def as_tree(self, parameters: Sequence[Any]) -> Any:
         """Return the parameters as the pytree that an optax transformation gets: nested dicts, or the plain pytree."""
+        return nest([info.path for info in self.parameters], parameters)
 
 
 def make_frontend(model: Any, loss: Loss, example: Any, seed: int) -> Frontend:
@@ -310,7 +308,7 @@ def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
 # --- Flax NNX
 
 
-class NnxFrontend:
+class NnxFrontend(Frontend):
     """A model of Flax NNX."""
 
     def __init__(self, factory: Callable[[], nnx.Module], traced: _Traced) -> None:
@@ -372,9 +370,6 @@ class NnxFrontend:
         with nnx.use_eager_sharding(False):
             return nnx.from_flat_state((keys, kind.replace(value)) for keys, kind, value in pairs if value is not None)
 
-    def as_tree(self, parameters: Sequence[Any]) -> dict[str, Any]:
-        return nest([info.path for info in self.parameters], parameters)
-
     def _read(self, model: nnx.Module) -> tuple[list[jax.Array], list[jax.Array]]:
         split: Any = nnx.split(model, nnx.Param, ...)
         _, parameters, variables = split
@@ -435,7 +430,7 @@ def _join_keys(keys: Sequence[tuple[Any, ...]]) -> list[str]:
 # --- Flax Linen
 
 
-class LinenFrontend:
+class LinenFrontend(Frontend):
     """A model of Flax Linen. The loss calls it as a bound module: `loss(model, batch)` calls `model(batch["x"])`."""
 
     def __init__(self, module: linen.Module, loss: Loss, example: Any, seed: int) -> None:
@@ -464,9 +459,6 @@ class LinenFrontend:
         parameters = jax.tree.leaves(variables.pop("params", {}))
         return parameters, [*self._forms.store(jax.tree.leaves(variables)), jnp.uint32(0)]
 
-    def for_evaluation(self) -> "LinenFrontend":
-        return self
-
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any
     ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
@@ -486,9 +478,6 @@ class LinenFrontend:
 
     def rebuild_parameters(self, parameters: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._parameter_tree, parameters)
-
-    def as_tree(self, parameters: Sequence[Any]) -> Any:
-        return nest([info.path for info in self.parameters], parameters)
 
 
 @contextlib.contextmanager
@@ -558,7 +547,7 @@ def _unboxed_paths(variables: Any) -> list[str]:
 # --- Plain functions
 
 
-class FunctionFrontend:
+class FunctionFrontend(Frontend):
     """A pytree of arrays and a function of it, which gets them without the boxes of axis names that some have."""
 
     def __init__(self, factory: Callable[[], Any], abstract: Any) -> None:
@@ -570,9 +559,6 @@ class FunctionFrontend:
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array]]:
         return jax.tree.leaves(self._factory()), []
-
-    def for_evaluation(self) -> "FunctionFrontend":
-        return self
 
     def call(
         self, loss: Loss, parameters: Sequence[Any], variables: Sequence[Any], batch: Any

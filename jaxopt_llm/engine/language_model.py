@@ -31,12 +31,13 @@ from jaxopt_llm.execution.segments import LocalSegment, model_segments
 from jaxopt_llm.inference.exported import copy_origin
 from jaxopt_llm.kernels.attention import SELECT
 from jaxopt_llm.kernels.attention_types import make_document_ranges
+from jaxopt_llm.kernels.support import map_chunks
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import AUXILIARY_LOSS, Params
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.axes import PARAMETER_AXES
 from jaxopt_llm.parallel.placement import Placement
@@ -190,8 +191,8 @@ class LanguageModel:
         x = self.hidden(parameters, tokens, segment_ids, positions) if hidden is None else hidden
         table = self._decoder.head_table(_to_arrays(parameters)["non_layer"])
         last = jnp.zeros_like(tokens[:, :1])
-        read = functools.partial(self._read_targets, table)
-        found = _map_chunks(read, chunk, x, jnp.concatenate([tokens[:, 1:], last], axis=1))
+        read = jax.checkpoint(functools.partial(self._read_targets, table), prevent_cse=False)
+        found = map_chunks(read, chunk, x, jnp.concatenate([tokens[:, 1:], last], axis=1))
         exists = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1
         if segment_ids is not None:
             exists &= segment_ids == jnp.roll(segment_ids, -1, axis=1)
@@ -261,24 +262,6 @@ class LanguageModel:
         return replace(self._decoder.make_context(batch, placement), token_mask=None)
 
 
-def _map_chunks(function: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
-    """Return function(*arrays) [B, S], of arrays [B, S, ...], by chunks of at most `size` along S.
-
-    The backward computes each chunk again. A chunk has all rows, so that it is divided over devices as the batch is.
-    """
-    batch, length = arrays[0].shape[:2]
-    count = -(-length // size)
-    size = -(-length // count)
-
-    def split(x: jax.Array) -> jax.Array:  # [B, S, ...] -> [chunks, B, size, ...]
-        padded = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
-
-    run = jax.checkpoint(function, prevent_cse=False)
-    _, chunks = jax.lax.scan(lambda _, each: (None, run(*each)), None, tuple(map(split, arrays)))
-    return jnp.moveaxis(chunks, 0, 1).reshape(batch, -1)[:, :length]
-
-
 def _run_period(
     decoder: Decoder, segment: LocalSegment, context: Context, x: jax.Array, layers: Any
 ) -> tuple[jax.Array, tuple[dict[Kind, Any], jax.Array]]:
@@ -292,7 +275,7 @@ def _run_period(
     for position, kind in enumerate(segment.kinds):
         block, layer = f"block_{position}", {name: values[position] for name, values in constants.items()}
         x, caches[block], auxiliary = decoder.block(kind, blocks[block], x, context, layer, caches.get(block))
-        loss += auxiliary.loss
+        loss += auxiliary[AUXILIARY_LOSS]
     return x, ({kind: caches[block] for kind, block in segment.giving.items()}, loss)
 
 

@@ -5,15 +5,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import jax
-
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
-from jaxopt_llm.compiler.chips import CHIPS, seconds_at_peak
+from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.hlo import count_convolution_flops
 from jaxopt_llm.config import RematConfig
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.engine.microbatches import count_rows, with_rows
 from jaxopt_llm.engine.program import EngineProgram, Job, compile_fitting, make_engine_program
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -21,66 +18,36 @@ from jaxopt_llm.model import param
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.planning import links
 from jaxopt_llm.planning.breakdown import Part, break_down_step, format_breakdown
-from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
-from jaxopt_llm.planning.memory import (
-    KnownShapes,
-    LiveArray,
-    Memory,
-    find_largest,
-    format_kinds,
-    format_largest,
-    sum_by_kind,
-)
+from jaxopt_llm.planning.free_memory import GIB, count_chip_bytes
+from jaxopt_llm.planning.memory import KnownShapes, format_largest
 from jaxopt_llm.planning.search.roofline import Cluster
-
-GPUS_PER_HOST = 8
+from jaxopt_llm.planning.step_plan import StepFigures, read_figures
 
 
 @dataclass(frozen=True)
-class EnginePlan:
+class EnginePlan(StepFigures):
     """Memory, collectives and time of each GPU in a step. `print(plan)` shows them as a table.
 
     Attributes:
-        rows: rows of a batch, over all GPUs.
         limit: bytes of a GPU that XLA may use.
         host_bytes: host memory per GPU.
         flops: FLOPs of the matmuls and convolutions of each GPU in a step, as compiled.
+        rows: rows of a batch, over all GPUs.
         breakdown: parts of a step's time by a roofline; nothing is measured.
         attention: the implementations of `jaxopt_llm.attention` in the loss.
         chosen: the choice of `remat.policy auto`; "" if it was not open.
     """
 
-    gpu: str
-    hosts: int
-    gpus_per_host: int
-    jax: str
-    parameters: int
     rows: int
-    compile_seconds: float
-    memory: Memory
-    largest: tuple[LiveArray, ...]
-    limit: int
-    host_bytes: int
-    collectives: tuple[links.Traffic, ...]
-    flops: int
-    flops_seconds: float
     breakdown: tuple[Part, ...]
     attention: tuple[AttentionChoice, ...]
     chosen: str
-
-    @property
-    def spare(self) -> int:
-        """Bytes of a GPU that stay free; negative if the step does not fit."""
-        return self.limit - self.memory.peak
 
     @property
     def step_seconds(self) -> float:
         return sum(part.seconds for part in self.breakdown)
 
     def __str__(self) -> str:
-        unit = choose_unit(self.memory.peak)[1]
-        digits = 2 if unit == GIB else 1
-        fits = self.spare >= 0
         return "\n".join(
             [
                 f"{self.parameters:,} parameters on {self.hosts} × {self.gpus_per_host} {self.gpu}; "
@@ -88,11 +55,9 @@ class EnginePlan:
                 *(f"attention: {choice}" for choice in self.attention),
                 *([f"chosen: {self.chosen}"] if self.chosen else []),
                 "",
-                *format_kinds(self.memory),
-                f"  {'XLA may use':18} {self.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
-                f"  {'fits, spare' if fits else 'DOES NOT FIT, lacks':18} {abs(self.spare) / unit:8,.{digits}f}",
+                *self.format_memory(),
                 *([f"  {'host, for each GPU':18} {self.host_bytes / GIB:9.2f} GiB"] if self.host_bytes else []),
-                *([] if fits else format_largest(self.largest)),
+                *(format_largest(self.largest) if self.spare < 0 else []),
                 "",
                 *links.format_traffic(self.collectives),
                 "",
@@ -141,20 +106,11 @@ def plan_job(job: Job, cluster: Cluster) -> EnginePlan:
     collectives = tuple(links.sum_traffic(hlo.list_collectives(text, mesh), mesh, chip, gpus_per_host))
     flops = Counter(hlo.count_dot_flops_by_dtype(text)) + Counter(count_convolution_flops(text))
     return EnginePlan(
-        gpu=chip.name,
-        hosts=cluster.hosts,
-        gpus_per_host=gpus_per_host,
-        jax=jax.__version__,
+        **read_figures(program, cluster, peak, known, flops),
         parameters=param.count_parameters(program.model.specs),
         rows=count_rows(job.example, job.replicated),
         compile_seconds=seconds,
-        memory=sum_by_kind(program.state, known, peak.memory, peak.temporaries),
-        largest=find_largest(program.state, known, peak.temporaries),
-        limit=limit,
-        host_bytes=peak.memory.host,
         collectives=collectives,
-        flops=sum(flops.values()),
-        flops_seconds=seconds_at_peak(chip, flops),
         breakdown=break_down_step(text, collectives, chip),
         attention=tuple(dict.fromkeys(program.model.attention.choices.values())),
         chosen=fitting.chosen,

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from jax.extend import core, source_info_util
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import split_scan, typeof
+from jaxopt_llm.core.jaxpr import follow_values, split_scan, typeof
 from jaxopt_llm.engine.user_model import UserModel
 from jaxopt_llm.execution.weight_uses import drop_callbacks, drop_results
 
@@ -143,18 +143,11 @@ class _Walk:
     softmax: JaxprEqn | None = None
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
-        values: dict[Any, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atom: Any) -> _Value:
-            return _CONSTANT if isinstance(atom, core.Literal) else values.get(atom, _CONSTANT)
-
-        for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            if any(value.batch or value.trained for value in inputs):
-                values |= zip(eqn.outvars, self._apply(eqn, inputs), strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
+        return follow_values(jaxpr, arguments, self._apply, _CONSTANT)
 
     def _apply(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
+        if not any(value.batch or value.trained for value in inputs):
+            return [_CONSTANT] * len(eqn.outvars)
         name = eqn.primitive.name
         if name == "scan":
             return self._scan(eqn, inputs)

@@ -32,7 +32,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import find_unread
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import split_scan, typeof
+from jaxopt_llm.core.jaxpr import follow_values, split_scan, typeof
 from jaxopt_llm.engine.checks import NOT_READ, READ
 from jaxopt_llm.engine.microbatches import Microbatches, with_rows
 from jaxopt_llm.engine.plan import EnginePlan, change_rows, plan_job
@@ -217,18 +217,18 @@ class _Walk:
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
         """Return the results of a jaxpr."""
-        values: dict[Any, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         readers = collections.Counter(
             atom for eqn in jaxpr.eqns for atom in {*map(_as_key, eqn.invars)} if atom is not None
         )
-        for eqn in jaxpr.eqns:
+
+        def apply(eqn: JaxprEqn, inputs: list[_Value]) -> Iterator[_Value]:
             self.now += 1
-            inputs = [_Value() if isinstance(atom, Literal) else values.get(atom, _Value()) for atom in eqn.invars]
             for var, value in zip(eqn.outvars, self._apply(eqn, inputs), strict=True):
                 size = self.growth.get(var, 0)
                 is_shared = readers[var] > 1 and value.bytes > size
-                values[var] = self.write(value, size) if is_shared else value
-        return [_Value() if isinstance(atom, Literal) else values.get(atom, _Value()) for atom in jaxpr.outvars]
+                yield self.write(value, size) if is_shared else value
+
+        return follow_values(jaxpr, arguments, apply, _Value())
 
     def _apply(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name

@@ -17,7 +17,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Auxiliary, Model, Params
+from jaxopt_llm.model.model import Model, Params, Sums
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.gathering import reduce_groups
 from jaxopt_llm.parallel.placement import Placement
@@ -32,9 +32,8 @@ ReadTokens = Callable[[Params, jax.Array, Batch, Context], Any]
 class Executor:
     """The functions that run a model.
 
-    loss_and_gradients: (model, trainable, frozen, batch, loss_weight, placement)
-        -> (loss, auxiliary, gradients).
-    loss: (model, params, batch, placement) -> (loss, auxiliary).
+    loss_and_gradients: (model, trainable, frozen, batch, loss_weight, placement) -> (sums, gradients).
+    loss: (model, params, batch, placement) -> sums.
     read_tokens: (read, model, params, batch, placement) -> what `read` returns of each token, [M, B, S, ...].
         read: a method of the model that takes what `Model.log_probabilities` takes.
 
@@ -42,29 +41,28 @@ class Executor:
     batch: fields [M, B, S], M microbatches.
     loss_weight: float32 scalar, 1 / tokens for the gradient of the mean, times the loss scale if there is one.
 
-    The loss is that of `Model.loss`, summed over `Objective.count` tokens or pairs. The gradients are those of
-    the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable). With gradient groups they
-    have the sharding of the masters, otherwise `zero.gradient_sharding`.
+    The sums are those of all parts of the model over the batch. OBJECTIVE among them is what `Model.loss` reports,
+    summed over `Objective.count` tokens or pairs. The gradients are those of the objective,
+    d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable). With gradient groups they have the
+    sharding of the masters, otherwise `zero.gradient_sharding`.
     """
 
-    loss_and_gradients: Callable[
-        [Model, Params, Params, Batch, jax.Array, Placement], tuple[jax.Array, Auxiliary, Params]
-    ]
-    loss: Callable[[Model, Params, Batch, Placement], tuple[jax.Array, Auxiliary]]
+    loss_and_gradients: Callable[[Model, Params, Params, Batch, jax.Array, Placement], tuple[Sums, Params]]
+    loss: Callable[[Model, Params, Batch, Placement], Sums]
     read_tokens: Callable[[ReadTokens, Model, Params, Batch, Placement], jax.Array]
 
 
-Sums = tuple[jax.Array, Auxiliary, Params]  # loss, auxiliary sums and gradients, each summed over tokens
+Totals = tuple[Sums, Params]  # what is reported, and gradients, both summed over tokens
 
 
-def zero_sums(shapes: Sums, specs: Params, inside: Placement) -> Sums:
-    """Return zeros in float32 to add the sums of microbatches to. inside: the placement within a gradient group."""
-    loss, auxiliary, gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    return loss, auxiliary, constrain_gradients(gradients, specs, inside)
+def zero_totals(shapes: Totals, specs: Params, inside: Placement) -> Totals:
+    """Return zeros in float32 to add microbatches to. inside: the placement within a gradient group."""
+    sums, gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    return sums, constrain_gradients(gradients, specs, inside)
 
 
-def add_sums(total: Sums, added: Sums, specs: Params, inside: Placement) -> Sums:
-    return total[0] + added[0], total[1] + added[1], add_gradients(total[2], added[2], specs, inside)
+def add_totals(total: Totals, added: Totals, specs: Params, inside: Placement) -> Totals:
+    return jax.tree.map(jnp.add, total[0], added[0]), add_gradients(total[1], added[1], specs, inside)
 
 
 def add_gradients(total: Params, added: Params, specs: Params, inside: Placement, chunk: jax.Array | int = 0) -> Params:
@@ -146,7 +144,7 @@ def vmap_over_groups(function: Callable[..., Any], placement: Placement, in_axes
     return jax.vmap(function, in_axes, axis_name=GROUP_AXIS, spmd_axis_name=groups) if groups else function
 
 
-def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Params, placement: Placement) -> Sums:
+def sum_over_groups(one_group: Callable[[Batch], Totals], batch: Batch, specs: Params, placement: Placement) -> Totals:
     """Run a function on every gradient group of a batch, fields [M, B, S], and sum its results.
 
     one_group: takes the microbatches of one group, fields [M, B / G, S].
@@ -158,9 +156,9 @@ def sum_over_groups(one_group: Callable[[Batch], Sums], batch: Batch, specs: Par
         return one_group(batch)
     count = placement.size(*groups)
     grouped = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, *x.shape[2:]), batch)  # [M, G, B / G, S]
-    loss, auxiliary, gradients = vmap_over_groups(one_group, placement, in_axes=1)(grouped)
-    loss, auxiliary = jax.tree.map(lambda x: jnp.sum(x, axis=0), (loss, auxiliary))
-    return loss, auxiliary, {name: _reduce_by_period(specs[name], gradients[name], placement) for name in gradients}
+    sums, gradients = vmap_over_groups(one_group, placement, in_axes=1)(grouped)
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    return sums, {name: _reduce_by_period(specs[name], gradients[name], placement) for name in gradients}
 
 
 def _reduce_by_period(specs: Params, gradients: Params, placement: Placement) -> Params:

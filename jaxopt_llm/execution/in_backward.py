@@ -35,7 +35,7 @@ from jaxopt_llm.execution.segments import (
 )
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Auxiliary, Model, Params
+from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE, Model, Params, Sums, add_sums
 from jaxopt_llm.parallel.gathering import make_perturbations, reduce_groups
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import gradient_group_axes, inside_gradient_group
@@ -58,28 +58,25 @@ def loss_and_update(
     placement: Placement,
     read_params: ReadParams,
     update: Update,
-) -> tuple[jax.Array, jax.Array, Auxiliary, dict[str, State]]:
+) -> tuple[Sums, jax.Array, dict[str, State]]:
     """Run a step, and update each period during the backward.
 
     state: of the trainable parameters, by the name of a segment, or "non_layer". batch: fields [1, B, S]. The other
     arguments are as in executor.py.
 
-    Returns the loss as `Executor` does, the sum of squares of all gradients, the auxiliary sums, and the
-    state after the update.
+    Returns the sums as `Executor` does, the sum of squares of all gradients, and the state after the update.
     """
     microbatch = split_into_groups(jax.tree.map(lambda x: x[0], batch), placement)  # fields [G, B / G, S]
     trainable = {name: read_params(part) for name, part in state.items()}
     passes = _Passes(model, trainable, frozen, microbatch, loss_weight, placement, read_params, update)
     groups = (0, 1) if gradient_group_axes(placement) else (0,)
-    segments, inputs, auxiliary = model_segments(model), {}, model.zero_auxiliary()
+    segments, inputs, sums = model_segments(model), {}, model.zero_auxiliary()
     x = passes.embed()
     for name, segment in segments.items():
         x, (inputs[name], added) = passes.run_forward(name, segment, x)
-        auxiliary = auxiliary + jax.tree.map(lambda sums: jnp.sum(sums, axis=groups), added)
-    loss, of_modules, gradients, dx = passes.run_head(x)
-    if passes.modules:
-        of_modules = jax.tree.map(lambda sums: jnp.sum(sums, axis=groups[:-1]), of_modules)
-        auxiliary = mtp.with_zeros(model, auxiliary) + of_modules
+        sums = add_sums(sums, jax.tree.map(lambda each: jnp.sum(each, axis=groups), added))
+    of_head, gradients, dx = passes.run_head(x)
+    sums = add_sums(sums, jax.tree.map(lambda each: jnp.sum(each, axis=groups[:-1]), of_head))
     squares, new_state = jnp.float32(0), dict(state)
     for name in passes.modules:
         squares, new_state[name] = passes.update_module(name, state[name], gradients[name], squares)
@@ -89,12 +86,7 @@ def loss_and_update(
         new_state[name] = update(name, state[name], passes.specs[name]) if trained is None else trained
     non_layer = reduce_groups(passes.specs["non_layer"], passes.add_embedding_gradients(dx, non_layer), placement)
     new_state["non_layer"] = update("non_layer", state["non_layer"], non_layer)
-    return (
-        jnp.sum(loss, axis=groups[:-1]),
-        squares + sum_of_squares(non_layer, passes.specs["non_layer"]),
-        auxiliary,
-        new_state,
-    )
+    return sums, squares + sum_of_squares(non_layer, passes.specs["non_layer"]), new_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,45 +127,45 @@ class _Passes:
         return vmap_over_groups(embed_group, self.placement)(self.microbatch)
 
     @jax.named_scope(FORWARD_SCOPE)
-    def run_forward(
-        self, name: str, segment: LocalSegment, x: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        """Run a segment. Return x, and each period's input [R, G, B / G, S, D] and auxiliary sums [R, G, ...]."""
+    def run_forward(self, name: str, segment: LocalSegment, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sums]]:
+        """Run a segment. Return x, and each period's input [R, G, B / G, S, D] and sums [R, G, ...]."""
         perturbations, no_remat = no_perturbations(param.period_specs(segment.specs)), RematConfig("none")
 
-        def run_period(x: jax.Array, period: Any) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        def run_period(x: jax.Array, period: Any) -> tuple[jax.Array, tuple[jax.Array, Sums]]:
             weights, per_layer = period
 
-            def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary]:
-                y, _, auxiliary = self._make_runner(segment, no_remat, batch).run(weights, perturbations, per_layer, x)
-                return y, auxiliary
+            def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+                y, _, sums = self._make_runner(segment, no_remat, batch).run(weights, perturbations, per_layer, x)
+                return y, sums
 
-            y, auxiliary = vmap_over_groups(run_group, self.placement)(x, self.microbatch)
-            return y, (x, auxiliary)
+            y, sums = vmap_over_groups(run_group, self.placement)(x, self.microbatch)
+            return y, (x, sums)
 
         return jax.lax.scan(run_period, x, (self.params[name], segment.per_layer))
 
-    def run_head(self, x: jax.Array) -> tuple[jax.Array, Auxiliary, Params, jax.Array]:
-        """Return the loss, the auxiliary sums of MTP modules, the gradients of the head and of modules, and dx.
+    def run_head(self, x: jax.Array) -> tuple[Sums, Params, jax.Array]:
+        """Return the sums of the head and of MTP modules, their gradients, and dx.
 
         The gradients are those of the parameters outside the segments, and of the parameters of each module.
         """
 
-        def run_group(x: jax.Array, batch: Batch) -> tuple[jax.Array, Auxiliary, Params, jax.Array]:
-            def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+        def run_group(x: jax.Array, batch: Batch) -> tuple[Sums, Params, jax.Array]:
+            def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
                 context = self.model.make_context(batch, self.inside)
-                non_layer, auxiliary = self._attach_non_layer(perturbations["non_layer"]), self.model.zero_auxiliary()
-                value, loss = self.model.loss(non_layer, x, batch, context, self.loss_weight)
+                non_layer = self._attach_non_layer(perturbations["non_layer"])
+                value, reported = self.model.loss(non_layer, x, batch, context, self.loss_weight)
+                sums = {OBJECTIVE: reported}
                 if self.modules:
                     modules = mtp.Modules(self.model, self.modules, self.params, perturbations, RematConfig("full"))
-                    added, auxiliary = modules.add_loss(non_layer, x, batch, context, self.loss_weight)
-                    value = value + added + self.loss_weight * auxiliary.loss
-                return value, (loss, auxiliary)
+                    added, of_modules = modules.add_loss(non_layer, x, batch, context, self.loss_weight)
+                    value = value + added + self.loss_weight * of_modules[AUXILIARY_LOSS]
+                    sums |= of_modules
+                return value, sums
 
             specs = {name: self.specs[name] for name in ("non_layer", *self.modules)}
             perturbations = make_perturbations(specs, self.inside)
-            _, pull_back, (loss, auxiliary) = jax.vjp(objective, perturbations, x, has_aux=True)
-            return loss, auxiliary, *pull_back(jnp.float32(1))
+            _, pull_back, sums = jax.vjp(objective, perturbations, x, has_aux=True)
+            return sums, *pull_back(jnp.float32(1))
 
         return vmap_over_groups(run_group, self.placement)(x, self.microbatch)
 
@@ -235,8 +227,8 @@ class _Passes:
         def run_group(x: jax.Array, dy: jax.Array, batch: Batch) -> tuple[Params, jax.Array]:
             def run(perturbations: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
                 runner = self._make_runner(segment, RematConfig("full"), batch)
-                y, _, auxiliary = runner.run(weights, perturbations, per_layer, x)
-                return y, self.loss_weight * auxiliary.loss
+                y, _, sums = runner.run(weights, perturbations, per_layer, x)
+                return y, self.loss_weight * sums[AUXILIARY_LOSS]
 
             return jax.vjp(run, make_perturbations(specs, self.inside), x)[1]((dy, jnp.float32(1)))
 

@@ -21,7 +21,7 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.execution.segments import LocalSegment, run_segment
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Auxiliary, Model, Params, name_mtp_modules
+from jaxopt_llm.model.model import Model, Params, Sums, name_mtp_modules
 from jaxopt_llm.parallel.activations import to_device_order
 
 STATISTICS = LOSSES, TOKENS = "mtp_losses", "mtp_tokens"  # sums of the cross-entropy and of counted tokens, each [K]
@@ -42,8 +42,8 @@ class Modules:
 
     def add_loss(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
-    ) -> tuple[jax.Array, Auxiliary]:
-        """Return the objective of all modules and their auxiliary sums, given the last layer's output x [B, S, D].
+    ) -> tuple[jax.Array, Sums]:
+        """Return the objective of all modules and their sums, given the last layer's output x [B, S, D].
 
         The objective is loss_weight × mtp_weight × the mean of their losses. They are sums over tokens, like the main
         loss, and divided by the same number of tokens (equation 24 of the paper).
@@ -69,14 +69,7 @@ class Modules:
             losses.append(loss)
             tokens.append(jnp.sum(loss_mask, dtype=jnp.float32))
         sums = {LOSSES: jnp.stack(losses), TOKENS: jnp.stack(tokens)}
-        return total, replace(auxiliary, statistics=auxiliary.statistics | jax.lax.stop_gradient(sums))
-
-
-def with_zeros(model: Model, auxiliary: Auxiliary) -> Auxiliary:
-    """Return the auxiliary sums of layers with zeros for what MTP modules add."""
-    count = len(model.mtp_layout)
-    zeros = dict.fromkeys(STATISTICS, jnp.zeros(count, jnp.float32)) if count else {}
-    return replace(auxiliary, statistics=auxiliary.statistics | zeros)
+        return total, auxiliary | jax.lax.stop_gradient(sums)
 
 
 def split_segments(
@@ -104,7 +97,7 @@ def _shift(values: jax.Array, count: int) -> jax.Array:
     return jnp.pad(values[:, count:], ((0, 0), (0, values.shape[1] - values[:, count:].shape[1])))
 
 
-def make_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def make_metrics(statistics: Sums) -> dict[str, jax.Array]:
     """Return the mean loss of each module per token that it counts; {} without modules."""
     if LOSSES not in statistics:
         return {}

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from jaxopt_llm.core.jaxpr import bind_equation, run_jaxpr, trace_like, typeof
+from jaxopt_llm.core.jaxpr import bind_equation, list_inner, run_jaxpr, trace_like, typeof
 from jaxopt_llm.parallel.placement import Placement
 
 Rule = Callable[[JaxprEqn, Sequence[jax.Array], Placement], list[jax.Array]]
@@ -74,13 +74,8 @@ def _contains_rule(eqn: JaxprEqn) -> bool:
     """Return whether an equation has one with a rule inside."""
     if eqn.primitive.name in PER_DEVICE:
         return False
-    inner = [each for value in eqn.params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
-    jaxprs = [each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in inner]
     return any(
-        each.primitive.name in RULES or _contains_rule(each)
-        for jaxpr in jaxprs
-        if isinstance(jaxpr, Jaxpr)
-        for each in jaxpr.eqns
+        each.primitive.name in RULES or _contains_rule(each) for inner, _ in list_inner(eqn) for each in inner.eqns
     )
 
 

@@ -41,15 +41,14 @@ from jax.extend.core import Var
 
 from jaxopt_llm.config import PipelineConfig, RematConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import (
     Executor,
     ReadTokens,
-    Sums,
+    Totals,
     add_gradients,
     constrain_gradients,
     sum_over_groups,
-    zero_sums,
+    zero_totals,
 )
 from jaxopt_llm.execution.pipeline_stage import (
     PipelineStage,
@@ -65,7 +64,7 @@ from jaxopt_llm.execution.pipeline_stage import (
 from jaxopt_llm.execution.schedules import Ends, Work, make_forward_table, make_table
 from jaxopt_llm.execution.segments import mtp_segments, no_perturbations
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Auxiliary, Model, Params
+from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE, Model, Params, Sums, add_sums
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.activations import constrain_sent, is_split_over_stages
 from jaxopt_llm.parallel.gathering import make_perturbations
@@ -110,15 +109,15 @@ class Chunks:
         is_on_host = getattr(each, "memory_space", None) == jax.memory.Space.Host  # by `remat.offload`
         return jax.device_put(zeros, jax.memory.Space.Host) if is_on_host else zeros
 
-    def run_forward(self, work: Work, x: jax.Array) -> tuple[jax.Array, Kept, Auxiliary]:
+    def run_forward(self, work: Work, x: jax.Array) -> tuple[jax.Array, Kept, Sums]:
         """Run a chunk forward from x [B, S, D]. Return its output, what waits for its backward, and the sums."""
         if not self.stores:
             microbatch = select_microbatch(self.batch, work.microbatch)
-            y, auxiliary = self.stage.run_chunk(work.chunk, no_perturbations(self.stage.specs), x, microbatch)
-            return y, (x,), auxiliary
-        y, pull_back, auxiliary = self._differentiate(work, x)
+            y, sums = self.stage.run_chunk(work.chunk, no_perturbations(self.stage.specs), x, microbatch)
+            return y, (x,), sums
+        y, pull_back, sums = self._differentiate(work, x)
         kept = [array for array, leaf in zip(jax.tree.leaves(pull_back), self._leaves, strict=True) if leaf.waits]
-        return y, (*kept, *([y] if self.stage.table.output_waits else [])), auxiliary
+        return y, (*kept, *([y] if self.stage.table.output_waits else [])), sums
 
     def begin_backward(self, work: Work, kept: Kept, y: jax.Array) -> tuple[jax.Array, PullBack]:
         """Return the output of a chunk, if it is the last chunk, and the function of its backward.
@@ -139,14 +138,14 @@ class Chunks:
         arrays = [next(waiting) if leaf.waits else array for array, leaf in zip(arrays, self._leaves, strict=True)]
         return next(waiting, y), jax.tree.unflatten(structure, arrays)
 
-    def _differentiate(self, work: Work, x: jax.Array) -> tuple[jax.Array, PullBack, Auxiliary]:
-        def run_layers(perturbations: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Auxiliary]:
+    def _differentiate(self, work: Work, x: jax.Array) -> tuple[jax.Array, PullBack, Sums]:
+        def run_layers(perturbations: Params, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Sums]:
             microbatch = select_microbatch(self.batch, work.microbatch)
-            y, auxiliary = self.stage.run_chunk(work.chunk, perturbations, x, microbatch)
-            return (y, zero_unless(work.microbatch >= 0, self.loss_weight) * auxiliary.loss), auxiliary
+            y, sums = self.stage.run_chunk(work.chunk, perturbations, x, microbatch)
+            return (y, zero_unless(work.microbatch >= 0, self.loss_weight) * sums[AUXILIARY_LOSS]), sums
 
-        (y, _), pull_back, auxiliary = jax.vjp(run_layers, self._make_perturbations(), x, has_aux=True)
-        return y, pull_back, auxiliary
+        (y, _), pull_back, sums = jax.vjp(run_layers, self._make_perturbations(), x, has_aux=True)
+        return y, pull_back, sums
 
     def _make_perturbations(self) -> Params:
         specs = {name: segment.specs for name, segment in self.stage.segments.items()}
@@ -220,25 +219,24 @@ def loss_and_gradients(
     placement: Placement,
     remat: RematConfig,
     pipeline: PipelineConfig,
-) -> Sums:
-    """Return loss, auxiliary sums and gradients; see executor.py.
+) -> Totals:
+    """Return sums and gradients; see executor.py.
 
     model: as `stage_layout.stack_by_stage` returns it.
     """
     table = make_table(pipeline.schedule, placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
     trained = tree.restrict(stage_specs(model.specs, placement), trainable)
 
-    def train_stage(stage: PipelineStage, batch: Batch, loss_weight: jax.Array) -> Sums:
+    def train_stage(stage: PipelineStage, batch: Batch, loss_weight: jax.Array) -> Totals:
         inside = replace(stage, placement=inside_gradient_group(stage.placement))
 
-        def train_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
+        def train_group(batch: Batch) -> Totals:  # fields [M, B / G, S]
             return _Training(inside, trained, batch, loss_weight, pipeline.residuals == "store").run()
 
         return sum_over_groups(train_group, batch, trained, stage.placement)
 
     params = tree.merge(trainable, frozen)
-    by_stage = run_on_stages(train_stage, model, params, table, placement, remat, batch, loss_weight)
-    loss, auxiliary = _sum_over_stages(by_stage[:2])
+    sums, by_stage = run_on_stages(train_stage, model, params, table, placement, remat, batch, loss_weight)
 
     def join_stages(spec: ParamSpec, rows: jax.Array) -> jax.Array:
         """Return a gradient [stages, ...] in the shape of its parameter."""
@@ -250,27 +248,26 @@ def loss_and_gradients(
             gradient = _sum_over_stages(rows)
         return jax.lax.with_sharding_constraint(gradient, master_sharding(spec, placement))
 
-    gradients = jax.tree.map(join_stages, tree.restrict(model.specs, trainable), by_stage[2])
-    return loss, auxiliary, gradients
+    return _sum_over_stages(sums), jax.tree.map(join_stages, tree.restrict(model.specs, trainable), by_stage)
 
 
 def loss(
     model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig, pipeline: PipelineConfig
-) -> tuple[jax.Array, Auxiliary]:
-    """Return the loss and the auxiliary sums; see executor.py."""
+) -> Sums:
+    """Return the sums; see executor.py."""
     table = make_forward_table(placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
     return _sum_over_stages(run_on_stages(_evaluate_stage, model, params, table, placement, remat, batch))
 
 
-def _evaluate_stage(stage: PipelineStage, batch: Batch) -> tuple[jax.Array, Auxiliary]:
-    """Run a stage only forward. Return its loss and auxiliary sums."""
-    perturbations, zero = no_perturbations(stage.specs), stage.model.objective.zero()
+def _evaluate_stage(stage: PipelineStage, batch: Batch) -> Sums:
+    """Run a stage only forward. Return its sums."""
 
-    def add_loss(loss: jax.Array, y: jax.Array, index: jax.Array) -> jax.Array:
-        return loss + stage.loss(perturbations, y, select_microbatch(batch, index), jnp.float32(1))[1]
+    def compute(y: jax.Array, index: jax.Array) -> jax.Array:
+        return stage.loss(no_perturbations(stage.specs), y, select_microbatch(batch, index), jnp.float32(1))[1]
 
-    loss, auxiliary = _run_forward(stage, batch, add_loss, zero)
-    return zero_unless(stage.is_last, loss), auxiliary  # all stages have the loss
+    shape = jax.eval_shape(compute, stage.zero_activation(batch), jnp.int32(0)).shape
+    loss, sums = _run_forward(stage, batch, lambda loss, *of: loss + compute(*of), jnp.zeros(shape, jnp.float32))
+    return sums | {OBJECTIVE: zero_unless(stage.is_last, loss)}  # all stages have the loss
 
 
 def read_tokens(
@@ -304,8 +301,8 @@ def _run_forward(
     batch: Batch,
     run_head: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     start: jax.Array,
-) -> tuple[jax.Array, Auxiliary]:
-    """Run a stage only forward. Return the result of the head and the auxiliary sums.
+) -> tuple[jax.Array, Sums]:
+    """Run a stage only forward. Return the result of the head and the sums of the layers.
 
     run_head: (result so far, output y [B, S, D] of the last chunk, index of the microbatch) -> result. start: the first
         result.
@@ -313,7 +310,7 @@ def _run_forward(
     perturbations, ends = no_perturbations(stage.specs), stage.table.ends
 
     def run_tick(carry: Any, tick: Tick) -> Any:
-        received, result, auxiliary = carry
+        received, result, sums = carry
         work = tick.forward
         x = stage.select_input(tick, ends, received, batch)
         y, added = stage.run_chunk(work.chunk, perturbations, x, select_microbatch(batch, work.microbatch))
@@ -321,17 +318,16 @@ def _run_forward(
         result = run_for_microbatch(
             ends.loss, tick.ends.loss, lambda index: replicate(run_head(result, y, index)), lambda: replicate(result)
         )
-        return stage.send(y, to=1), result, auxiliary + zero_unless(work.microbatch >= 0, added)
+        return stage.send(y, to=1), result, add_sums(sums, zero_unless(work.microbatch >= 0, added))
 
     (phase,) = stage.table.phases
-    _, result, auxiliary = stage.scan_ticks(
-        phase, run_tick, (stage.zero_activation(batch), start, stage.model.zero_auxiliary())
-    )
-    return result, auxiliary
+    carry = stage.zero_activation(batch), start, stage.model.zero_auxiliary()
+    _, result, sums = stage.scan_ticks(phase, run_tick, carry)
+    return result, sums
 
 
-# received x and dx, the last output of a forward, what waits [buffers, ...], sums
-Carry = tuple[jax.Array, jax.Array, jax.Array, Kept, Sums]
+# received x and dx, the last output of a forward, what waits [buffers, ...], sums and gradients
+Carry = tuple[jax.Array, jax.Array, jax.Array, Kept, Totals]
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,18 +348,21 @@ class _Training:
     def chunks(self) -> Chunks:
         return Chunks(self.stage, self.trained, self.batch, self.loss_weight, self.stores)
 
-    def run(self) -> Sums:
-        """Return the loss, the auxiliary sums and the gradients of the stage."""
+    def run(self) -> Totals:
+        """Return the sums and the gradients of the stage."""
         stage, placement = self.stage, self.stage.placement
         zeros = stage.zero_activation(self.batch)
-        shapes = jax.eval_shape(
-            lambda: (stage.model.objective.zero(), self._zero_auxiliary(), make_perturbations(self.trained, placement))
-        )
-        carry = (zeros, zeros, zeros, self.chunks.make_buffers(), zero_sums(shapes, self.trained, placement))
+        first = select_microbatch(self.batch, jnp.int32(0))
+
+        def make_totals() -> Totals:
+            _, of_head = stage.objective(no_perturbations(stage.specs), zeros, first, self.loss_weight)
+            return stage.model.zero_auxiliary() | of_head, make_perturbations(self.trained, placement)
+
+        shapes = jax.eval_shape(make_totals)
+        carry = (zeros, zeros, zeros, self.chunks.make_buffers(), zero_totals(shapes, self.trained, placement))
         for phase in stage.table.phases:
             carry = self._run_phase(phase, carry)
-        loss, auxiliary, gradients = carry[-1]
-        return zero_unless(stage.is_last, loss), auxiliary, gradients  # all stages have the loss
+        return carry[-1]
 
     def _run_phase(self, phase: range, carry: Carry) -> Carry:
         stage = self.stage
@@ -372,32 +371,31 @@ class _Training:
         possible = slice_ticks(table.ends, phase)
 
         def run_tick(carry: Carry, tick: Tick) -> Carry:
-            x, dx, y, waiting, sums = carry
+            x, dx, y, waiting, totals = carry
             if runs_backward:
                 # Read before the forward writes. Otherwise the backward would wait, or XLA would copy all buffers.
                 kept = tuple(select_row(each, tick.backward.buffer) for each in waiting)
                 kept, waiting = jax.lax.optimization_barrier((kept, waiting))
                 y, pull_back = self.chunks.begin_backward(tick.backward, kept, y)
             if runs_forward:
-                output, waiting, sums = self._forward(tick, possible, x, waiting, sums)
+                output, waiting, totals = self._forward(tick, possible, x, waiting, totals)
                 x = stage.send(output, to=1)
             if runs_backward:
-                dx, sums, x = self._backward(tick, possible, dx, y, pull_back, sums, underway=x)
+                dx, totals, x = self._backward(tick, possible, dx, y, pull_back, totals, underway=x)
                 dx = stage.send(dx, to=-1)
-            return x, dx, output if runs_forward else y, waiting, sums
+            return x, dx, output if runs_forward else y, waiting, totals
 
         return stage.scan_ticks(phase, run_tick, carry)
 
     def _forward(
-        self, tick: Tick, possible: Ends, received: jax.Array, waiting: Kept, sums: Sums
-    ) -> tuple[jax.Array, Kept, Sums]:
-        """Run a chunk forward. Return its output, what waits with that of the chunk, and the sums."""
-        work, (loss, auxiliary, gradients) = tick.forward, sums
+        self, tick: Tick, possible: Ends, received: jax.Array, waiting: Kept, totals: Totals
+    ) -> tuple[jax.Array, Kept, Totals]:
+        """Run a chunk forward. Return its output, what waits with that of the chunk, and the totals."""
+        work, (sums, gradients) = tick.forward, totals
         x = self.stage.select_input(tick, possible, received, self.batch)
         y, kept, added = self.chunks.run_forward(work, x)
         waiting = tuple(put_row(*each, work.buffer) for each in zip(waiting, kept, strict=True))
-        added = mtp.with_zeros(self.stage.model, zero_unless(work.microbatch >= 0, added))
-        return y, waiting, (loss, auxiliary + added, gradients)
+        return y, waiting, (add_sums(sums, zero_unless(work.microbatch >= 0, added)), gradients)
 
     def _backward(
         self,
@@ -406,10 +404,10 @@ class _Training:
         received: jax.Array,
         y: jax.Array,
         pull_back: PullBack,
-        sums: Sums,
+        totals: Totals,
         underway: jax.Array,
-    ) -> tuple[jax.Array, Sums, jax.Array]:
-        """Run a chunk backward. Return dx, the sums and `underway`.
+    ) -> tuple[jax.Array, Totals, jax.Array]:
+        """Run a chunk backward. Return dx, the totals and `underway`.
 
         received: the gradient of the chunk's output. y: the output, of the last chunk. underway: x that is being sent.
             It has to arrive before gradients of weights are added to their sums: XLA begins a collective as late as it
@@ -419,27 +417,25 @@ class _Training:
         is_last_chunk = stage.is_last & (work.chunk == stage.table.chunks - 1)
         # Of the parameters outside the segments, and of MTP modules, which run with the head.
         specs = {name: self.trained[name] for name in ("non_layer", *mtp_segments(stage.model))}
-        loss, auxiliary, gradients = sums
+        sums, gradients = totals
         outside = {name: gradients[name] for name in specs}
 
         def skip_outside() -> Params:
             return constrain_gradients(outside, specs, placement)
 
-        def run_head(index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Auxiliary], Params]:
-            """Return dy, where the gradient begins, the loss with the auxiliary sums, and the sums of the gradients."""
+        def run_head(index: jax.Array) -> tuple[jax.Array, Sums, Params]:
+            """Return dy, where the gradient begins, the sums, and those of the gradients."""
 
-            def head(perturbations: Params, y: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
+            def head(perturbations: Params, y: jax.Array) -> tuple[jax.Array, Sums]:
                 return stage.objective(perturbations, y, select_microbatch(self.batch, index), self.loss_weight)
 
-            _, pull_back, added_sums = jax.vjp(head, make_perturbations(specs, placement), y, has_aux=True)
+            _, pull_back, of_head = jax.vjp(head, make_perturbations(specs, placement), y, has_aux=True)
             added, dy = pull_back(jnp.float32(1))
-            total = jax.tree.map(jnp.add, (loss, auxiliary), added_sums)
             summed = self._add_gradients(outside, added, work.chunk)
-            return constrain_sent(dy, placement), jax.tree.map(placement.replicate, total), summed
+            return constrain_sent(dy, placement), jax.tree.map(placement.replicate, add_sums(sums, of_head)), summed
 
-        def skip_head() -> tuple[jax.Array, tuple[jax.Array, Auxiliary], Params]:
-            total = jax.tree.map(placement.replicate, (loss, auxiliary))
-            return constrain_sent(received, placement), total, skip_outside()
+        def skip_head() -> tuple[jax.Array, Sums, Params]:
+            return constrain_sent(received, placement), jax.tree.map(placement.replicate, sums), skip_outside()
 
         def run_embedding(index: jax.Array) -> Params:
             """Return the sums of the gradients with the embedding's, where the gradient ends."""
@@ -448,18 +444,13 @@ class _Training:
             (added,) = pull_back(zero_unless(stage.is_first, dx))
             return self._add_gradients(outside, {"non_layer": added}, work.chunk)
 
-        dy, (loss, auxiliary), outside = run_for_microbatch(
-            possible.loss_backward, tick.ends.loss_backward, run_head, skip_head
-        )
+        dy, sums, outside = run_for_microbatch(possible.loss_backward, tick.ends.loss_backward, run_head, skip_head)
         dy = zero_unless(work.microbatch >= 0, jnp.where(is_last_chunk, dy, received))
         layers, dx = pull_back((dy, jnp.float32(1)))
         layers, underway = jax.lax.optimization_barrier((layers, underway))
         if jax.tree.leaves(self.trained["non_layer"]):
             outside = run_for_microbatch(possible.embed_backward, tick.ends.embed_backward, run_embedding, skip_outside)
-        return dx, (loss, auxiliary, self._add_gradients(gradients | outside, layers, work.chunk)), underway
-
-    def _zero_auxiliary(self) -> Auxiliary:
-        return mtp.with_zeros(self.stage.model, self.stage.model.zero_auxiliary())
+        return dx, (sums, self._add_gradients(gradients | outside, layers, work.chunk)), underway
 
     def _add_gradients(self, total: Params, added: Params, chunk: jax.Array) -> Params:
         """Add the gradients of some segments, or of "non_layer", to their sums."""

@@ -24,7 +24,7 @@ from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, mtp_se
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Auxiliary, Model, Params, name_segments
+from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE, Model, Params, Sums, name_segments
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.activations import (
     constrain_sent,
@@ -98,13 +98,13 @@ class PipelineStage:
 
     def run_chunk(
         self, chunk: jax.Array, perturbations: Params, x: jax.Array, microbatch: Batch
-    ) -> tuple[jax.Array, Auxiliary]:
-        """Return the output [B, S, D] of a chunk and its auxiliary sums. perturbations: of the chunk's layers."""
+    ) -> tuple[jax.Array, Sums]:
+        """Return the output [B, S, D] of a chunk and its sums. perturbations: of the chunk's layers."""
         context = self.model.make_context(microbatch, self.placement)
         x = gather_stage_input(x, self.placement)
         segments = {name: self._select_chunk(segment, chunk) for name, segment in self.segments.items()}
-        x, _, auxiliary = run_segments(self.model, segments, self.params, perturbations, x, context, self.remat)
-        return scatter_stage_output(x, self.placement), auxiliary
+        x, _, sums = run_segments(self.model, segments, self.params, perturbations, x, context, self.remat)
+        return scatter_stage_output(x, self.placement), sums
 
     def _select_chunk(self, segment: LocalSegment, chunk: jax.Array) -> LocalSegment:
         only = self.table.chunks == 1  # then a constant index: the compiler knows that the chunk is all there is
@@ -123,21 +123,21 @@ class PipelineStage:
 
     def objective(
         self, perturbations: Params, y: jax.Array, microbatch: Batch, loss_weight: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        """Return what is differentiated of the head, the loss, and the auxiliary sums of MTP modules.
+    ) -> tuple[jax.Array, Sums]:
+        """Return what is differentiated of the head and of MTP modules, and their sums.
 
-        As `loss`, on all stages. Every stage runs the modules, with the gradient that its own rows contribute. Their
-        auxiliary sums, which are the same on all stages, are those of the last stage.
+        As `loss`, on all stages. Every stage runs the modules, with the gradient that its own rows contribute. The
+        sums, which are the same on all stages, are those of the last stage.
         """
         entering = self._enter_head(perturbations, y, microbatch)
-        value, loss = self.model.loss(*entering, loss_weight)
-        auxiliary = mtp.with_zeros(self.model, self.model.zero_auxiliary())
+        value, reported = self.model.loss(*entering, loss_weight)
+        sums = {OBJECTIVE: reported}
         if modules := mtp_segments(self.model):
             ahead = mtp.Modules(self.model, modules, self.params, perturbations, self.remat)
-            added, auxiliary = ahead.add_loss(*entering, loss_weight)
-            auxiliary = zero_unless(self.is_last, auxiliary)
-            value = value + added + loss_weight * auxiliary.loss
-        return value, (loss, auxiliary)
+            added, of_modules = ahead.add_loss(*entering, loss_weight)
+            sums |= of_modules
+            value = value + added + loss_weight * zero_unless(self.is_last, of_modules[AUXILIARY_LOSS])
+        return value, zero_unless(self.is_last, sums)
 
     def _enter_head(
         self, perturbations: Params, y: jax.Array, microbatch: Batch

@@ -25,7 +25,6 @@ the name of their block. The equations from the first to the last one that reads
 between blocks are where the fewest bytes are live, because a rematerialised block keeps what enters it.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -40,7 +39,7 @@ from flax import struct
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import add_p, broadcast_in_dim_p, dot_general_p, jit_p, mul_p, remat_p, scan_p, sub_p
 
-from jaxopt_llm.core.jaxpr import bind_equation, split_scan, typeof
+from jaxopt_llm.core.jaxpr import bind_equation, read_atoms, run_equations, split_scan, typeof
 from jaxopt_llm.execution.weight_uses import PRODUCT, Use, asks_for_precision, find_uses
 from jaxopt_llm.model.linear import plain_groups
 from jaxopt_llm.model.linear.leaves import LoraWeight
@@ -287,28 +286,14 @@ class _Evaluation:
     saved: tuple[str, ...] | None
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-        values: dict[Any, Value] = {}
-
-        def read(atom: Any) -> Value:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        values |= zip(jaxpr.constvars, constants, strict=True)
-        values |= zip(jaxpr.invars, arguments, strict=True)
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
         done = 0
         for block in self._find_blocks(jaxpr, arguments):
-            self._run_equations([*jaxpr.eqns[done : block.start], *block.moves], values)
+            run_equations([*jaxpr.eqns[done : block.start], *block.moves], values, self._apply)
             self._run_block(block, values)
             done = block.stop
-        self._run_equations(jaxpr.eqns[done:], values)
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _run_equations(self, equations: Sequence[JaxprEqn], values: dict[Any, Value]) -> None:
-        for eqn in equations:
-            stack = str(eqn.source_info.name_stack)
-            with jax.named_scope(stack) if stack else contextlib.nullcontext(), eqn.ctx.manager:
-                inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
-                results = self._apply(eqn, inputs)
-            values |= zip(eqn.outvars, results, strict=True)
+        run_equations(jaxpr.eqns[done:], values, self._apply)
+        return read_atoms(jaxpr.outvars, values)
 
     def _find_blocks(self, jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Block]:
         tags = [value.block if isinstance(value, Lazy) else None for value in arguments]
@@ -320,7 +305,7 @@ class _Evaluation:
 
         def run(*inputs: Value) -> list[jax.Array]:
             own = dict(zip(block.entering, inputs, strict=True))
-            inside._run_equations(block.equations, own)
+            run_equations(block.equations, own, inside._apply)
             return [read_array(own[var]) for var in block.leaving]
 
         results = jax.checkpoint(run, policy=self._policy)(*[values[var] for var in block.entering])

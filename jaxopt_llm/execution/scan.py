@@ -16,13 +16,13 @@ from jaxopt_llm.execution import mtp
 from jaxopt_llm.execution.executor import (
     Executor,
     ReadTokens,
-    Sums,
-    add_sums,
+    Totals,
+    add_totals,
     constrain_gradients,
     join_periods,
     split_periods,
     sum_over_groups,
-    zero_sums,
+    zero_totals,
 )
 from jaxopt_llm.execution.segments import (
     LocalSegment,
@@ -34,14 +34,22 @@ from jaxopt_llm.execution.segments import (
 )
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Auxiliary, Model, Params, Segment, name_segments
+from jaxopt_llm.model.model import (
+    AUXILIARY_LOSS,
+    OBJECTIVE,
+    Model,
+    Params,
+    Segment,
+    Sums,
+    add_sums,
+    name_segments,
+)
 from jaxopt_llm.parallel.activations import uses_zigzag
 from jaxopt_llm.parallel.gathering import make_perturbations
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import inside_gradient_group
 
-# (perturbations, microbatch) -> (the objective, (loss, auxiliary sums))
-Objective = Callable[[Params, Batch], tuple[jax.Array, tuple[jax.Array, Auxiliary]]]
+Objective = Callable[[Params, Batch], tuple[jax.Array, Sums]]  # (perturbations, microbatch) -> (the objective, sums)
 
 
 def make_executor(remat: RematConfig, unrolled: bool = False) -> Executor:
@@ -62,8 +70,8 @@ def loss_and_gradients(
     placement: Placement,
     remat: RematConfig,
     unrolled: bool = False,
-) -> Sums:
-    """Return loss, auxiliary sums and gradients; see executor.py."""
+) -> Totals:
+    """Return sums and gradients; see executor.py."""
     inside = inside_gradient_group(placement)
     specs = tree.restrict(model.specs, trainable)
     params = tree.merge(trainable, frozen)
@@ -71,17 +79,14 @@ def loss_and_gradients(
     adds_in_place = is_sum and not unrolled and _are_float32(specs, inside)
     segments = model_segments(model, unrolled, adds_in_place) | mtp_segments(model, unrolled, adds_in_place)
 
-    def objective(perturbations: Params, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, Auxiliary]]:
-        value, loss, auxiliary = microbatch_loss(
-            model, params, microbatch, loss_weight, inside, remat, perturbations, segments
-        )
-        return value + loss_weight * auxiliary.loss, (loss, auxiliary)
+    def objective(perturbations: Params, microbatch: Batch) -> tuple[jax.Array, Sums]:
+        return microbatch_loss(model, params, microbatch, loss_weight, inside, remat, perturbations, segments)
 
-    def one_microbatch(microbatch: Batch) -> Sums:  # fields [B / G, S]
-        gradients, (loss, auxiliary) = jax.grad(objective, has_aux=True)(make_perturbations(specs, inside), microbatch)
-        return loss, auxiliary, gradients
+    def one_microbatch(microbatch: Batch) -> Totals:  # fields [B / G, S]
+        gradients, sums = jax.grad(objective, has_aux=True)(make_perturbations(specs, inside), microbatch)
+        return sums, gradients
 
-    def one_group(batch: Batch) -> Sums:  # fields [M, B / G, S]
+    def one_group(batch: Batch) -> Totals:  # fields [M, B / G, S]
         if not is_sum:  # in the reduction's dtype: a sum of one needs no float32 accumulator
             return one_microbatch(jax.tree.map(lambda x: x[0], batch))
         if adds_in_place:
@@ -92,48 +97,48 @@ def loss_and_gradients(
 
 
 def _sum_microbatches(
-    one_microbatch: Callable[[Batch], Sums], batch: Batch, specs: Params, inside: Placement, by_period: bool
-) -> Sums:
+    one_microbatch: Callable[[Batch], Totals], batch: Batch, specs: Params, inside: Placement, by_period: bool
+) -> Totals:
     """Return the sums over microbatches, fields [M, B, S]. by_period: sum the periods apart; see `split_periods`."""
     split = functools.partial(split_periods, specs) if by_period else lambda leaves: leaves
     summed_specs = split(specs)
 
-    def to_add(microbatch: Batch) -> Sums:
-        loss, auxiliary, gradients = one_microbatch(microbatch)
-        return loss, auxiliary, split(gradients)
+    def to_add(microbatch: Batch) -> Totals:
+        sums, gradients = one_microbatch(microbatch)
+        return sums, split(gradients)
 
-    def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
-        return add_sums(total, to_add(microbatch), summed_specs, inside), None
+    def accumulate(total: Totals, microbatch: Batch) -> tuple[Totals, None]:
+        return add_totals(total, to_add(microbatch), summed_specs, inside), None
 
     shapes = jax.eval_shape(to_add, jax.tree.map(lambda x: x[0], batch))
-    loss, auxiliary, gradients = jax.lax.scan(accumulate, zero_sums(shapes, summed_specs, inside), batch)[0]
-    return loss, auxiliary, join_periods(gradients) if by_period else gradients
+    sums, gradients = jax.lax.scan(accumulate, zero_totals(shapes, summed_specs, inside), batch)[0]
+    return sums, join_periods(gradients) if by_period else gradients
 
 
-def _sum_in_place(objective: Objective, batch: Batch, specs: Params, inside: Placement) -> Sums:
+def _sum_in_place(objective: Objective, batch: Batch, specs: Params, inside: Placement) -> Totals:
     """Return the sums over microbatches, fields [M, B, S]. Each gradient is added to its sum where it is formed.
 
     A microbatch's own stacks of gradients would be filled with zeros, written, and added as a whole.
     """
     perturbations = make_perturbations(specs, inside)
     shapes = jax.eval_shape(objective, perturbations, jax.tree.map(lambda x: x[0], batch))[1]
-    loss, auxiliary, zeros = zero_sums((*shapes, perturbations), specs, inside)
+    reported, zeros = zero_totals((shapes, perturbations), specs, inside)
     # Tables may be read twice, by the look-up and by the head. JAX adds such gradients before they are reduced, once.
     tables, tables_specs = ({"non_layer": each["non_layer"]} for each in (zeros, specs))
     sums = {name: jax.tree.map(jax.new_ref, part) for name, part in zeros.items() if name not in tables}
 
-    def accumulate(total: Sums, microbatch: Batch) -> tuple[Sums, None]:
+    def accumulate(total: Totals, microbatch: Batch) -> tuple[Totals, None]:
         pull_back: Any
         perturbations = make_perturbations(specs, inside)
         _, pull_back, added = jax.vjp(lambda each: objective(each, microbatch), perturbations, has_aux=True)
         returned = jax.tree.map(lambda _: jax.ad.GradValue(), tables)  # type: ignore[attr-defined]
         (gradients,) = pull_back.with_refs(sums | returned)(jnp.float32(1))
         of_tables = {name: gradients[name] for name in tables}
-        return add_sums(total, (*added, of_tables), tables_specs, inside), None
+        return add_totals(total, (added, of_tables), tables_specs, inside), None
 
-    loss, auxiliary, tables = jax.lax.scan(accumulate, (loss, auxiliary, tables), batch)[0]
+    reported, tables = jax.lax.scan(accumulate, (reported, tables), batch)[0]
     gradients = {name: jax.tree.map(jax.freeze, part) for name, part in sums.items()} | tables
-    return loss, auxiliary, constrain_gradients({name: gradients[name] for name in specs}, specs, inside)
+    return reported, constrain_gradients({name: gradients[name] for name in specs}, specs, inside)
 
 
 def _are_float32(specs: Params, placement: Placement) -> bool:
@@ -142,13 +147,11 @@ def _are_float32(specs: Params, placement: Placement) -> bool:
     return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))
 
 
-def loss(
-    model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig
-) -> tuple[jax.Array, Auxiliary]:
-    """Return the loss and the auxiliary sums; see executor.py."""
+def loss(model: Model, params: Params, batch: Batch, placement: Placement, remat: RematConfig) -> Sums:
+    """Return the sums; see executor.py."""
 
-    def one_microbatch(batch: Batch) -> tuple[jax.Array, Auxiliary]:
-        return microbatch_loss(model, params, batch, jnp.float32(1), placement, remat)[1:]
+    def one_microbatch(batch: Batch) -> Sums:
+        return microbatch_loss(model, params, batch, jnp.float32(1), placement, remat)[1]
 
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one_microbatch, batch))
 
@@ -179,11 +182,11 @@ def microbatch_loss(
     remat: RematConfig,
     perturbations: Params | None = None,
     segments: Mapping[str, LocalSegment] | None = None,
-) -> tuple[jax.Array, jax.Array, Auxiliary]:
-    """Return the head's objective and loss and the auxiliary sums of one microbatch, fields [B, S].
+) -> tuple[jax.Array, Sums]:
+    """Return the objective and the sums of one microbatch, fields [B, S].
 
-    The objective is differentiated: the loss with the z-loss, times `loss_weight`. The loss is reported: the sum of the
-    cross-entropy. The objective and the auxiliary sums include MTP modules if they are among the segments.
+    The objective is differentiated: the loss with the z-loss and the auxiliary losses, times `loss_weight`. Both
+    include MTP modules if they are among the segments.
 
     perturbations: `make_perturbations` of the parameters with a gradient, and None for the others; by default for all.
     segments: by default `model_segments(model)`.
@@ -195,13 +198,13 @@ def microbatch_loss(
     x = model.embed(non_layer, batch.tokens, context)
     context = model.add_layer_inputs(non_layer, batch.tokens, x, context)
     layers, modules = mtp.split_segments(model, segments)
-    x, _, auxiliary = run_segments(model, layers, params, perturbations, x, context, remat)
-    objective, loss = model.loss(non_layer, x, batch, context, loss_weight)
+    x, _, sums = run_segments(model, layers, params, perturbations, x, context, remat)
+    objective, reported = model.loss(non_layer, x, batch, context, loss_weight)
     if modules:
         ahead = mtp.Modules(model, modules, params, perturbations, remat)
         of_modules, added = ahead.add_loss(non_layer, x, batch, context, loss_weight)
-        objective, auxiliary = objective + of_modules, mtp.with_zeros(model, auxiliary) + added
-    return objective, loss, auxiliary
+        objective, sums = objective + of_modules, add_sums(sums, added)
+    return objective + loss_weight * sums[AUXILIARY_LOSS], sums | {OBJECTIVE: reported}
 
 
 def forward(

@@ -38,7 +38,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.linear.dropout import with_noise
 from jaxopt_llm.model.linear.leaves import adapter_paths, join_scaled
-from jaxopt_llm.model.model import Auxiliary, Keys, Model, Params, Segment, name_mtp_modules, name_segments
+from jaxopt_llm.model.model import Keys, Model, Params, Segment, Sums, add_sums, name_mtp_modules, name_segments
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.gathering import attach_shardings
 from jaxopt_llm.parallel.placement import Placement, mark
@@ -186,7 +186,7 @@ def _pick_period_backward(row: jax.Array, cotangents: tuple[Params, Params]) -> 
 _pick_period.defvjp(lambda stacked, row: (_pick_period(stacked, row), row), _pick_period_backward)
 
 
-Carry = tuple[jax.Array, Auxiliary]  # x and the auxiliary sums
+Carry = tuple[jax.Array, Sums]  # x and the auxiliary sums
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def run_segments(
     context: Context,
     remat: RematConfig,
     caches: tree.Tree = None,
-) -> tuple[jax.Array, tree.Tree, Auxiliary]:
+) -> tuple[jax.Array, tree.Tree, Sums]:
     """Run x [B, S, D] through every segment. Return x, the caches with what was written, and the auxiliary sums.
 
     params: stacked, or by layer, which have no gradient. Only those by layer can have caches.
@@ -317,7 +317,7 @@ def _run_by_layer(
     ) -> tuple[Carry, tree.Tree]:
         runner = PeriodRunner(model, segment, context, remat, remat.enabled, quantised=quantised)
         x, cache, added = runner.run(weights, nothing, constants, carry[0], cache)
-        return (x, carry[1] + added), cache
+        return (x, add_sums(carry[1], added)), cache
 
     written, before = [], carry
     for span in _precision_spans(model, segment, context):
@@ -347,7 +347,7 @@ def _run_giving(
     row = jnp.int32(0)  # the body selects the weights by it, so that they are copied from the host within a checkpoint
     perturbations, constants = jax.tree.map(lambda stack: stack[0], (perturbations, dict(segment.per_layer)))
     x, written, added = runner.run(row, perturbations, constants, carry[0])
-    return (x, carry[1] + added), (written,)
+    return (x, add_sums(carry[1], added)), (written,)
 
 
 def _run_segment(
@@ -503,14 +503,14 @@ class PeriodRunner:
             context = replace(context, token_mask=context.token_mask & occupied)
         runner = replace(self, context=context)
         x, _, added = runner.run(weights, perturbations, per_layer, x)
-        auxiliary = auxiliary + added
+        auxiliary = add_sums(auxiliary, added)
         if occupied is not None:
             x, auxiliary = jax.tree.map(lambda new, old: jnp.where(occupied, new, old), (x, auxiliary), carry)
         return (x, auxiliary), None
 
     def run(
         self, weights: Any, perturbations: Params, per_layer: Mapping[str, Any], x: jax.Array, caches: tree.Tree = None
-    ) -> tuple[jax.Array, tree.Tree, Auxiliary]:
+    ) -> tuple[jax.Array, tree.Tree, Sums]:
         """Run x [B, S, D] through a period. Return x, the caches and the auxiliary sums.
 
         weights: the period's, or its row in `stacked`. perturbations, per_layer, caches: the period's.
@@ -528,7 +528,7 @@ class PeriodRunner:
             new = NewCache() if block in self.segment.giving.values() else None
             cache = caches[block] if caches else new
             x, written[block], added = run_block(x, block_weights, perturbations[block], cache)
-            auxiliary = auxiliary + added
+            auxiliary = add_sums(auxiliary, added)
         return x, written if caches or self.segment.giving else None, auxiliary
 
     def make_block(self, position: int, per_layer: Mapping[str, Any]) -> Callable[..., Any]:

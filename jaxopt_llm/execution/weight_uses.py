@@ -1,15 +1,16 @@
 """Uses of the parameters of a loss, found in its jaxpr: the loops, products and dtypes by which it reads each."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.interpreters import partial_eval
 
-from jaxopt_llm.core.jaxpr import split_scan, typeof
+from jaxopt_llm.core.jaxpr import follow_values, list_equations, split_scan, typeof
 from jaxopt_llm.model.linear import plain_groups
 
 PRODUCT, CONVOLUTION, LOOKUP, OTHER = "product", "convolution", "lookup", "other"
@@ -54,14 +55,11 @@ class UseFinder:
 
     def walk(self, jaxpr: Jaxpr, arguments: Sequence[Any], in_remat: bool = False) -> list[Any]:
         """Follow the arguments (`_Traced`, or None for other values) through a jaxpr. Return its results like them."""
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
-        for eqn in jaxpr.eqns:
-            inputs = [None if isinstance(atom, Literal) else values.get(atom) for atom in eqn.invars]
-            if any(each is not None for each in inputs):
-                values |= zip(eqn.outvars, self._apply(eqn, inputs, in_remat), strict=True)
-        return [None if isinstance(atom, Literal) else values.get(atom) for atom in jaxpr.outvars]
+        return follow_values(jaxpr, arguments, functools.partial(self._apply, in_remat=in_remat), None)
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Any], in_remat: bool) -> list[Any]:
+        if all(each is None for each in inputs):
+            return [None] * len(eqn.outvars)
         if eqn.primitive is jit_p:
             return self.walk(eqn.params["jaxpr"].jaxpr, inputs, in_remat)
         if eqn.primitive is remat_p:
@@ -187,14 +185,3 @@ def drop_callbacks(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _is_silent(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a callback without a result."""
     return not eqn.outvars and ("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print")
-
-
-def list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield all equations, also those inside of others."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                inner = part.jaxpr if isinstance(part, ClosedJaxpr) else part
-                if isinstance(inner, Jaxpr):
-                    yield from list_equations(inner)

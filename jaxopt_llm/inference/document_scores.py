@@ -1,6 +1,5 @@
 """Scores of documents by a reward model or a classifier, and how they agree with labels or preferences."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -8,12 +7,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.compiler.xla_options import compiler_options
-from jaxopt_llm.config import BATCH_AXES, RematConfig
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.data.rows.loader import read_in_order
 from jaxopt_llm.data.rows.packing import PackedRows
-from jaxopt_llm.execution import scan
+from jaxopt_llm.inference.log_probabilities import DocumentReader
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
@@ -28,28 +24,19 @@ def read_scores(source: LoadedModel, rows: PackedRows, batch_size: int) -> NDArr
         rows: made with `scored`.
         batch_size: rows at once; devices divide them.
     """
-    placement, model = source.placement, source.model
+    model = source.model
 
     def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         return model.logits(non_layer, x, context)  # of a model with scores: [B, S, N]
 
-    compute = jax.jit(
-        functools.partial(scan.read_tokens, read, model, placement=placement, remat=RematConfig("none")),
-        out_shardings=placement.replicated,
-        compiler_options=compiler_options(placement.mesh),
-    )
+    size = source.config.model.vocabulary_size
+    reader = DocumentReader(model, source.placement, size, batch_size * rows.sequence_length, read)
     starts = rows.stream.document_starts(0, rows.stream.size)
     scores = np.full((starts.size, source.config.model.scores), np.nan, np.float32)
-    batch_size += -batch_size % placement.size(*BATCH_AXES)
-    sharding = placement.activation(None, "batch", "sequence")
-    for at, batch in enumerate(read_in_order(rows, batch_size)):
-        placed = jax.device_put(jax.tree.map(lambda field: field[None], batch), sharding)
-        found = np.asarray(compute(source.params, placed))[0]
-        for row in range(min(batch_size, len(rows) - at * batch_size)):
-            firsts, _ = rows.find_ranges(at * batch_size + row)
-            ids = batch.segment_ids[row]
-            is_last = np.flatnonzero((ids > 0) & (ids != np.append(ids[1:], 0)))
-            scores[starts.searchsorted(firsts)] = found[row, is_last]
+    for firsts, row, found in reader.read_rows(source.params, rows):
+        ids = row.segment_ids
+        is_last = np.flatnonzero((ids > 0) & (ids != np.append(ids[1:], 0)))
+        scores[starts.searchsorted(firsts)] = found[is_last]
     return scores
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jaxopt_llm.data.rows.loader import read_in_order
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.pieces import IndexedPiece, join_all
 from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.executor import ReadTokens
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
@@ -44,7 +45,7 @@ class LogLikelihood(NamedTuple):
 
 
 class DocumentReader:
-    """Reader of the log-probabilities of documents. A program serves all rows of one length.
+    """Reader of what a model says of the tokens of documents. A program serves all rows of one length.
 
     A row holds many documents, which do not see each other, as in training. Devices divide the rows of a batch.
 
@@ -52,15 +53,25 @@ class DocumentReader:
         model, placement: the model, and where its parameters are.
         vocabulary_size: number of ids.
         batch_tokens: tokens of the rows that are read at once; at least one row of each device is.
+        read: what is read of each token; by default `model.read_targets`.
+        waits: whether somebody waits for few documents. Fewer rows are then read at once, by programs of their own.
     """
 
-    def __init__(self, model: Model, placement: Placement, vocabulary_size: int, batch_tokens: int) -> None:
-        self._vocabulary_size, self._batch_tokens = vocabulary_size, batch_tokens
+    def __init__(
+        self,
+        model: Model,
+        placement: Placement,
+        vocabulary_size: int,
+        batch_tokens: int,
+        read: ReadTokens | None = None,
+        waits: bool = False,
+    ) -> None:
+        self._vocabulary_size, self._batch_tokens, self._waits = vocabulary_size, batch_tokens, waits
         self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
         self._sharding = placement.activation(None, "batch", "sequence")
-        read = functools.partial(scan.read_tokens, model.read_targets, model, remat=RematConfig("none"))
+        read = model.read_targets if read is None else read
         self._compute = jax.jit(
-            functools.partial(read, placement=placement),
+            functools.partial(scan.read_tokens, read, model, placement=placement, remat=RematConfig("none")),
             out_shardings=placement.replicated,
             compiler_options=compiler_options(placement.mesh),
         )
@@ -87,27 +98,31 @@ class DocumentReader:
         sums, is_greedy = np.where(is_long, np.nan, 0.0), ~is_long
         left = documents.size
         if np.any(counts[~is_long]):
-            rows = PackedRows(join_all([documents]), length, self._vocabulary_size, documents.name, "drop")
-            count = self._groups * max(self._batch_tokens // (length * self._groups), 1)
-            for at, batch in enumerate(read_in_order(rows, count)):
-                found, is_best = self._read_batch(params, batch)
-                for row in range(min(count, len(rows) - at * count)):
-                    firsts, _ = rows.find_ranges(at * count + row)
-                    counted, places = batch.loss_mask[row], ends.searchsorted(firsts, side="right")
-                    own = places[batch.segment_ids[row][counted] - 1]  # the document of each token that counts
-                    np.add.at(sums, own, found[row][counted])
-                    np.logical_and.at(is_greedy, own, is_best[row][counted])
-                read = int(np.count_nonzero(batch.segment_ids))
+            for firsts, row, (found, is_best) in self.read_rows(params, self._pack(documents, length)):
+                own = _find_documents(documents, firsts, row)
+                np.add.at(sums, own, found[row.loss_mask])
+                np.logical_and.at(is_greedy, own, is_best[row.loss_mask])
+                read = int(np.count_nonzero(row.segment_ids))
                 advance(read)
                 left -= read
         advance(left)
         return sums, is_greedy
 
-    def _read_batch(self, params: Params, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return the log-probabilities of the targets of a batch, and whether no token is more likely, [B, S]."""
-        placed = jax.tree.map(self._place, batch)
-        found, is_best = self._compute(params, placed)
-        return np.asarray(found)[0], np.asarray(is_best)[0]
+    def _pack(self, documents: IndexedPiece, length: int) -> PackedRows:
+        return PackedRows(join_all([documents]), length, self._vocabulary_size, documents.name, "drop")
+
+    def read_rows(self, params: Params, rows: PackedRows) -> Iterator[tuple[NDArray[Any], Batch, Any]]:
+        """Yield for each row the first positions of its ranges, its fields [S], and what is read of its tokens."""
+        shares = max(self._batch_tokens // (rows.sequence_length * self._groups), 1)
+        if self._waits:
+            shares = min(1 << (-(-len(rows) // self._groups) - 1).bit_length(), shares)
+        count = shares * self._groups
+        for at, batch in enumerate(read_in_order(rows, count)):
+            values = jax.device_get(self._compute(params, jax.tree.map(self._place, batch)))
+            of_batch = batch, jax.tree.map(lambda each: each[0], values)
+            for index in range(min(count, len(rows) - at * count)):
+                row, of_row = jax.tree.map(lambda each, index=index: each[index], of_batch)
+                yield rows.find_ranges(at * count + index)[0], row, of_row
 
     def _place(self, field: NDArray[Any]) -> jax.Array:
         """Return a field of a batch on the devices. All processes have the same values."""
@@ -120,15 +135,39 @@ class DocumentReader:
 
         length: maximum tokens of a row; a request has at most one more, which is only a target.
         """
-        by_length = defaultdict[int, list[int]](list)
-        for index, request in enumerate(requests):
-            by_length[choose_row_length(len(request.tokens) - 1, length)].append(index)
         found = [LogLikelihood(0.0, True)] * len(requests)
-        for row_length, members in sorted(by_length.items(), reverse=True):
+        for row_length, members in _group(requests, length):
             documents = _join_requests([requests[index] for index in members])
             for index, *values in zip(members, *self.read(params, documents, row_length, advance), strict=True):
                 found[index] = LogLikelihood(float(values[0]), bool(values[1]))
         return found
+
+    def read_each(self, params: Params, requests: Sequence[Request], length: int) -> list[Any]:
+        """Return what is read of the continuation of each request, [count, ...]; None of an empty one."""
+        found: list[Any] = [None] * len(requests)
+        for row_length, members in _group(requests, length):
+            members = [index for index in members if requests[index].count]
+            documents = _join_requests([requests[index] for index in members])
+            for firsts, row, values in self.read_rows(params, self._pack(documents, row_length)) if members else ():
+                own = _find_documents(documents, firsts, row)
+                for place in np.unique(own):
+                    is_own = np.flatnonzero(row.loss_mask)[own == place]
+                    found[members[place]] = jax.tree.map(lambda each, is_own=is_own: each[is_own], values)
+        return found
+
+
+def _group(requests: Sequence[Request], length: int) -> list[tuple[int, list[int]]]:
+    """Return the lengths of rows, the longest first, with the indices of their requests."""
+    by_length = defaultdict[int, list[int]](list)
+    for index, request in enumerate(requests):
+        by_length[choose_row_length(len(request.tokens) - 1, length)].append(index)
+    return sorted(by_length.items(), reverse=True)
+
+
+def _find_documents(documents: IndexedPiece, firsts: NDArray[Any], row: Batch) -> NDArray[np.int64]:
+    """Return the document of each token of a row that counts, given the first positions of its ranges."""
+    places: NDArray[np.int64] = documents.ends[:].searchsorted(firsts, side="right")
+    return places[row.segment_ids[row.loss_mask] - 1]
 
 
 def choose_row_length(tokens: int, length: int) -> int:

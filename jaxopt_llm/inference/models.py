@@ -223,11 +223,8 @@ def load_model(
     if quantisation:
         _check_quantisation(quantisation, directory, folder, adapter)
     if adapter is not None:
-        if folder is None:
-            adapters = open_run_adapters(adapter, directory, config)
-        else:
-            adapters, folder = open_adapters(adapter, folder)
-            config = _use_adapter_tables(config, folder, adapters.path)
+        adapters, folder = _open_adapters(adapter, directory, config, folder)
+        config = _use_adapter_tables(config, folder, adapters.path) if folder else config
     if folder is None:
         find_frozen_base(directory, config)  # first, because a missing base folder often also had the tokenizer
     tokenizer = load_tokenizer(config.data)
@@ -271,10 +268,7 @@ def adapt_loaded(source: LoadedModel, directory: Path, adapter: Path, family: st
         InputError: the adapters do not belong to the model, or also have whole weights of it.
     """
     _, folder = _open_config_and_folder(directory, None, family)
-    if folder is None:
-        adapters = open_run_adapters(adapter, directory, source.config)
-    else:
-        adapters, _ = open_adapters(adapter, folder)
+    adapters, _ = _open_adapters(adapter, directory, source.config, folder)
     if adapters.whole:
         raise InputError(
             f"--adapter {adapter}: it also has weights of the model itself (modules_to_save, trainable_token_indices), "
@@ -284,6 +278,13 @@ def adapt_loaded(source: LoadedModel, directory: Path, adapter: Path, family: st
     rows, dtype = gather_rows(source.params), source.config.precision.compute_dtype
     model, params = add_adapters(source.model, rows, source.placement, adapters, dtype)
     return replace(source, model=model, params=split_layers(params))
+
+
+def _open_adapters(
+    adapter: Path, directory: Path, config: Config, folder: ModelFolder | None
+) -> tuple[AdapterFolder, ModelFolder | None]:
+    """Open adapters of a run or of a folder. Return them, and the folder with the whole weights next to them."""
+    return (open_run_adapters(adapter, directory, config), None) if folder is None else open_adapters(adapter, folder)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, size: int) -> None:

@@ -8,27 +8,24 @@ Letters: B rows, S tokens of a row, V vocabulary, K most likely tokens.
 
 import functools
 import queue
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxopt_llm.compiler.xla_options import compiler_options
-from jaxopt_llm.config import BATCH_AXES, RematConfig
 from jaxopt_llm.data.tokens.continuation import Continuation
-from jaxopt_llm.execution import scan
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution.decode import MAX_FILL_TOKENS, MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
 from jaxopt_llm.execution.sampling import read_log_probabilities
+from jaxopt_llm.inference import log_probabilities
+from jaxopt_llm.inference.log_probabilities import DocumentReader
 from jaxopt_llm.inference.models import LoadedModel
+from jaxopt_llm.kernels.support import map_chunks
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Params
 
-SHORTEST_ROW = 128  # tokens of a prompt that is read; rows are this long, or 2, 4, 8, ... times as long
 CHUNKS = 16  # of a row; the logits of only one chunk exist at a time
 
 
@@ -125,7 +122,7 @@ class Worker:
         self.models, self._rows, self.length = models, rows, length
         self._inbox = queue.SimpleQueue[Callable[[], None] | None]()
         self._generators = dict[str, TokenGenerator]()
-        self._readers = dict[str, PromptReader]()
+        self._readers = dict[str, DocumentReader]()
         self._running = dict[Request, tuple[int, Query]]()  # the index of the choice
         self.failure: Exception | None = None
 
@@ -170,9 +167,11 @@ class Worker:
         source, name = self.models[query.model], query.model
         read: Mapping[int, tuple[Token, ...]] = {}
         if query.reads_prompts:
-            reader = self._readers.setdefault(name, PromptReader(source))
+            reader = self._readers.setdefault(name, make_prompt_reader(source))
             prompts = {id(choice.request.prompt): choice.request.prompt.tolist() for choice in query.choices}
-            read = dict(zip(prompts, reader.read([*prompts.values()]), strict=True))
+            asked = [log_probabilities.Request(prompt, len(prompt) - 1) for prompt in prompts.values()]
+            found = zip(prompts.items(), reader.read_each(source.params, asked, self.length), strict=True)
+            read = {key: list_tokens(source.tokenizer, prompt, values) for (key, prompt), values in found}
         for index, choice in enumerate(query.choices):
             if choice.prompt_text is not None:
                 query.send(Part(index, choice.prompt_text, prompt=read.get(id(choice.request.prompt), ())))
@@ -206,68 +205,30 @@ class Worker:
         query.send(Part(index, text.take_new_text(), (token,), end=end))
 
 
-class PromptReader:
-    """Reader of the log-probabilities of the tokens of prompts, each by the tokens before it.
+def make_prompt_reader(source: LoadedModel) -> DocumentReader:
+    """Return the reader of the tokens of prompts, by what `read_log_probabilities` returns of each.
 
-    A prompt is a row, as in training. The logits of a row exist only in chunks.
+    The logits of a row exist only in chunks.
     """
+    size, model = source.config.model.vocabulary_size, source.model
 
-    def __init__(self, source: LoadedModel) -> None:
-        self._source, self._groups = source, source.placement.size(*BATCH_AXES)  # of devices, which divide the rows
-        size, model = source.config.model.vocabulary_size, source.model
+    def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
+        def read_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+            logits = model.logits(non_layer, x, context)[..., :size]
+            return read_log_probabilities(logits, targets, min(MAX_MOST_LIKELY, size))
 
-        def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
-            def read_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-                logits = model.logits(non_layer, chunk[0], context)[..., :size]
-                return read_log_probabilities(logits, chunk[1], min(MAX_MOST_LIKELY, size))
+        return map_chunks(read_chunk, -(-x.shape[1] // CHUNKS), x, batch.targets)
 
-            def split(field: jax.Array) -> jax.Array:  # [B, S, ...] to [CHUNKS, B, S / CHUNKS, ...]
-                return jnp.moveaxis(field.reshape(field.shape[0], CHUNKS, -1, *field.shape[2:]), 1, 0)
+    return DocumentReader(model, source.placement, size, MAX_FILL_TOKENS, read, waits=True)
 
-            found = jax.lax.map(read_chunk, (split(x), split(batch.targets)))
-            return tuple(jnp.moveaxis(each, 0, 1).reshape(*batch.tokens.shape, *each.shape[3:]) for each in found)
 
-        placement = source.placement
-        self._compute = jax.jit(
-            functools.partial(scan.read_tokens, read, model, placement=placement, remat=RematConfig("none")),
-            out_shardings=placement.replicated,
-            compiler_options=compiler_options(placement.mesh),
-        )
-
-    def read(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Token, ...]]:
-        """Return the tokens of each prompt. Those of similar length are read together."""
-        by_length = defaultdict[int, list[int]](list)
-        for index, prompt in enumerate(prompts):
-            by_length[max(1 << (len(prompt) - 1).bit_length(), SHORTEST_ROW)].append(index)
-        found: list[tuple[Token, ...]] = [()] * len(prompts)
-        for length, members in by_length.items():
-            count = self._groups * max(MAX_FILL_TOKENS // (length * self._groups), 1)
-            for first in range(0, len(members), count):
-                some = members[first : first + count]
-                rows = self._groups << (-(-len(some) // self._groups) - 1).bit_length()  # few programs
-                values = self._read_rows([prompts[index] for index in some], rows, length)
-                for index, *own in zip(some, *values, strict=False):
-                    found[index] = self._list_tokens(prompts[index], *own)
-        return found
-
-    def _read_rows(self, prompts: Sequence[Sequence[int]], rows: int, length: int) -> tuple[Any, ...]:
-        """Return the log-probability of each target, [B][S], and the most likely tokens with theirs, [B][S][K]."""
-        tokens, targets, segment_ids, positions = np.zeros((4, rows, length), np.int32)
-        for row, prompt in enumerate(prompts):
-            inputs = len(prompt) - 1
-            tokens[row, :inputs], targets[row, :inputs], segment_ids[row, :inputs] = prompt[:-1], prompt[1:], 1
-            positions[row, :inputs] = np.arange(inputs)
-        batch = Batch(tokens, targets, segment_ids > 0, segment_ids, positions)
-        found = self._compute(self._source.params, jax.tree.map(lambda field: jnp.asarray(field[None]), batch))
-        return tuple(np.asarray(each)[0].tolist() for each in found)
-
-    def _list_tokens(
-        self, prompt: Sequence[int], own: list[float], ids: list[list[int]], highest: list[list[float]]
-    ) -> tuple[Token, ...]:
-        text, tokens = Continuation(self._source.tokenizer, (), (), ()), list[Token]()
-        values = [None, *own]
-        most_likely = [(), *(tuple(zip(*pair, strict=True)) for pair in zip(ids, highest, strict=True))]
-        for token, value, highest_there in zip(prompt, values, most_likely, strict=False):  # rows are padded
-            tokens.append(Token(token, len(text.text), value, highest_there))
-            text.add(token)
-        return tuple(tokens)
+def list_tokens(tokenizer: Tokenizer, prompt: Sequence[int], read: Any) -> tuple[Token, ...]:
+    """Return the tokens of a prompt. read: of the tokens after the first one; None if there are none."""
+    text, tokens = Continuation(tokenizer, (), (), ()), list[Token]()
+    values: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())]
+    for value, ids, highest in zip(*(each.tolist() for each in read or ()), strict=True):
+        values.append((value, tuple(zip(ids, highest, strict=True))))
+    for token, (value, most_likely) in zip(prompt, values, strict=True):
+        tokens.append(Token(token, len(text.text), value, most_likely))
+        text.add(token)
+    return tuple(tokens)

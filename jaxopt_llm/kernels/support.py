@@ -1,4 +1,4 @@
-"""Parts that several kernels share: `vmap` of calls that have no rule for it, and the limits of Pallas kernels."""
+"""Parts that kernels and models share: `vmap` of calls without a rule for it, chunks, and the limits of Pallas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +23,25 @@ def fold_batches(function: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in outs), tuple(True for _ in outs)
 
     return mapped
+
+
+def map_chunks(function: Callable[..., Any], size: int, *arrays: jax.Array) -> Any:
+    """Return function(*arrays) [B, S, ...], of arrays [B, S, ...], by chunks of at most `size` along S.
+
+    A chunk has all rows, so that it is divided over devices as the batch is.
+    """
+    batch, length = arrays[0].shape[:2]
+    count = -(-length // size)
+    size = -(-length // count)
+
+    def split(x: jax.Array) -> jax.Array:  # [B, S, ...] -> [chunks, B, size, ...]
+        padded = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])[:, :length]
+
+    return jax.tree.map(join, jax.lax.map(lambda each: function(*each), tuple(map(split, arrays))))
 
 
 def find_pallas_problems(dtype: Any, capability: tuple[int, int] = PALLAS_CAPABILITY) -> list[str]:

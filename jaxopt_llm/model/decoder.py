@@ -25,7 +25,7 @@ from jaxopt_llm.model.head import Head
 from jaxopt_llm.model.layers import Function
 from jaxopt_llm.model.linear import vocabulary, weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.model import TEACHER_HEAD, Auxiliary, Params, Segment
+from jaxopt_llm.model.model import AUXILIARY_LOSS, TEACHER_HEAD, Params, Segment, Sums
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.rotary import Rotary
@@ -131,7 +131,7 @@ class Decoder:
 
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
-    ) -> tuple[jax.Array, Any, Auxiliary]:
+    ) -> tuple[jax.Array, Any, Sums]:
         if "mtp" in params:
             x = self._join_tokens(params, x, context, layer["input"])
         attended, cache = self._attend(kind, params, x, context, cache)
@@ -197,9 +197,9 @@ class Decoder:
         key, value = (zeros(config.kv_heads, config.head_dim) for _ in range(2))
         return Cache(key, value)
 
-    def zero_auxiliary(self) -> Auxiliary:
+    def zero_auxiliary(self) -> Sums:
         statistics = experts.zero_statistics(self.config) if self.config.moe.experts else {}
-        return Auxiliary(jnp.zeros((), jnp.float32), statistics)
+        return {AUXILIARY_LOSS: jnp.zeros((), jnp.float32), **statistics}
 
     def _add_residual(self, x: jax.Array, update: jax.Array, context: Context) -> jax.Array:
         if self.config.residual_scale != 1:
@@ -263,9 +263,7 @@ class Decoder:
         )
         return self._norm(params, "input_mlp_post_norm")(out)
 
-    def _transform(
-        self, params: Params, x: jax.Array, context: Context, layer: jax.Array
-    ) -> tuple[jax.Array, Auxiliary]:
+    def _transform(self, params: Params, x: jax.Array, context: Context, layer: jax.Array) -> tuple[jax.Array, Sums]:
         """Return the output [B, S, D] of the MLP or the MoE layer for x [B, S, D], and its auxiliary sums."""
         config, mlp = self.config, params["mlp"]
         # In a parallel block it is computed twice in the text, and once in the compiled program.

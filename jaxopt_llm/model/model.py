@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxopt_llm.config import Kind, RopeConfig
 from jaxopt_llm.model.batch import Batch
@@ -20,23 +18,12 @@ from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.objectives import Objective
 from jaxopt_llm.parallel.placement import Placement
 
-
-@struct.dataclass
-class Auxiliary:
-    """Auxiliary sums of a block, with the same structure for all kinds of block.
-
-    loss: float32, already weighted, and summed over tokens, so that it has the same denominator as the main loss.
-    statistics: sums for the metrics.
-    """
-
-    loss: jax.Array
-    statistics: dict[str, jax.Array]
-
-    def __add__(self, other: "Auxiliary") -> "Auxiliary":
-        return jax.tree.map(jnp.add, self, other)
-
-
 Params = dict[str, Any]
+# What the parts of a model report, by name: float32 sums over tokens, from which a step makes its metrics. What is
+# differentiated comes apart, except for AUXILIARY_LOSS.
+Sums = dict[str, jax.Array]
+OBJECTIVE = "objective"  # what `Objective.compute` reports of the head
+AUXILIARY_LOSS = "auxiliary_loss"  # of routers, already weighted; it has the same denominator as the main loss
 Keys = Literal["own", "given", "taken"]
 TEACHER_HEAD = "teacher_head"  # name outside the segments of the table that gives the logits of a teacher
 
@@ -112,8 +99,8 @@ class Model(Protocol):
 
     def block(
         self, kind: Kind, params: Params, x: jax.Array, context: Context, layer: dict[str, jax.Array], cache: Any
-    ) -> tuple[jax.Array, Any, Auxiliary]:
-        """Run one block on x [B, S, D]. Return its output, its cache (None without one) and its auxiliary sums.
+    ) -> tuple[jax.Array, Any, Sums]:
+        """Run one block on x [B, S, D]. Return its output, its cache (None without one) and its sums.
 
         layer: the segment's `per_layer` constants of this layer, and its `input`: where the context has some, or in an
             MTP module the embeddings [B, S, D].
@@ -156,5 +143,10 @@ class Model(Protocol):
         Its arrays are [batch, heads, slots, size].
         """
 
-    def zero_auxiliary(self) -> Auxiliary:
-        """Return the auxiliary sums of a block that adds nothing to them."""
+    def zero_auxiliary(self) -> Sums:
+        """Return the sums of a block that adds nothing to them; those of all kinds of block have the same names."""
+
+
+def add_sums(one: Sums, other: Sums) -> Sums:
+    """Return the sums of two parts of a model together."""
+    return one | {name: one[name] + added if name in one else added for name, added in other.items()}

@@ -5,7 +5,7 @@ It also has the size of a checkpoint, the time between two, and the speed of a r
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import USUAL_LINKS, Chip, LinkRates, seconds_at_peak
 from jaxopt_llm.config import Config, MeshConfig, ShardingConfig
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.decode import MAX_ROWS
 from jaxopt_llm.kernels.attention_auto import AttentionChoice
@@ -29,8 +30,8 @@ from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
 from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, break_down_step, format_breakdown
 from jaxopt_llm.planning.exchanges import FIELD, resolve_context_exchange
-from jaxopt_llm.planning.free_memory import choose_unit, count_chip_bytes, leave_free
-from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, sum_by_kind
+from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes, leave_free
+from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, format_kinds, sum_by_kind
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.grouped_rate import describe_rates
@@ -44,7 +45,7 @@ from jaxopt_llm.planning.settings_choice import (
     list_choices,
 )
 from jaxopt_llm.run.directory import stores_frozen_weights
-from jaxopt_llm.step.program import Program, compute_utilisation, make_program
+from jaxopt_llm.step.program import Program, StepProgram, compute_utilisation, make_program
 from jaxopt_llm.step.state import StateSpecs, checkpoint_specs
 
 # Smallest and largest ratio of the measured time of a step to the planned one, over the steps in
@@ -254,32 +255,80 @@ class NetworkTime:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Memory, traffic and FLOPs of the compiled training step of a configuration."""
+class StepFigures:
+    """Figures of each GPU, read off the compiled step of any model.
+
+    Attributes:
+        largest: largest arrays that are alive at the peak.
+        limit: bytes of a GPU that XLA may use.
+        host_bytes: host memory per GPU.
+        flops: FLOPs of the matmuls and convolutions in a step, as compiled; those in attention kernels are calculated.
+        flops_seconds: their time at the peak rate of the chip.
+    """
 
     gpu: str
     hosts: int
     gpus_per_host: int
     jax: str
     parameters: int
+    compile_seconds: float
+    memory: Memory
+    largest: tuple[LiveArray, ...]
+    limit: int
+    host_bytes: int
+    collectives: tuple[links.Traffic, ...]
+    flops: int
+    flops_seconds: float
+
+    @property
+    def spare(self) -> int:
+        """Bytes of a GPU that stay free; negative if the step does not fit."""
+        return self.limit - self.memory.peak
+
+    def format_memory(self) -> list[str]:
+        """Return the lines of the table of memory."""
+        unit = choose_unit(self.memory.peak)[1]
+        digits = 2 if unit == GIB else 1  # a GPU has many MiB
+        fits = "fits, spare" if self.spare >= 0 else "DOES NOT FIT, lacks"
+        return [
+            *format_kinds(self.memory),
+            f"  {'XLA may use':18} {self.limit / unit:9,.{digits}f}   {float(MEMORY_FRACTION):.0%} of the GPU's",
+            f"  {fits:18} {abs(self.spare) / unit:8,.{digits}f}",
+        ]
+
+
+def read_figures(
+    program: StepProgram, cluster: Cluster, peak: Peak, known: KnownShapes, flops: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the fields of `StepFigures` that a compiled step alone determines. flops: of each GPU, by dtype."""
+    return {
+        "gpu": cluster.chip.name,
+        "hosts": cluster.hosts,
+        "gpus_per_host": cluster.gpus_per_host,
+        "jax": jax.__version__,
+        "memory": sum_by_kind(program.state, known, peak.memory, peak.temporaries),
+        "largest": find_largest(program.state, known, peak.temporaries),
+        "limit": count_chip_bytes(cluster.chip),
+        "host_bytes": peak.memory.host,
+        "flops": sum(flops.values()),
+        "flops_seconds": seconds_at_peak(cluster.chip, flops),
+    }
+
+
+@dataclass(frozen=True)
+class Plan(StepFigures):
+    """Memory, traffic and FLOPs of the compiled training step of a configuration; see also StepFigures."""
+
     active_parameters: int  # parameters that a token uses
     attention: AttentionChoice
     exchange: str  # exchange of the experts' tokens; "" if there is none
     chosen: dict[str, Any]  # values of the settings that the configuration leaves open
     refused: tuple[str, ...]  # faster values of these settings, and why each was not chosen
-    compile_seconds: float
-    memory: Memory
-    largest: tuple[LiveArray, ...]  # largest arrays that are alive at the peak
     advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
     less_remat: Advice | None  # change that recomputes less in the memory that is left
-    host_bytes: int  # host memory per GPU
     pcie_bytes: int  # bytes between each GPU and its host in a step
     host_link: str  # name of the link to the host
     pcie_seconds: float  # pcie_bytes at the rate of the link, reads after writes
-    limit: int  # bytes of a GPU that XLA may use
-    collectives: tuple[links.Traffic, ...]
-    flops: int  # matmuls of each GPU in a step, as compiled; those in attention kernels are calculated
-    flops_seconds: float  # flops at the peak rate of the chip
     model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
     repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
     speed: Speed
@@ -287,11 +336,6 @@ class Plan:
     checkpoints: CheckpointPlan
     idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
     rollout_bytes: int = 0  # cache of a GPU for the answers that the model draws, between steps
-
-    @property
-    def spare(self) -> int:
-        """Bytes of a GPU that stay free; negative if the step does not fit."""
-        return self.limit - self.memory.peak
 
 
 def make_plan(
@@ -384,8 +428,7 @@ def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
 def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[float]) -> Plan:
     """Return the plan of a compiled step on GPUs with these links. `make_plan` describes the networks."""
     config, program, placement, chip = step.config, step.program, step.placement, cluster.chip
-    mesh, text, memory, temporaries = step.mesh, step.text, step.peak.memory, step.peak.temporaries
-    limit = count_chip_bytes(chip)
+    mesh, text = step.mesh, step.text
     collectives = _sum_traffic(*step.collectives, config, mesh, cluster)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
@@ -394,14 +437,12 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
     )
     known = KnownShapes.from_program(program, config, placement)
-    by_kind = sum_by_kind(program.state, known, memory, temporaries)
+    figures = read_figures(program, cluster, step.peak, known, computed)
+    lacking = figures["memory"].peak - figures["limit"]
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
     return Plan(
-        gpu=chip.name,
-        hosts=cluster.hosts,
-        gpus_per_host=cluster.gpus_per_host,
-        jax=jax.__version__,
+        **figures,
         parameters=leaves.count_parameters(program.model.specs),
         active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
@@ -409,22 +450,16 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         refused=step.refused,
         exchange=exchange.describe_exchange(config.model.moe, placement),
         compile_seconds=step.compile_seconds,
-        memory=by_kind,
-        largest=find_largest(program.state, known, temporaries),
-        advice=advise(resolved, cluster, by_kind.peak - limit) if by_kind.peak > limit else (),
+        advice=advise(resolved, cluster, lacking) if lacking > 0 else (),
         # A policy that was chosen is the fastest that fits: arithmetic must not contradict what was compiled.
         less_remat=None
         if "remat.policy" in step.chosen
-        else advise_less_remat(resolved, cluster, leave_free(limit) - by_kind.peak),
-        host_bytes=memory.host,
+        else advise_less_remat(resolved, cluster, leave_free(figures["limit"]) - figures["memory"].peak),
         rollout_bytes=count_rollout_bytes(resolved) if resolved.training.draws else 0,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
         pcie_seconds=pcie_bytes / chip.host_bytes_per_second,
-        limit=limit,
         collectives=collectives,
-        flops=sum(computed.values()),
-        flops_seconds=seconds_at_peak(chip, computed),
         model_flops=_count_model_flops(config, program) / mesh.size,
         repeated_flops=work.repeated_flops,
         speed=speed,

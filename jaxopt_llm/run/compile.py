@@ -16,7 +16,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.distributed.runtime import repeatable_options
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import Model
+from jaxopt_llm.model.model import OBJECTIVE, Model
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.reference import add_reference
@@ -46,7 +46,7 @@ def make_held_out_loss(
             assert state.teacher is not None
             batch = teacher.add_inputs(state.teacher, batch, placement)
             params = teacher.extend_frozen(params, state.teacher)
-        return executor.loss(extended, params, batch, placement)[0], model.objective.count(batch)
+        return executor.loss(extended, params, batch, placement)[OBJECTIVE], model.objective.count(batch)
 
     options = compiler_options(placement.mesh, user=xla)
     return jax.jit(sums, out_shardings=placement.replicated, compiler_options=options)

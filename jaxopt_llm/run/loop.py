@@ -105,12 +105,9 @@ def run_steps(
     last = False
     while not last:
         profiler.before_step(steps.current + 1)
-        try:
+        with saver.saved_before_exit():
             batch, waited = steps.take_batch()
             batch, drawn = steps.draw(batch)
-        except (InputError, Preempted):
-            saver.save_before_exit()
-            raise
         metrics = steps.run(batch) | drawn
         step = steps.current
         profiler.after_step(step, metrics)
@@ -119,11 +116,8 @@ def run_steps(
         due, last = saver.is_due(failed), step == config.training.steps
         evaluates = config.evaluation.every > 0 and (last or step % config.evaluation.every == 0)
         if evaluates or due or stop or last:
-            try:
+            with saver.saved_before_exit():
                 recorder.read(steps.state if evaluates else None)
-            except InputError:  # held-out answers cannot be rewarded
-                saver.save_before_exit()
-                raise
         if back := spikes.find_return():
             return back
         last = last or (evaluates and recorder.ends_early())
@@ -278,12 +272,17 @@ class Saver:
         if occasion is Save.AT_END:
             check_end(last, self._workload.config)
 
-    def save_before_exit(self) -> None:
-        """Write the checkpoint of the step before one that has no batch."""
-        # In a job of several processes, the others already run that step.
-        if self._recorder.has_steps and self._workload.processes.count == 1:
-            self._recorder.read()
-            self.save(Save.AT_STOP)
+    @contextlib.contextmanager
+    def saved_before_exit(self) -> Iterator[None]:
+        """Write the checkpoint of the last step if there is no next batch, or answers cannot be rewarded."""
+        try:
+            yield
+        except (InputError, Preempted):
+            # In a job of several processes, the others already run the next step.
+            if self._recorder.has_steps and self._workload.processes.count == 1:
+                self._recorder.read()
+                self.save(Save.AT_STOP)
+            raise
 
 
 class Copies:

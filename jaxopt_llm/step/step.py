@@ -28,7 +28,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import ScaledWeight, is_wrapped
-from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.model.model import OBJECTIVE, Model, Params, Sums
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.objectives import split_loss
 from jaxopt_llm.parallel import offload
@@ -348,9 +348,10 @@ def _invert_count(model: Model, batch: Batch) -> jax.Array:
     return 1.0 / jnp.maximum(model.objective.count(batch), 1).astype(jnp.float32)
 
 
-def _make_metrics(statistics: dict[str, jax.Array]) -> Metrics:
-    """Return the losses of MTP modules and the metrics of routers."""
-    return mtp.make_metrics(statistics) | experts.router_metrics(statistics)
+def _make_metrics(model: Model, sums: Sums, weight: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Return the loss, and the metrics of the objective, of MTP modules and of routers. weight: 1 / units."""
+    loss, metrics = split_loss(model.objective, sums[OBJECTIVE] * weight)
+    return loss, metrics | mtp.make_metrics(sums) | experts.router_metrics(sums)
 
 
 def differentiate_decoder(
@@ -376,15 +377,12 @@ def differentiate_decoder(
             assert state.teacher is not None
             batch = teacher.add_inputs(state.teacher, batch, placement)
             trainable, frozen = teacher.extend_trainable(trainable), teacher.extend_frozen(frozen, state.teacher)
-        loss, auxiliary, gradients = executor.loss_and_gradients(
-            model, trainable, frozen, batch, scale * weight, placement
-        )
+        sums, gradients = executor.loss_and_gradients(model, trainable, frozen, batch, scale * weight, placement)
         if teacher is not None:
             gradients = remove_table(gradients)
         if largest is not None:
             gradients = leaves.map_scaled(lambda gradient, _: gradient.array, largest, gradients)
-        loss, metrics = split_loss(model.objective, loss * weight)
-        metrics |= _make_metrics(auxiliary.statistics)
+        loss, metrics = _make_metrics(model, sums, weight)
         return Differentiated(loss, gradients, scale, metrics, state.variables)
 
     return differentiate
@@ -408,12 +406,11 @@ def update_in_backward(
 
         weight = _invert_count(model, batch)
         sections = update.split_sections(state.updatable)
-        loss, squares, auxiliary, sections = loss_and_update(
+        sums, squares, sections = loss_and_update(
             model, sections, state.frozen, batch, weight, placement, read_params, update_period
         )
-        (loss, metrics), norm, overflow = split_loss(model.objective, loss * weight), jnp.sqrt(squares), jnp.bool(False)
+        (loss, metrics), norm, overflow = _make_metrics(model, sums, weight), jnp.sqrt(squares), jnp.bool(False)
         _, guard = judge_step(state.guard, loss, norm, overflow)
-        metrics |= _make_metrics(auxiliary.statistics)
         return Outcome(loss, norm, overflow, guard, update.join_sections(sections), metrics, state.variables)
 
     return advance

@@ -188,15 +188,7 @@ def _read_tail(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
         lines = file.read().split(b"\n")
-    return [entry for line in lines if isinstance(entry := _parse(line), dict)]
-
-
-def _parse(line: bytes) -> Any:
-    """Return the value of a line; None for one that is cut, at the ends of what is read."""
-    try:
-        return json_files.parse(line)
-    except ValueError:
-        return None
+    return [entry for line in lines if (entry := json_files.parse_object(line)) is not None]
 
 
 # ---- Strikes.

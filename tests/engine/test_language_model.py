@@ -38,6 +38,7 @@ from jaxopt_llm.engine.frontends import unbox
 from jaxopt_llm.engine.program import EngineProgram, differentiate_user_model, make_engine_program
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 
@@ -92,11 +93,11 @@ def of_the_decoder(name: str) -> tuple[float, Any]:
         scan.loss_and_gradients, decoder, placement=placement, remat=RematConfig("none"), loss_weight=weight
     )
     nothing = jax.tree.map(lambda _: None, parameters)
-    loss, auxiliary, gradients = jax.jit(run)(parameters, nothing, toy.microbatches(batch, 1))
+    sums, gradients = jax.jit(run)(parameters, nothing, toy.microbatches(batch, 1))
     for path, spec in tree.leaves_with_path(decoder.specs):
         if spec.sign_rate:  # it follows the load in `train` only
             gradients = tree.map_with_path(lambda at, x, path=path: 0 * x if at == path else x, gradients)
-    return float((loss + auxiliary.loss) * weight), gradients
+    return float((sums[OBJECTIVE] + sums[AUXILIARY_LOSS]) * weight), gradients
 
 
 LANGUAGE = {name: jaxopt_llm.LanguageModel(config) for name, config in CONFIGS.items()}

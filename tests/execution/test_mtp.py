@@ -15,6 +15,7 @@ from jaxopt_llm.core import tree
 from jaxopt_llm.execution import mtp, scan
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import OBJECTIVE
 
 WEIGHT = 0.3
 DENSE = replace(toy.UNIFORM, layers=2, mtp_layers=2, pattern=("sliding", "global"), tied_head=False, logit_scale=0.7)
@@ -57,8 +58,8 @@ def test_loss_and_gradients_equal_the_reference(config: ModelConfig, batch: Batc
 
     executor = scan.make_executor(RematConfig("full"))
     run = jax.jit(lambda *of: executor.loss_and_gradients(model, *of, jnp.float32(1), placement))
-    loss, auxiliary, found = run(params, jax.tree.map(lambda _: None, params), toy.microbatches(batch, accumulation))
-    losses = [loss, *auxiliary.statistics[mtp.LOSSES]]
+    sums, found = run(params, jax.tree.map(lambda _: None, params), toy.microbatches(batch, accumulation))
+    losses = [sums[OBJECTIVE], *sums[mtp.LOSSES]]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     tree.map_with_path(
         lambda path, a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), err_msg=path), found, gradients
@@ -112,11 +113,11 @@ def test_documents_of_a_row_compute_as_documents_alone(config: ModelConfig) -> N
     params, executor = toy.params(model.specs), scan.make_executor(RematConfig("none"))
     nothing = jax.tree.map(lambda _: None, params)
     run = jax.jit(lambda batch: executor.loss_and_gradients(model, params, nothing, batch, 1.0, toy.placement()))
-    loss, auxiliary, gradients = run(toy.microbatches(batch, 1))
-    expected, expected_auxiliary, expected_gradients = run(toy.microbatches(toy.one_document_per_row(batch), 1))
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    sums, gradients = run(toy.microbatches(batch, 1))
+    expected, expected_gradients = run(toy.microbatches(toy.one_document_per_row(batch), 1))
+    assert float(sums[OBJECTIVE]) == pytest.approx(float(expected[OBJECTIVE]), rel=1e-6)
     for name in mtp.STATISTICS:
-        np.testing.assert_allclose(auxiliary.statistics[name], expected_auxiliary.statistics[name], rtol=1e-6)
+        np.testing.assert_allclose(sums[name], expected[name], rtol=1e-6)
     tree.map_with_path(
         lambda path, a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), err_msg=path),
         gradients,
@@ -127,7 +128,8 @@ def test_documents_of_a_row_compute_as_documents_alone(config: ModelConfig) -> N
 def test_evaluation_reports_the_main_loss_only() -> None:
     model, batch = Decoder(DENSE, mtp_weight=WEIGHT), toy.microbatches(toy.packed(2, 16), 1)
     params, bare = toy.params(model.specs), Decoder(replace(DENSE, mtp_layers=0))
-    found, auxiliary = scan.loss(model, params, batch, toy.placement(), RematConfig("none"))
+    found = scan.loss(model, params, batch, toy.placement(), RematConfig("none"))
     layers = {name: part for name, part in params.items() if not name.startswith("mtp_")}
-    assert found == scan.loss(bare, layers, batch, toy.placement(), RematConfig("none"))[0]
-    assert mtp.make_metrics(auxiliary.statistics) == {}
+    expected = scan.loss(bare, layers, batch, toy.placement(), RematConfig("none"))
+    assert found[OBJECTIVE] == expected[OBJECTIVE]
+    assert mtp.make_metrics(found) == {}

@@ -19,7 +19,7 @@ from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Auxiliary, Params
+from jaxopt_llm.model.model import AUXILIARY_LOSS, Params, Sums
 from jaxopt_llm.parallel.zero import parameter_sharding
 
 ROWS, LENGTH = 32, 16
@@ -49,13 +49,13 @@ REST = [
 class Penalised(Decoder):
     """Decoder with an auxiliary loss that differs between layers, and a count of the tokens of all layers."""
 
-    def zero_auxiliary(self) -> Auxiliary:
-        return Auxiliary(jnp.float32(0), {"tokens": jnp.float32(0)})
+    def zero_auxiliary(self) -> Sums:
+        return {AUXILIARY_LOSS: jnp.float32(0), "tokens": jnp.float32(0)}
 
     def block(self, kind: Any, params: Params, x: jax.Array, context: Context, layer: Any, cache: Any) -> Any:
         x, cache, _ = super().block(kind, params, x, context, layer, cache)
         penalty = 1e-3 * (1 + layer["index"]) * jnp.sum(x.astype(jnp.float32) ** 2)
-        return x, cache, Auxiliary(penalty, {"tokens": jnp.float32(x.shape[0] * x.shape[1])})
+        return x, cache, {AUXILIARY_LOSS: penalty, "tokens": jnp.float32(x.shape[0] * x.shape[1])}
 
 
 def compute(
@@ -76,9 +76,9 @@ def compute(
 
     def both(params: Params, batch: Batch) -> Any:
         loss_weight = 1 / jnp.sum(batch.loss_mask).astype(jnp.float32)
-        loss, added, gradients = executor.loss_and_gradients(model, params, frozen, batch, loss_weight, placement)
-        evaluated, also_added = executor.loss(model, params, batch, placement.for_evaluation())
-        return {"loss": loss, "added": added, "evaluated": evaluated, "also_added": also_added}, gradients
+        sums, gradients = executor.loss_and_gradients(model, params, frozen, batch, loss_weight, placement)
+        evaluated = executor.loss(model, params, batch, placement.for_evaluation())
+        return {"trained": sums, "evaluated": evaluated}, gradients
 
     run = jax.jit(both, compiler_options=compiler_options(placement.mesh, microbatches))
     losses, gradients = jax.tree.map(np.asarray, run(params, batch))

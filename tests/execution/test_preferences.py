@@ -20,7 +20,7 @@ from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import OBJECTIVE, Params
 from jaxopt_llm.model.objectives import Objective
 from jaxopt_llm.model.objectives.grpo import Grpo
 from jaxopt_llm.model.objectives.judged import REPORTED, Judged
@@ -85,10 +85,10 @@ def compute(*arguments: Any) -> tuple[np.ndarray, np.ndarray, int, Params]:
     def run(params: Params, batch: Any) -> Any:
         count = model.objective.count(batch)
         weight = 1 / count.astype(jnp.float32)
-        loss, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
-        evaluated, _ = executor.loss(model, params, batch, placement)
+        sums, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
+        evaluated = executor.loss(model, params, batch, placement)
         found = executor.read_tokens(model.log_probabilities, model, params, batch, placement)
-        return loss, evaluated, count, found, gradients
+        return sums[OBJECTIVE], evaluated[OBJECTIVE], count, found, gradients
 
     jitted = jax.jit(run, compiler_options=compiler_options(placement.mesh, 2))
     loss, evaluated, count, found, gradients = jax.tree.map(np.asarray, jitted(params, batch))
@@ -134,5 +134,5 @@ def test_gradients_are_differences_of_the_loss() -> None:
     step, losses = 1e-3, []
     for sign in (1, -1):
         moved = jax.tree.map(lambda x, d, sign=sign: x + sign * step * d, params, direction)
-        losses.append(float(executor.loss(model, moved, batch, placement)[0][0]) / pairs)
+        losses.append(float(executor.loss(model, moved, batch, placement)[OBJECTIVE][0]) / pairs)
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=1e-3)

@@ -17,7 +17,7 @@ from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
-from jaxopt_llm.model.model import Params
+from jaxopt_llm.model.model import OBJECTIVE, Params
 from jaxopt_llm.model.objectives import Objective
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.parallel.zero import parameter_sharding
@@ -70,8 +70,8 @@ def compute(
     def run(params: Params, batch: Any) -> Any:
         count = model.objective.count(batch)
         weight = 1 / count.astype(jnp.float32)
-        loss, _, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
-        return loss, executor.loss(model, params, batch, placement)[0], count, gradients
+        sums, gradients = executor.loss_and_gradients(model, params, frozen, batch, weight, placement)
+        return sums[OBJECTIVE], executor.loss(model, params, batch, placement)[OBJECTIVE], count, gradients
 
     jitted = jax.jit(run, compiler_options=compiler_options(placement.mesh, 2))
     loss, evaluated, count, gradients = jax.tree.map(np.asarray, jitted(params, batch))

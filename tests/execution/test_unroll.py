@@ -25,6 +25,7 @@ from jaxopt_llm.config.training import Unroll
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.executor import sum_of_squares
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import OBJECTIVE
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import breakdown
@@ -50,10 +51,10 @@ def test_unrolled_layers_compute_the_same(case: str, microbatches: int) -> None:
 
     def compute(placement: Placement, unrolled: bool) -> tuple[float, object]:
         def step(params: object) -> tuple[jax.Array, object]:
-            loss, _, gradients = scan.loss_and_gradients(
+            sums, gradients = scan.loss_and_gradients(
                 model, params, frozen, batch, np.float32(0.01), placement, RematConfig("none"), unrolled
             )
-            return loss, gradients
+            return sums[OBJECTIVE], gradients
 
         loss, gradients = jax.jit(step, compiler_options=toy.QUICK_COMPILE)(params)
         return float(loss), jax.tree.map(np.asarray, gradients)

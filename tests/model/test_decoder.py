@@ -20,7 +20,7 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import list_segments
-from jaxopt_llm.model.model import Auxiliary, Model, Params
+from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE, Model, Params, Sums
 
 pytestmark = pytest.mark.core
 
@@ -207,13 +207,13 @@ def test_auxiliary_losses_are_differentiated_and_statistics_summed() -> None:
         return 0.1 * jnp.sum(x.astype(jnp.float32) ** 2)
 
     class InBlock(Decoder):
-        def zero_auxiliary(self) -> Auxiliary:
-            return Auxiliary(loss=jnp.zeros(()), statistics={"blocks": jnp.zeros(())})
+        def zero_auxiliary(self) -> Sums:
+            return {AUXILIARY_LOSS: jnp.zeros(()), "blocks": jnp.zeros(())}
 
         def block(self, kind: Any, params: Params, x: jax.Array, context: Context, layer: Any, cache: Any) -> Any:
             x, cache, _ = super().block(kind, params, x, context, layer, cache)
             is_last = layer["index"] == toy.CONFIG.layers - 1
-            return x, cache, Auxiliary(jnp.where(is_last, penalty(x), 0.0), {"blocks": jnp.ones(())})
+            return x, cache, {AUXILIARY_LOSS: jnp.where(is_last, penalty(x), 0.0), "blocks": jnp.ones(())}
 
     class InHead(Decoder):
         def loss(self, non_layer: Params, x: jax.Array, batch: Any, context: Context, loss_weight: jax.Array) -> Any:
@@ -229,9 +229,9 @@ def test_auxiliary_losses_are_differentiated_and_statistics_summed() -> None:
             )
         )()
 
-    loss, auxiliary, gradients = compute(InBlock(config(tied=False)))
-    in_head, _, expected = compute(InHead(config(tied=False)))
-    assert auxiliary.loss > 0
-    np.testing.assert_allclose(loss + auxiliary.loss, in_head, rtol=1e-6)
-    assert auxiliary.statistics["blocks"] == 2 * toy.CONFIG.layers
+    sums, gradients = compute(InBlock(config(tied=False)))
+    in_head, expected = compute(InHead(config(tied=False)))
+    assert sums[AUXILIARY_LOSS] > 0
+    np.testing.assert_allclose(sums[OBJECTIVE] + sums[AUXILIARY_LOSS], in_head[OBJECTIVE], rtol=1e-6)
+    assert sums["blocks"] == 2 * toy.CONFIG.layers
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected)

@@ -18,6 +18,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import OBJECTIVE
 from jaxopt_llm.step import guard, update
 from jaxopt_llm.step import state as training_state
 from jaxopt_llm.step.guard import HISTORY
@@ -41,13 +42,13 @@ def poisoned(executor: Executor) -> Executor:
 
     def loss_and_gradients(parts: Any, trainable: Any, frozen: Any, batch: Batch, *rest: Any) -> Any:
         mark = batch.positions[0, 0, 0]
-        loss, auxiliary, gradients = executor.loss_and_gradients(parts, trainable, frozen, batch, *rest)
-        loss = jnp.where(mark == POISON["loss"], jnp.inf, loss)
+        sums, gradients = executor.loss_and_gradients(parts, trainable, frozen, batch, *rest)
+        sums[OBJECTIVE] = jnp.where(mark == POISON["loss"], jnp.inf, sums[OBJECTIVE])
         gradients = jax.tree.map(lambda x: x * jnp.where(mark == POISON["large gradient"], 1000.0, 1.0), gradients)
         scale = gradients["non_layer"]["final_norm"]["scale"]
         wrong = jnp.where(mark == POISON["gradient"], jnp.nan, scale[3])
         gradients["non_layer"]["final_norm"]["scale"] = scale.at[3].set(wrong)
-        return loss, auxiliary, gradients
+        return sums, gradients
 
     return replace(executor, loss_and_gradients=loss_and_gradients)
 

@@ -23,6 +23,7 @@ from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.model.linear import dropout
 from jaxopt_llm.model.linear.leaves import LoraWeight
+from jaxopt_llm.model.model import OBJECTIVE
 from jaxopt_llm.step import lora
 from jaxopt_llm.step import state as training_state
 
@@ -67,7 +68,7 @@ def test_the_same_model_is_computed_of_its_stacks_in_two() -> None:
     }
     placement, batch = toy.placement(), toy.microbatches(toy.packed(2, 16), 1)
     losses = [
-        float(scan.make_executor(RematConfig("none")).loss(Decoder(model), params, batch, placement)[0])
+        float(scan.make_executor(RematConfig("none")).loss(Decoder(model), params, batch, placement)[OBJECTIVE])
         for model, params in ((whole, values), (parted, of_parts))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -137,7 +138,9 @@ def test_steps_drop_and_evaluations_do_not() -> None:
     batch = toy.microbatches(toy.packed(2, 16), 1)
     noise = jax.random.bits(jax.random.key(0), batch.tokens.shape, np.uint32)
     evaluated, dropped, alike = (
-        scan.make_executor(RematConfig("none")).loss(of, tree.merge(state.compute, state.frozen), each, placement)[0]
+        scan.make_executor(RematConfig("none")).loss(of, tree.merge(state.compute, state.frozen), each, placement)[
+            OBJECTIVE
+        ]
         for of, each in ((parts, batch), (parts, replace(batch, noise=noise)), (parts, replace(batch, noise=noise)))
     )
     assert dropped == alike != evaluated

@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxopt_llm.core import json_files, tree
+from jaxopt_llm.core.files import hash_file
 from jaxopt_llm.distributed.process_group import Processes
 from jaxopt_llm.parallel.mesh import group_devices
 
@@ -97,7 +98,7 @@ class HostMemory:
     def _seal(self, path: Path, names: Sequence[str], record: Mapping[str, Any]) -> None:
         """Write the index of a step, with which it is whole, and delete the oldest ones."""
         try:
-            hashes = {name: _hash(path / name) for name in names}
+            hashes = {name: hash_file(path / name) for name in names}
             index = {"layout": self._layout, "sha256": hashes, "record": record}
             (path / INDEX).write_text(json.dumps(index))
         except OSError as error:
@@ -161,7 +162,7 @@ class HostMemory:
             index = json_files.parse((path / INDEX).read_text())
             if index["layout"] != self._layout:
                 return {}
-            found = {name: True for name, sha256 in index["sha256"].items() if _hash(path / name) == sha256}
+            found = {name: True for name, sha256 in index["sha256"].items() if hash_file(path / name) == sha256}
             return {**found, "record": index["record"]} if found else {}
         except (OSError, ValueError, KeyError):
             return {}
@@ -231,11 +232,6 @@ def _write(path: Path, leaves: Iterable[jax.Array]) -> None:
             shards = {shard.device: shard.data for shard in leaf.addressable_shards}
             for device in _local_devices(leaf.sharding.mesh):
                 file.write(np.ascontiguousarray(shards[device]).reshape(-1).view(np.uint8).data)
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _local_devices(mesh: Mesh) -> list[jax.Device]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.files import replace_durably, sync_directory
+from jaxopt_llm.core.files import hash_file, replace_durably, sync_directory
 
 MANIFEST = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)  # hashlib releases the GIL: each thread hashes 1 to 2 GB/s
@@ -84,7 +84,7 @@ def find_damage(directory: Path, share: tuple[int, int] = (0, 1)) -> str | None:
         index, count = share
         local = sorted(files, key=lambda name: files[name]["size"])[index::count]
         with ThreadPoolExecutor(THREADS) as pool:
-            for name, sha256 in zip(local, pool.map(_hash, (directory / name for name in local)), strict=True):
+            for name, sha256 in zip(local, pool.map(hash_file, (directory / name for name in local)), strict=True):
                 if sha256 != files[name]["sha256"]:
                     return f"{name} has a different SHA-256 than when it was written"
     except OSError as error:
@@ -111,7 +111,7 @@ def _list_files(directory: Path, prefix: str = "") -> list[str]:
 
 def _sync_and_hash_files(directory: Path, names: list[str]) -> FileEntries:
     with ThreadPoolExecutor(THREADS) as pool:
-        hashes = pool.map(functools.partial(_hash, sync=True), (directory / name for name in names))
+        hashes = pool.map(functools.partial(hash_file, sync=True), (directory / name for name in names))
         return {
             name: {"size": (directory / name).stat().st_size, "sha256": sha256}
             for name, sha256 in zip(names, hashes, strict=True)
@@ -130,10 +130,3 @@ def _read_manifest(directory: Path) -> FileEntries | None:
 
 def _digest(files: FileEntries) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _hash(path: Path, sync: bool = False) -> str:
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()

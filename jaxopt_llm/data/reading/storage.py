@@ -27,7 +27,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from jaxopt_llm.core.errors import InputError, one_line
-from jaxopt_llm.core.files import cache_home, check_is_regular, measure_files, sync_directory, sync_file
+from jaxopt_llm.core.files import cache_home, check_is_regular, measure_files, sync_directory, sync_tree
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 
 PLAN = "prepared-plan.json"  # in every folder that jaxopt_llm.prepare has started to write
@@ -219,10 +219,7 @@ def _download(entry: CacheEntry, system: Any, cache: Path, where: str) -> None:
             if file.size not in (None, target.stat().st_size):
                 problem = f"the download of {file.key} has {target.stat().st_size:,} bytes of {file.size:,}"
                 raise InputError(f"{where}: {problem}; the file has changed or was cut off, so run again")
-            with target.open("rb") as stream:
-                sync_file(stream)
-        for folder in {(temporary / file.name).parent for file in entry.files} | {temporary}:
-            sync_directory(folder)
+        sync_tree(temporary)
         try:
             temporary.rename(cache / entry.digest)
         except OSError as error:  # on storage without locks, another process may have been faster

@@ -13,7 +13,7 @@ from typing import Any
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
 from jaxopt_llm.core import hub, json_files
-from jaxopt_llm.core.files import sync_directory, sync_file
+from jaxopt_llm.core.files import sync_directory, sync_tree
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.template import find_template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
@@ -51,11 +51,7 @@ def keep_tokenizer(
         _copy_own_files(config, working, MODEL_FILES)
         if (found := prepared.read_template(prepared_corpora)) is not None:
             _replace_templates(working, found)
-        for file in working.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as stream:
-                    sync_file(stream)
-        sync_directory(working)
+        sync_tree(working)
     shutil.rmtree(kept, ignore_errors=True)
     if working.is_dir():
         working.replace(kept)

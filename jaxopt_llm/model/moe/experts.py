@@ -30,7 +30,7 @@ from jaxopt_llm.model.layers import (
 )
 from jaxopt_llm.model.linear import weights
 from jaxopt_llm.model.linear.weights import Weight
-from jaxopt_llm.model.model import Auxiliary
+from jaxopt_llm.model.model import AUXILIARY_LOSS, Sums
 from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.model.moe.dispatch_plan import DispatchPlan
 from jaxopt_llm.model.moe.exchange import combine, dispatch, dispatch_weights
@@ -272,7 +272,7 @@ def moe_layer(
     norms: Norms,
     config: ModelConfig,
     products: str,
-) -> tuple[jax.Array, Auxiliary]:
+) -> tuple[jax.Array, Sums]:
     """Apply the MoE layer. x: [B, S, D] -> [B, S, D].
 
     layer: int32, index of the layer. products: implementation of the grouped matmul (kernels/grouped_matmul.py), or
@@ -310,7 +310,7 @@ def moe_layer(
     if config.moe.shared_expert_width:
         y = y + _apply_shared_expert(params, x, normed, context, norms, config)
     y = mark(y, "mlp_output", "product", "batch", "residual_sequence", "embed")
-    return y, _make_auxiliary(routing, logits, bias, rounds, context, layer, config)
+    return y, _make_sums(routing, logits, bias, rounds, context, layer, config)
 
 
 def _apply_experts(
@@ -395,7 +395,7 @@ def _add_output_biases(
     return add(y, routing.experts, routing.weights)
 
 
-def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:
+def zero_statistics(config: ModelConfig) -> Sums:
     """Return zeros for the statistics, which are sums over tokens and layers.
 
     expert_load: choices [blocks, E], including dropped ones.
@@ -410,7 +410,7 @@ def zero_statistics(config: ModelConfig) -> dict[str, jax.Array]:
     return {"expert_load": jnp.zeros((config.blocks, config.moe.experts), jnp.float32), **scalars}
 
 
-def _make_auxiliary(
+def _make_sums(
     routing: Routing,
     logits: jax.Array,
     bias: jax.Array | None,
@@ -418,9 +418,9 @@ def _make_auxiliary(
     context: Context,
     layer: jax.Array,
     config: ModelConfig,
-) -> Auxiliary:
+) -> Sums:
     if context.loss_mask is None:
-        return Auxiliary(jnp.zeros((), jnp.float32), zero_statistics(config))
+        return {AUXILIARY_LOSS: jnp.zeros((), jnp.float32), **zero_statistics(config)}
     loss_mask = context.loss_mask
     loss = config.moe.balance_loss * balance_loss(routing, loss_mask, config.moe)
     loss = loss + config.moe.router_z_loss * z_loss(logits, loss_mask)
@@ -438,10 +438,10 @@ def _make_auxiliary(
         "exchanges": (tokens > 0).astype(jnp.float32),
         "rounds": jnp.where(tokens > 0, rounds, 0).astype(jnp.float32),
     }
-    return Auxiliary(loss, jax.lax.stop_gradient(statistics))
+    return {AUXILIARY_LOSS: loss, **jax.lax.stop_gradient(statistics)}
 
 
-def router_metrics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array | Max]:
+def router_metrics(statistics: Sums) -> dict[str, jax.Array | Max]:
     """Return the metrics of a step's routers, float32, from the sums of `zero_statistics`; {} without experts.
 
     expert_load: load of each expert relative to an even one, mean over MoE layers [E].

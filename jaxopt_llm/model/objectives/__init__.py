@@ -28,9 +28,6 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> jax.Array:
         """Return the number of units in a batch, int32. batch: fields [..., S]."""
 
-    def zero(self) -> jax.Array:
-        """Return zeros in the shape of the sums that `compute` reports."""
-
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what is differentiated, and sums to report, float32. batch: fields [B, S].
 
@@ -50,9 +47,6 @@ class NextToken:
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(batch.loss_mask)
-
-    def zero(self) -> jax.Array:
-        return jnp.zeros((), jnp.float32)
 
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return head.cross_entropy(batch.loss_mask, loss_weight)

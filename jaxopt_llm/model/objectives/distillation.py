@@ -29,9 +29,6 @@ class Distillation:
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(batch.loss_mask)
 
-    def zero(self) -> jax.Array:
-        return jnp.zeros(len(REPORTED), jnp.float32)
-
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         objective, divergence, cross_entropy = head.divergence(self.settings, batch.loss_mask, loss_weight)
         loss = divergence + self.settings.next_token_weight * cross_entropy

@@ -46,9 +46,6 @@ class Grpo:
             return jnp.sum(batch.loss_mask)
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1))
 
-    def zero(self) -> jax.Array:
-        return jnp.zeros(len(REPORTED), jnp.float32)
-
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, reported = self.weigh_tokens(head.log_probabilities(), batch)
         return head.cross_entropy(weights, loss_weight)[0], reported

@@ -49,9 +49,6 @@ class Judged:
     def count(self, batch: Batch) -> jax.Array:
         return count_pairs(batch)
 
-    def zero(self) -> jax.Array:
-        return jnp.zeros(len(REPORTED), jnp.float32)
-
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = head.log_probabilities()
         divergence = estimate_divergence(found, batch, head.placement.in_gradient_group)

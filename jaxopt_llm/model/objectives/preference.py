@@ -58,9 +58,6 @@ class Preference:
     def count(self, batch: Batch) -> jax.Array:
         return count_pairs(batch)
 
-    def zero(self) -> jax.Array:
-        return jnp.zeros(len(REPORTED), jnp.float32)
-
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, reported = self.weigh_tokens(head.log_probabilities(), batch)
         return head.cross_entropy(weights, loss_weight)[0], reported

@@ -36,9 +36,6 @@ class Reward:
     def count(self, batch: Batch) -> jax.Array:
         return count_pairs(batch)
 
-    def zero(self) -> jax.Array:
-        return jnp.zeros(len(OF_PAIRS), jnp.float32)
-
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = jnp.where(find_ends(batch), head.scores()[..., 0], 0.0)  # [B, S]
         pair, is_chosen = (batch.segment_ids + 1) // 2, batch.segment_ids % 2 == 1
@@ -65,9 +62,6 @@ class Classify:
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1))
-
-    def zero(self) -> jax.Array:
-        return jnp.zeros(1 if self.scores == 1 else 2, jnp.float32)
 
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores, labels = head.scores(), batch.labels

@@ -1,14 +1,13 @@
 """Figures of a report, as Plotly's JSON: one colour for each run in all of them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.observe.report.run_files import EVAL_LOSS, EVAL_TASKS, Curve, Run, to_number
+from jaxopt_llm.observe.report.run_files import EVAL_LOSS, EVAL_TASKS, PLOTS, Curve, Plot, Run, to_number
 
 MAX_POINTS = 4000  # of a curve
 MARKED_POINTS = 60  # a curve of at most so many points shows each of them
@@ -28,54 +27,6 @@ EVENTS = {
     "end": "square",
 }
 Figure = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Plot of a field of the records over the steps.
-
-    Attributes:
-        format: of the numbers, in d3's notation.
-        log: whether the reader can choose a logarithmic axis.
-        from_zero: whether the axis begins at 0.
-    """
-
-    field: str
-    title: str
-    unit: str
-    format: str
-    log: bool = False
-    from_zero: bool = False
-
-
-PLOTS = (
-    Plot("loss", "Training loss", "nats per token, or of the objective per pair", ".4f", log=True),
-    Plot(EVAL_LOSS, "Held-out loss", "nats per token, or of the objective per pair", ".4f", log=True),
-    Plot(EVAL_TASKS, "Tasks", "metric", ".4f"),
-    Plot("rewards/accuracy", "Pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
-    Plot("eval_rewards/accuracy", "Held-out pairs whose chosen answer is preferred", "share", ".1%", from_zero=True),
-    Plot("rewards/margin", "Margin of rewards", "chosen - rejected", ".4~g"),
-    Plot("eval_rewards/margin", "Held-out margin of rewards", "chosen - rejected", ".4~g"),
-    Plot("kl", "Divergence from the reference", "nats", ".4~g", from_zero=True),
-    Plot("eval_kl", "Held-out divergence from the reference", "nats", ".4~g", from_zero=True),
-    Plot("rewards/mean", "Reward of the answers of a step", "mean", ".4~g"),
-    Plot("eval_rewards/mean", "Reward of held-out answers", "mean", ".4~g"),
-    Plot("rewards/equal_groups", "Groups of answers with equal rewards", "share", ".1%", from_zero=True),
-    Plot("answers/length", "Length of answers", "tokens", ",.1f", from_zero=True),
-    Plot("entropy", "Entropy of answers", "nats per token", ".4f", from_zero=True),
-    Plot("clipped", "Tokens whose gain is clipped", "share", ".2%", from_zero=True),
-    Plot("accuracy", "Documents of the right class", "share", ".1%", from_zero=True),
-    Plot("eval_accuracy", "Held-out documents of the right class", "share", ".1%", from_zero=True),
-    Plot("divergence", "Divergence from the teacher", "nats per token", ".4f", from_zero=True),
-    Plot("eval_divergence", "Held-out divergence from the teacher", "nats per token", ".4f", from_zero=True),
-    Plot("grad_norm", "Gradient norm", "before the clip", ".4~g", log=True),
-    Plot("learning_rate", "Learning rate", "", ".3~g", from_zero=True),
-    Plot("tokens_per_second", "Throughput", "tokens per second", ",.0f", from_zero=True),
-    Plot("mfu", "Model FLOP utilisation", "share of the peak", ".1%", from_zero=True),
-    Plot("data_wait", "Wait for data", "share of the step", ".1%", from_zero=True),
-    Plot("loss_scale", "Loss scale", "", ",.6~g", log=True),
-    Plot("skipped", "Skipped steps", "so far", ",d", from_zero=True),
-)
 
 
 def choose_points(values: NDArray[np.float64], most: int = MAX_POINTS) -> NDArray[np.int64]:

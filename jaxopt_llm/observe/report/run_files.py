@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,27 +20,66 @@ from jaxopt_llm.core.errors import InputError
 
 EVAL_LOSS, EVAL_TASKS = "eval_loss", "eval_tasks"
 EVALUATIONS = "evaluations"  # folder with results in tasks of the lm-evaluation-harness
-PREFERENCES = ("rewards/accuracy", "eval_rewards/accuracy", "rewards/margin", "eval_rewards/margin")
-# The numbers of a record that are shown; besides these `eval_loss/NAME` and `eval_tasks/TASK/METRIC`.
-FIELDS = {
-    "loss",
-    EVAL_LOSS,
-    "grad_norm",
-    "learning_rate",
-    "skipped",
-    "loss_scale",
-    "tokens",
-    "tokens_per_second",
-    "step_seconds",
-    "data_seconds",
-    "mfu",
-    "peak_bytes",
-    *PREFERENCES,
-    *("accuracy", "eval_accuracy"),
-    *("divergence", "eval_divergence"),
-    *("kl", "eval_kl"),
-    *("rewards/mean", "eval_rewards/mean", "rewards/equal_groups", "answers/length", "entropy", "clipped"),
-}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Plot of a field of the records over the steps.
+
+    Attributes:
+        format: of the numbers, in d3's notation.
+        log: whether the reader can choose a logarithmic axis.
+        from_zero: whether the axis begins at 0.
+        held_out: whether the held-out batches have this number too; its field and its plot are named after it.
+    """
+
+    field: str
+    title: str
+    unit: str
+    format: str
+    log: bool = False
+    from_zero: bool = False
+    held_out: bool = False
+
+    def list_all(self) -> list["Plot"]:
+        """Return this plot, and that of the held-out number if there is one."""
+        title = f"Held-out {self.title[0].lower()}{self.title[1:]}"
+        more = [replace(self, field=f"eval_{self.field}", title=title, held_out=False)]
+        return [self, *(more if self.held_out else [])]
+
+
+# All plots, in order: the numbers of a record that a report shows. The plot of EVAL_TASKS shows each field that begins
+# with it, and that of EVAL_LOSS also those that begin with it.
+PLOTS = tuple(
+    plot
+    for each in (
+        Plot("loss", "Training loss", "nats per token, or of the objective per pair", ".4f", log=True),
+        Plot(EVAL_LOSS, "Held-out loss", "nats per token, or of the objective per pair", ".4f", log=True),
+        Plot(EVAL_TASKS, "Tasks", "metric", ".4f"),
+        Plot(
+            "rewards/accuracy", "Pairs whose chosen answer is preferred", "share", ".1%", from_zero=True, held_out=True
+        ),
+        Plot("rewards/margin", "Margin of rewards", "chosen - rejected", ".4~g", held_out=True),
+        Plot("kl", "Divergence from the reference", "nats", ".4~g", from_zero=True, held_out=True),
+        Plot("rewards/mean", "Mean reward of answers", "mean", ".4~g", held_out=True),
+        Plot("rewards/equal_groups", "Groups of answers with equal rewards", "share", ".1%", from_zero=True),
+        Plot("answers/length", "Length of answers", "tokens", ",.1f", from_zero=True),
+        Plot("entropy", "Entropy of answers", "nats per token", ".4f", from_zero=True),
+        Plot("clipped", "Tokens whose gain is clipped", "share", ".2%", from_zero=True),
+        Plot("accuracy", "Documents of the right class", "share", ".1%", from_zero=True, held_out=True),
+        Plot("divergence", "Divergence from the teacher", "nats per token", ".4f", from_zero=True, held_out=True),
+        Plot("grad_norm", "Gradient norm", "before the clip", ".4~g", log=True),
+        Plot("learning_rate", "Learning rate", "", ".3~g", from_zero=True),
+        Plot("tokens_per_second", "Throughput", "tokens per second", ",.0f", from_zero=True),
+        Plot("mfu", "Model FLOP utilisation", "share of the peak", ".1%", from_zero=True),
+        Plot("data_wait", "Wait for data", "share of the step", ".1%", from_zero=True),
+        Plot("loss_scale", "Loss scale", "", ",.6~g", log=True),
+        Plot("skipped", "Skipped steps", "so far", ",d", from_zero=True),
+    )
+    for plot in each.list_all()
+)
+# The numbers that are read: those of the plots, and those that other parts of the page need.
+FIELDS = {plot.field for plot in PLOTS} | {"tokens", "step_seconds", "data_seconds", "peak_bytes"}
 
 
 @dataclass(frozen=True)
@@ -193,8 +232,8 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            entry = _parse(line)
-            if isinstance(entry, dict):
+            entry = json_files.parse_object(line)
+            if entry is not None:
                 yield entry
             else:
                 damaged += bool(line.strip())
@@ -202,23 +241,15 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {damaged:,} damaged lines are left out")
 
 
-def _parse(text: bytes) -> Any:
-    """Return the JSON value of a text; None if it is not JSON."""
-    try:
-        return json_files.parse(text)
-    except ValueError:
-        return None
-
-
 def _read_config(directory: Path) -> dict[str, Any]:
     """Return config.json, which another version may have written."""
     problem = "not a run directory"
     try:
-        config = _parse((directory / "config.json").read_bytes())
+        config = json_files.parse_object((directory / "config.json").read_bytes())
     except OSError as error:
         reason = cli.explain_no_run(directory, error)
         raise InputError(f"{directory}: {problem} ({reason}); name a directory that `train` has written") from error
-    if not isinstance(config, dict):
+    if config is None:
         raise InputError(f"{directory}: {problem} (config.json is damaged); name a directory that `train` has written")
     return config
 
@@ -226,8 +257,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    memory = _parse(path.read_bytes())
-    if isinstance(memory, dict) and isinstance(memory.get("kinds"), dict):
+    memory = json_files.parse_object(path.read_bytes())
+    if memory is not None and isinstance(memory.get("kinds"), dict):
         return memory
     notes.append(f"{path.name} is damaged and left out")
     return None
@@ -236,8 +267,8 @@ def _read_memory(path: Path, notes: list[str]) -> dict[str, Any] | None:
 def _read_task_results(folder: Path, notes: list[str]) -> Iterator[TaskResult]:
     """Yield the results of tasks, and of groups in place of the tasks in them."""
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        entry = _parse(path.read_bytes())
-        if not _is_evaluation(entry):
+        entry = json_files.parse_object(path.read_bytes())
+        if entry is None or not _is_evaluation(entry):
             notes.append(f"{EVALUATIONS}/{path.name} is not what `evaluate` writes and left out")
             continue
         own = entry["jaxopt_llm"]
@@ -296,9 +327,7 @@ def _read_faults(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return faults
 
 
-def _is_evaluation(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return False
+def _is_evaluation(entry: dict[str, Any]) -> bool:
     parts = [entry.get(name) for name in ("results", "jaxopt_llm", "group_subtasks", "n-shot")]
     return (
         all(isinstance(part, dict) for part in parts)

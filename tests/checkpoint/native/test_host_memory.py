@@ -87,8 +87,8 @@ def test_a_save_does_not_wait_for_the_hashes(tmp_path: Path, monkeypatch: pytest
     writer = open_memory(tmp_path, make_state(spec))
     writer.save(2, make_state(spec), {})
     writer.wait()
-    hash_file = host_memory._hash
-    monkeypatch.setattr(host_memory, "_hash", lambda path: hashed.wait(60) and hash_file(path))
+    hash_file = host_memory.hash_file
+    monkeypatch.setattr(host_memory, "hash_file", lambda path: hashed.wait(60) and hash_file(path))
     writer.save(4, make_state(spec), {})
     assert not (tmp_path / "process-0" / "4" / host_memory.INDEX).exists()
     threading.Timer(0.2, hashed.set).start()
