@@ -10,7 +10,7 @@ import toy
 
 from jaxopt_llm.config import GrpoConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.objectives import split_loss
+from jaxopt_llm.model.objectives import split_loss, weigh_tokens
 from jaxopt_llm.model.objectives.grpo import Grpo
 
 BOUNDS = {"epsilon": 0.2, "epsilon_high": 0.28, "max_ratio": 1.7, "max_new_tokens": 9}
@@ -63,7 +63,7 @@ def test_loss_and_weights_are_the_formula_and_its_derivative(settings: GrpoConfi
     objective = Grpo(settings)
     assert objective.needs_reference == (settings.beta > 0)
     given = batch if settings.beta else batch.replace(reference=None)
-    weights, reported = objective.weigh_tokens(jnp.asarray(found), given)
+    weights, reported = weigh_tokens(objective.sum_losses, jnp.asarray(found), given)
     count = int(objective.count(batch))
     loss, metrics = split_loss(objective, reported / count)
     expected, gradient, clipped = formula(settings, batch, found)
@@ -76,7 +76,7 @@ def test_loss_and_weights_are_the_formula_and_its_derivative(settings: GrpoConfi
 def test_answers_of_the_model_itself_have_the_gradient_of_the_policy() -> None:
     """Without a difference from the sampler the weight of a token is the advantage of its answer."""
     batch, found = rollouts()
-    weights, reported = Grpo(GrpoConfig()).weigh_tokens(jnp.asarray(found), batch.replace(sampled=found))
+    weights, reported = weigh_tokens(Grpo(GrpoConfig()).sum_losses, jnp.asarray(found), batch.replace(sampled=found))
     np.testing.assert_allclose(weights, np.where(batch.loss_mask, batch.labels, 0), rtol=1e-6)
     named = dict(zip(("loss", "clipped", "kl", "sampler_kl"), np.asarray(reported), strict=False))
     assert named["clipped"] == named["sampler_kl"] == 0
@@ -85,10 +85,10 @@ def test_answers_of_the_model_itself_have_the_gradient_of_the_policy() -> None:
 def test_rows_and_padding_change_nothing() -> None:
     batch, found = rollouts(1, 60)
     objective = Grpo(GrpoConfig(level="sequence", normalisation="sequence"))
-    whole = float(objective.weigh_tokens(jnp.asarray(found), batch)[1][0])
+    whole = float(weigh_tokens(objective.sum_losses, jnp.asarray(found), batch)[1][0])
     alone = 0.0
     for segment in range(1, int(objective.count(batch)) + 1):
         inside = batch.segment_ids == segment
         only = jax.tree.map(lambda field, inside=inside: np.where(inside, field, 0), batch)
-        alone += float(objective.weigh_tokens(jnp.asarray(found), only)[1][0])
+        alone += float(weigh_tokens(objective.sum_losses, jnp.asarray(found), only)[1][0])
     assert whole == pytest.approx(alone, rel=1e-5)
