@@ -164,7 +164,8 @@ def main() -> int:
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
         scored = config.model.scores > 0
-        rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row, scored)
+        stream, limit = documents.without("teacher"), data.documents_per_row
+        rows = PackedRows(stream, length, size, name, data.long_documents, limit, scored)
         if rows.pairs and not scored:
             raise InputError(
                 f"{name} holds {HELD[rows.pairs]}, which have no loss per token: the held-out "

@@ -302,6 +302,11 @@ class Config:
         ]
 
     @property
+    def runs_teacher(self) -> bool:
+        """True if each step runs a teacher forward. Without one, `distill` reads what the data hold of a teacher."""
+        return self.training.distills and bool(self.distillation.teacher)
+
+    @property
     def keeps_reference(self) -> bool:
         """True if the model without its adapters can be the reference: the run starts from it, and does not change it.
 
@@ -356,14 +361,18 @@ class Config:
         if training.objective == NEXT_TOKEN:
             return found
         name = f"training.objective={training.objective}"
-        if training.distills and not self.distillation.teacher:
-            found.append(f"{name} needs a model to learn from: name its folder or hub id with --distillation.teacher")
+        if training.distills and not self.runs_teacher and self.distillation.temperature != 1:
+            found.append(
+                f"distillation.temperature={self.distillation.temperature}: the probabilities that prepare --teacher "
+                "keeps are those at temperature 1: set --distillation.temperature 1, or name a model with "
+                "--distillation.teacher"
+            )
         refused = {
             f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
             f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
             f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
             f"optimizer.in_backward={self.optimizer.in_backward}": (
-                training.distills and self.optimizer.in_backward,
+                self.runs_teacher and self.optimizer.in_backward,
                 "--optimizer.in-backward False",
             ),
         }

@@ -137,7 +137,7 @@ class TrainingConfig:
 
     @property
     def distills(self) -> bool:
-        """True if the objective reads the logits of a teacher."""
+        """True if the objective compares with the probabilities of a teacher."""
         return self.objective == DISTILL
 
     @property

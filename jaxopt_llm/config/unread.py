@@ -163,6 +163,7 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
         ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
+        ("distillation.teacher_base", "distillation.teacher=''", not config.distillation.teacher),
         ("grpo.*", f"training.objective={objective}", not config.training.draws),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,14 @@ from jaxopt_llm.data.rows.loader import read_in_order
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.pieces import IndexedPiece, join_all
 from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.executor import ReadTokens
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
 
 Advance = Callable[[int], Any]  # receives numbers of tokens as they are read
+# A row, fields [S]; the first position of each of its documents; and what was read of its tokens, two arrays [S, ...].
+ReadRow = tuple[Batch, NDArray[np.int64], list[NDArray[Any]]]
 SHORTEST_ROW = 128  # tokens; rows are this long, or 2, 4, 8, ... times as long, so that few programs are compiled
 
 
@@ -44,7 +47,7 @@ class LogLikelihood(NamedTuple):
 
 
 class DocumentReader:
-    """Reader of the log-probabilities of documents. A program serves all rows of one length.
+    """Reader of what a model says of documents. A program serves all rows of one length.
 
     A row holds many documents, which do not see each other, as in training. Devices divide the rows of a batch.
 
@@ -52,15 +55,28 @@ class DocumentReader:
         model, placement: the model, and where its parameters are.
         vocabulary_size: number of ids.
         batch_tokens: tokens of the rows that are read at once; at least one row of each device is.
+        read: what is read of each token, two arrays; by default what `read` needs, `model.read_targets`.
     """
 
-    def __init__(self, model: Model, placement: Placement, vocabulary_size: int, batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        placement: Placement,
+        vocabulary_size: int,
+        batch_tokens: int,
+        read: ReadTokens | None = None,
+    ) -> None:
         self._vocabulary_size, self._batch_tokens = vocabulary_size, batch_tokens
         self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
         self._sharding = placement.activation(None, "batch", "sequence")
-        read = functools.partial(scan.read_tokens, model.read_targets, model, remat=RematConfig("none"))
         self._compute = jax.jit(
-            functools.partial(read, placement=placement),
+            functools.partial(
+                scan.read_tokens,
+                read or model.read_targets,
+                model,
+                placement=placement,
+                remat=RematConfig("none"),
+            ),
             out_shardings=placement.replicated,
             compiler_options=compiler_options(placement.mesh),
         )
@@ -87,27 +103,32 @@ class DocumentReader:
         sums, is_greedy = np.where(is_long, np.nan, 0.0), ~is_long
         left = documents.size
         if np.any(counts[~is_long]):
-            rows = PackedRows(join_all([documents]), length, self._vocabulary_size, documents.name, "drop")
-            count = self._groups * max(self._batch_tokens // (length * self._groups), 1)
-            for at, batch in enumerate(read_in_order(rows, count)):
-                found, is_best = self._read_batch(params, batch)
-                for row in range(min(count, len(rows) - at * count)):
-                    firsts, _ = rows.find_ranges(at * count + row)
-                    counted, places = batch.loss_mask[row], ends.searchsorted(firsts, side="right")
-                    own = places[batch.segment_ids[row][counted] - 1]  # the document of each token that counts
-                    np.add.at(sums, own, found[row][counted])
-                    np.logical_and.at(is_greedy, own, is_best[row][counted])
-                read = int(np.count_nonzero(batch.segment_ids))
+            for row, firsts, (found, is_best) in self.read_rows(params, documents, length):
+                counted, places = row.loss_mask, ends.searchsorted(firsts, side="right")
+                own = places[row.segment_ids[counted] - 1]  # the document of each token that counts
+                np.add.at(sums, own, found[counted])
+                np.logical_and.at(is_greedy, own, is_best[counted])
+                read = int(np.count_nonzero(row.segment_ids))
                 advance(read)
                 left -= read
         advance(left)
         return sums, is_greedy
 
-    def _read_batch(self, params: Params, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return the log-probabilities of the targets of a batch, and whether no token is more likely, [B, S]."""
-        placed = jax.tree.map(self._place, batch)
-        found, is_best = self._compute(params, placed)
-        return np.asarray(found)[0], np.asarray(is_best)[0]
+    def read_rows(self, params: Params, documents: IndexedPiece, length: int) -> Iterator[ReadRow]:
+        """Yield rows of whole documents, with the first position of each document and what was read of each token.
+
+        Documents without tokens that the loss counts, or longer than a row, are in no row. Arguments as of `read`.
+
+        Raises:
+            InputError: no document is in a row.
+        """
+        rows = PackedRows(join_all([documents]), length, self._vocabulary_size, documents.name, "drop")
+        count = self._groups * max(self._batch_tokens // (length * self._groups), 1)
+        for at, batch in enumerate(read_in_order(rows, count)):
+            found = [np.asarray(each)[0] for each in self._compute(params, jax.tree.map(self._place, batch))]
+            for row in range(min(count, len(rows) - at * count)):
+                firsts, _ = rows.find_ranges(at * count + row)
+                yield jax.tree.map(lambda field, row=row: field[row], batch), firsts, [each[row] for each in found]
 
     def _place(self, field: NDArray[Any]) -> jax.Array:
         """Return a field of a batch on the devices. All processes have the same values."""

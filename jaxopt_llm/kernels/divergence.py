@@ -15,9 +15,9 @@ only one chunk exist, those of the teacher included:
 Of a teacher that has read the data before, only the log-probabilities of its K most likely tokens are known, and that
 of all others together, the rest. The divergence is then the one between distributions over these K tokens and the rest.
 It is 0 where the two agree on all of these, never larger than the divergence over all tokens, and equal to it if K is
-the size of the vocabulary. To leave the rest out, and divide by the sum of the K probabilities, would teach a student to
-be too certain (Anshumann et al. 2025, arXiv:2503.16870). The formulas above have the same values and gradients, if the
-tokens of the rest get a q that is divided among them as the student divides its own probability:
+the size of the vocabulary. To leave the rest out, and divide by the sum of the K probabilities, would teach a student
+to be too certain (Anshumann et al. 2025, arXiv:2503.16870). The formulas above have the same values and gradients, if
+the tokens of the rest get a q that is divided among them as the student divides its own probability:
 
     q = q(rest)·p / p(rest)
 

@@ -9,8 +9,8 @@ from jaxopt_llm.core.tree import Leaf
 class Batch:
     """Packed token sequences.
 
-    Fields have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S tokens.
-    Those of a teacher have one dimension more.
+    Fields have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S
+    tokens. Those of a teacher have one dimension more.
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.

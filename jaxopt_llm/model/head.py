@@ -55,9 +55,8 @@ class Head:
         teacher: vocabulary.TeacherOperands
         if self.teacher_table is None:
             stored = self.batch.teacher_ids, self.batch.teacher_log_probabilities
-            teacher = vocabulary.StoredLogProbabilities(
-                *(to_device_order(each, self.placement) for each in stored), settings
-            )
+            ids, log_probabilities = (to_device_order(each, self.placement) for each in stored)
+            teacher = vocabulary.StoredLogProbabilities(ids, log_probabilities, settings)
         else:  # its input rests as the residual stream, already in the order of the devices
             x = all_gather_sequence(self.batch.teacher, self.placement)
             teacher = vocabulary.TeacherLogits(x, self.teacher_table, settings)

@@ -14,6 +14,7 @@ from jaxopt_llm.data.reading.storage import PLAN
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import Corpus, open_corpus
 from jaxopt_llm.data.tokens.pieces import TokenStream
+from jaxopt_llm.data.tokens.scored import LogProbabilityWriter
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 
 
@@ -34,7 +35,7 @@ def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", lim
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
     looked = prepared.inspect_files(files, config, lambda: None)
-    model = {"model": reference, "model_sha256": reference * 2} if reference else None
+    model = {"reference": {"model": reference, "model_sha256": reference * 2}} if reference else None
     plan = prepared.make_plan(files, [fingerprint for fingerprint, _ in looked], config, tokenizer, model)
     shards = prepared.group_into_shards(files, [parts for _, parts in looked])
     prepared.write_json(folder / PLAN, plan)
@@ -45,12 +46,12 @@ def prepare(folder: Path, of: Path, config: DataConfig, reference: str = "", lim
     merger.merge_ready()
     written = None
     if reference:
-        writer, document = prepared.LogProbabilityWriter(folder, plan["dtype"]), 0
+        writer, document = LogProbabilityWriter(folder, plan["dtype"]), 0
         while len(writer) < len(writer.tokens):
             count = writer.open_next().groups
             writer.append(some_log_probabilities(document + count)[document:])
             document += count
-        written = writer.summarise(limit)
+        written = {"reference": writer.summarise(limit=limit)}
     merger.finish(plan, written)
     return folder
 

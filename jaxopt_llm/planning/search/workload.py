@@ -47,7 +47,7 @@ LOGIT_BYTES = 14
 def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     """Return the work of one GPU in a step. Call `resolve_attention` first."""
     work = _estimate_passes(config, state, cluster, Passes.from_config(config))
-    if not config.training.distills:
+    if not config.runs_teacher:
         return work
     own = make_teacher_config(config)
     forward = Passes.from_config(own).only_forward
