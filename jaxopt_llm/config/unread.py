@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import READ_BY_SCALING, WINDOWED, ModelConfig
 from jaxopt_llm.config.run import Config
-from jaxopt_llm.config.training import CLASSIFY, KTO
+from jaxopt_llm.config.training import CLASSIFY, GRPO, KTO
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
 EVERY_FIELD = ".*"  # end of a name that stands for all fields of a section
@@ -164,7 +164,9 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
         ("distillation.teacher_base", "distillation.teacher=''", not config.distillation.teacher),
-        ("grpo.*", f"training.objective={objective}", not config.training.draws),
+        ("rollouts.*", f"training.objective={objective}", not config.draws),
+        ("rollouts.reward_seconds", "rollouts.rewards=()", not config.rollouts.rewards),
+        ("grpo.*", f"training.objective={objective}", objective != GRPO),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
         (

@@ -150,8 +150,9 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
     assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
-    if requested.training.draws and processes.count > 1:
-        raise InputError("training.objective=grpo draws its answers in one process: start the job on one host")
+    if requested.draws and processes.count > 1:
+        name = f"training.objective={requested.training.objective}"
+        raise InputError(f"{name} draws its answers in one process: start the job on one host")
     check_hub_commits(requested, processes)
     requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)
@@ -160,7 +161,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
     data = pack_documents(resolved, documents, processes.main)
-    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.training.draws else None
+    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.draws else None
     config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
@@ -226,7 +227,7 @@ def check_label_names(config: Config, pulse: Pulse = UNWATCHED) -> None:
 def _count_steps(config: Config, data: Data, prompts: Prompts | None) -> float:
     """Return the number of steps that read every training row once, or answer every prompt once."""
     if prompts is not None:
-        return len(prompts.training) * config.grpo.updates / config.grpo.prompts
+        return len(prompts.training) * config.rollouts.updates / config.rollouts.prompts
     return sum(map(len, data.training)) / config.training.batch_size
 
 

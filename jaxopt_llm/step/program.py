@@ -24,7 +24,7 @@ from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.compiler.chips import Chip, chip_of
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.data import UNPAIRED
-from jaxopt_llm.config.training import KTO
+from jaxopt_llm.config.training import GRPO, KTO
 from jaxopt_llm.core import tree
 from jaxopt_llm.data.tokens.prepared import TOP_K
 from jaxopt_llm.execution import pipeline, scan
@@ -359,9 +359,10 @@ def make_program(
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
     reads_reference = training.has_reference and (has_reference or not config.runs_reference)
     number = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding)
-    has_labels = training.draws or training.pairs == UNPAIRED or (training.reads_scores and config.data.label_field)
+    rewards = training.objective == GRPO
+    has_labels = rewards or training.pairs == UNPAIRED or (training.reads_scores and config.data.label_field)
     reference, labels = number if reads_reference else None, number if has_labels else None
-    sampled = number if training.draws else None
+    sampled = number if rewards else None
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
@@ -478,8 +479,8 @@ def _make_objective(config: Config, teacher: Teacher | None, stored: StoredTeach
         of = Classifier(stored.vocabulary_size or config.model.vocabulary_size, softcap=0.0, z_loss=0.0, chunk=0)
     if of is not None:
         return Distillation(Divergence(settings.beta, settings.temperature, settings.next_token_weight, of))
-    if config.training.draws:
-        return Grpo(config.grpo)
+    if name == GRPO:
+        return Grpo(config.grpo, config.rollouts.max_new_tokens)
     if name == "reward":
         return Reward(config.preference)
     if name == "classify":

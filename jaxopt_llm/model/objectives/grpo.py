@@ -34,9 +34,13 @@ REPORTED = ("loss", "clipped", "kl", "sampler_kl", "entropy")
 
 @dataclass(frozen=True)
 class Grpo:
-    """The clipped gain of answers with their advantages, `Batch.labels`, against the sampler, `Batch.sampled`."""
+    """The clipped gain of answers with their advantages, `Batch.labels`, against the sampler, `Batch.sampled`.
+
+    max_new_tokens: N of the docstring above.
+    """
 
     settings: GrpoConfig
+    max_new_tokens: int
 
     @property
     def needs_reference(self) -> bool:
@@ -76,7 +80,7 @@ class Grpo:
             kl = jnp.expm1(distance) - distance
             losses += settings.beta * kl
         share = 1.0 if settings.normalisation == "token" else 1 / lengths  # of a token in what is reported
-        of_loss = 1 / settings.max_new_tokens if settings.normalisation == "constant" else share
+        of_loss = 1 / self.max_new_tokens if settings.normalisation == "constant" else share
         of_sampler = jnp.exp(change) - 1 - change
         reported = (clipped < free).astype(jnp.float32), kl, of_sampler, -log_probabilities
         sums = [jnp.sum(jnp.where(counts, share * each, 0.0)) for each in reported]
