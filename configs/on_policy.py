@@ -43,12 +43,12 @@ def get_config() -> Config:
         run=RunConfig(directory="runs/on_policy"),
         model=ModelConfig(pretrained="runs/grpo_format"),
         data=DataConfig(paths=("runs/sums/prompts.jsonl",), content="prompt"),
-        training=TrainingConfig(steps=60, batch_size=4, sequence_length=96, objective="distill"),
+        training=TrainingConfig(steps=100, batch_size=4, sequence_length=96, objective="distill"),
         distillation=DistillationConfig(teacher="runs/teacher_exported", beta=1.0),
         rollouts=RolloutsConfig(rewards=(f"{__file__}:is_right",), prompts=14, group_size=4, max_new_tokens=2),
-        optimizer=OptimizerConfig(learning_rate=1e-3, beta2=0.99, weight_decay=0.0),
+        optimizer=OptimizerConfig(learning_rate=2e-3, beta2=0.99, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_steps=10, kind="wsd"),
         precision=PrecisionConfig(compute_dtype="float32"),  # for CPUs without bf16
         evaluation=EvaluationConfig(every=0),
-        logging=LoggingConfig(every=5),
+        logging=LoggingConfig(every=10),
     )

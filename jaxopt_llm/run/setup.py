@@ -325,11 +325,14 @@ def check_classes(rows: PackedRows, classes: int) -> None:
 Scores = TypeVar("Scores", ReferenceLogProbabilities, TeacherLogProbabilities)
 
 
-def _find_common(streams: Iterable[TokenStream], name: str, read: Callable[[Piece], Scores | None]) -> Scores | None:
+def _find_common(
+    streams: Iterable[TokenStream], name: str, flags: str, read: Callable[[Piece], Scores | None]
+) -> Scores | None:
     """Return what one model says of all documents; None: no model says anything.
 
     Args:
-        name: what the model is, which is also the flag of `prepare` that names it.
+        name: what the model is.
+        flags: of `prepare`, which name it.
         read: what a model says of a piece.
 
     Raises:
@@ -344,7 +347,7 @@ def _find_common(streams: Iterable[TokenStream], name: str, read: Callable[[Piec
         held = f"those of {of_other.model}" if of_other else "none"
         raise InputError(
             f"{asked.name} holds log-probabilities by the {name} {of_asked.model}, and {other.name} holds {held}: "
-            f"prepare both with the same --{name}"
+            f"prepare both with the same {flags}"
         )
     return read(first)
 
@@ -364,7 +367,7 @@ def _find_teacher(config: Config, streams: Sequence[TokenStream]) -> TeacherLogP
     """
     if not config.training.distills or config.runs_teacher:
         return None
-    found = _find_common(streams, "teacher", lambda piece: piece.teacher)
+    found = _find_common(streams, "teacher", "--teacher and --top-k", lambda piece: piece.teacher)
     if found is None:
         name = next(piece.name for stream in streams for piece in stream.pieces)
         raise InputError(
@@ -381,7 +384,7 @@ def _find_reference(config: Config, streams: Sequence[TokenStream]) -> Reference
         InputError: some documents have log-probabilities, and others have none or those of another model; or the
             objective needs them, and there are none; or the rows may hold documents that the model could not read.
     """
-    reference = _find_common(streams, "reference", lambda piece: piece.reference)
+    reference = _find_common(streams, "reference", "--reference", lambda piece: piece.reference)
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
     if reference is None and config.training.has_reference and not config.keeps_reference:
         raise InputError(_describe_missing_reference(config, pieces[0].name))
