@@ -49,10 +49,10 @@ def test_a_student_learns_in_its_own_answers_and_resumes_to_the_bit(tmp_path: Pa
 
 
 def test_the_loss_is_the_divergence_at_the_tokens_drawn(tmp_path: Path, teacher: Path) -> None:
-    student = folders.folder(tmp_path / "student", STUDENT)
+    student = folders.folder_with_tokenizer(tmp_path / "student", STUDENT)
     config = configure(tmp_path, teacher, **{"rollouts.rewards": (), "training.steps": 1, "distillation.beta": 0.3})
-    config = replace(config, model=ModelConfig(pretrained=str(student)))
-    (record,) = metrics(run(resolve_pretrained(config)))
+    given = {"model": ModelConfig(pretrained=str(student)), "data.tokenizer": "auto"}
+    (record,) = metrics(run(resolve_pretrained(fields.replace_fields(config, given))))
     assert not {"rewards/mean", "entropy"} & record.keys()
     losses: list[float] = []
     for each in records(tmp_path / "run"):
