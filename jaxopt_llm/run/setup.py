@@ -79,7 +79,7 @@ class Data(Documents):
     reference: ReferenceLogProbabilities | None
     teacher: TeacherLogProbabilities | None
 
-    def make_program(self, config: Config, placement: Placement) -> Program:
+    def program_of(self, config: Config, placement: Placement) -> Program:
         """Return the program of a configuration whose steps read these rows; see step/program.py."""
         held = self.teacher
         stored = None if held is None else StoredTeacher(held.top_k, held.vocabulary_size)
@@ -116,7 +116,7 @@ class Setup:
     def with_config(self, config: Config) -> "Setup":
         """Return the setup with another configuration of the same data, mesh and train state."""
         placement = replace(self.placement, sharding=config.sharding)
-        program = self.data.make_program(config, placement)
+        program = self.data.program_of(config, placement)
         program = replace(program, attention=self.program.attention)
         return replace(self, config=config, placement=placement, program=program)
 
@@ -165,7 +165,7 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = data.make_program(config, placement)
+    program = data.program_of(config, placement)
     program = replace(program, attention=attention)
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
