@@ -10,8 +10,9 @@ models fit, run
 
     python -m jaxopt_llm.plan --config distill.py --model.pretrained STUDENT --distillation.teacher TEACHER --gpu h100
 
-`--distillation.teacher-base nf4` or `int8` holds the teacher in fewer bytes. docs/distillation.md has the divergences
-of `--distillation.beta`.
+`--distillation.teacher-base nf4` or `int8` holds the teacher in fewer bytes. `--distillation.teacher ''` takes none of
+its memory: the data then hold what a teacher says (prepare --teacher). docs/distillation.md has that, and the
+divergences of `--distillation.beta`.
 """
 
 from jaxopt_llm.config import (

@@ -10,7 +10,7 @@ function of these columns; adapters (--lora.rank) save memory, and real models w
 adapters:
 
     python -m jaxopt_llm.train --config grpo.py --model.pretrained FOLDER --data.paths prompts.jsonl \\
-        --grpo.rewards mine.py:is_right --optimizer.learning-rate 1e-6
+        --rollouts.rewards mine.py:is_right --optimizer.learning-rate 1e-6
 
 Hardware: 2 CPU cores. Expected: from 10% of the sums right to 85 to 100%, by the seed.
 """
@@ -19,11 +19,11 @@ from jaxopt_llm.config import (
     Config,
     DataConfig,
     EvaluationConfig,
-    GrpoConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
+    RolloutsConfig,
     RunConfig,
     ScheduleConfig,
     TrainingConfig,
@@ -42,7 +42,7 @@ def get_config() -> Config:
         model=ModelConfig(pretrained="runs/grpo_format"),
         data=DataConfig(paths=("runs/sums/prompts.jsonl",), content="prompt"),
         training=TrainingConfig(steps=300, batch_size=28, sequence_length=96, objective="grpo"),
-        grpo=GrpoConfig(rewards=(f"{__file__}:is_right",), prompts=14, group_size=32, max_new_tokens=2),
+        rollouts=RolloutsConfig(rewards=(f"{__file__}:is_right",), prompts=14, group_size=32, max_new_tokens=2),
         optimizer=OptimizerConfig(learning_rate=1e-3, beta2=0.99, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_steps=20, kind="wsd"),
         precision=PrecisionConfig(compute_dtype="float32"),  # for CPUs without bf16

@@ -164,7 +164,8 @@ def main() -> int:
     for name, documents in _open_documents(config, source.tokenizer, reads_other_data).items():
         size, data = config.model.vocabulary_size, config.data
         scored = config.model.scores > 0
-        rows = PackedRows(documents, length, size, name, data.long_documents, data.documents_per_row, scored)
+        stream, most = documents.without("teacher"), data.documents_per_row
+        rows = PackedRows(stream, length, size, name, data.long_documents, most, scored)
         if rows.pairs and not scored:
             raise InputError(
                 f"{name} holds {HELD[rows.pairs]}, which have no loss per token: the held-out "
@@ -344,7 +345,7 @@ def _override(trained: Config, overrides: list[str], reads_other_data: bool) -> 
     # Evaluation runs without the mesh, the microbatches and the remat groups of the run, so the batch and the layers
     # need not be divisible by them.
     trained = fields.replace_fields(trained, {"training.accumulation": 1, "mesh": MeshConfig(), "remat": RematConfig()})
-    if trained.training.distills or trained.training.draws:  # the loss is that of the next token, without the teacher
+    if trained.training.distills or trained.draws:  # the loss is that of the next token, without the teacher
         trained = fields.replace_fields(trained, {"training.objective": NEXT_TOKEN})
     if trained.data.content == PROMPT:
         trained = fields.replace_fields(trained, {"data.content": "text", "data.paths": ()})

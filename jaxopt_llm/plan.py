@@ -410,7 +410,7 @@ def _make_docstring(options: argparse.Namespace, found: ranking.SearchResult, wi
     gpus += "".join(f" --{name} {value:g}" for name, value in rates.items() if value is not None)
     sent = sum(traffic.bytes for traffic in plan.collectives)
     parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)
-    data = "" if winner.config.training.draws else " --data.paths prepared --data.tokenizer tokenizer.json"
+    data = "" if winner.config.draws else " --data.paths prepared --data.tokenizer tokenizer.json"
     return f"""{parameters} on {plan.hosts} × {plan.gpus_per_host} {plan.gpu}: the fastest of
 {len(found.candidates):,} settings by the roofline of docs/plan.md, {winner.time.total:.2f} s a step.
 

@@ -4,16 +4,19 @@ python -m jaxopt_llm.prepare --input PATH [PATH ...] --output DIR [--tokenizer F
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --content chat --tokenizer DIR --preview N
 python -m jaxopt_llm.prepare --input PATH [PATH ...] --content preference --tokenizer MODEL --output DIR \
                              --reference MODEL
+python -m jaxopt_llm.prepare --input PATH [PATH ...] --tokenizer MODEL --output DIR --teacher MODEL --top-k 64
 python -m jaxopt_llm.prepare --verify DIR
 
 Tokenise a corpus once, on all cores, into files that training reads with --data.paths DIR. If the command is killed,
 run it again: it keeps the finished shards and produces the same bytes. --verify reads a prepared corpus completely and
 prints which parts are damaged. --preview prints conversations and marks the tokens that training learns;
 it writes no files. --reference also computes the log-probability of each answer by a model, with which
-training.objective dpo, ipo, hinge and kto compare.
+training.objective dpo, ipo, hinge and kto compare. --teacher also keeps the tokens that a model finds most likely in
+the place of each token that is learned, with their log-probabilities, for training.objective distill.
 """
 
 import argparse
+import functools
 import io
 import multiprocessing
 import os
@@ -25,7 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -57,10 +60,29 @@ if TYPE_CHECKING:
     from jaxopt_llm.inference.reference import Reference
 
 
-def prepare(config: DataConfig, directory: Path, workers: int, reference_name: str = "") -> None:
+@dataclass(frozen=True)
+class Scoring:
+    """What a model says of a corpus.
+
+    Attributes:
+        kind: reference or teacher, also the flag that names the model.
+        name: path or hub id of the model.
+        top_k: of a teacher, number of tokens in each place.
+    """
+
+    kind: str
+    name: str
+    top_k: int = 0
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.kind}"
+
+
+def prepare(config: DataConfig, directory: Path, workers: int, scoring: Scoring | None = None) -> None:
     """Write the corpus of `config.paths` into a directory, or complete one that was started there.
 
-    reference_name: the model whose log-probabilities of its documents it holds, a path or hub id; "": none.
+    scoring: what a model says of its documents, which it also holds.
 
     Raises:
         InputError: a source cannot be read, or the directory holds another prepared corpus, a damaged one or other
@@ -69,7 +91,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
     if config.content not in (PREFERENCE, UNPAIRED):  # labels of pairs are margins
         config = replace(config, label_names=find_label_names(config, "--input"))
     tokenizer = load_tokenizer(config)
-    reference = _open_reference(reference_name, config, tokenizer) if reference_name else None
+    model = _open_model(scoring, config, tokenizer) if scoring else None
     files = list(chain.from_iterable(find_corpus_files(config, "--input")))
     for file in files:
         if file.format not in source.FORMATS:
@@ -80,7 +102,10 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
         inspected = prepared.inspect_files(files, config, lambda: progress.advance(task))
     shards = prepared.group_into_shards(files, [parts for _, parts in inspected])
     fingerprints = [fingerprint for fingerprint, _ in inspected]
-    plan = prepared.make_plan(files, fingerprints, config, tokenizer, reference.to_plan() if reference else None)
+    scored_by = {}
+    if scoring is not None and model is not None:
+        scored_by = {scoring.kind: model.to_plan() | ({"top_k": scoring.top_k} if scoring.top_k else {})}
+    plan = prepared.make_plan(files, fingerprints, config, tokenizer, scored_by)
     _check_output(directory, plan)
     with lock_directory(directory, "--output"):
         if _check_output(directory, plan):  # again, because from here on no other process writes there
@@ -102,10 +127,10 @@ def prepare(config: DataConfig, directory: Path, workers: int, reference_name: s
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
-            written = (
-                _write_log_probabilities(reference, config, directory, plan["dtype"], console) if reference else None
-            )
-            merger.finish(plan, written)
+            scores = {}
+            if scoring is not None and model is not None:
+                scores = {scoring.kind: _write_scores(scoring, model, config, directory, plan["dtype"], console)}
+            merger.finish(plan, scores)
     records = prepared.read_shard_records(directory)
     documents, tokens = (sum(record[name] for record in records) for name in ("documents", "tokens"))
     skipped = prepared.add_skipped(records, shards)
@@ -232,43 +257,54 @@ def _write_shards(
             pool.shutdown(cancel_futures=True)
 
 
-def _open_reference(name: str, config: DataConfig, tokenizer: Tokenizer) -> "Reference":
+def _open_model(scoring: Scoring, config: DataConfig, tokenizer: Tokenizer) -> "Reference":
     from jaxopt_llm.inference.reference import open_reference  # imports JAX, which the workers do not need
 
-    with _name_reference():
-        return open_reference(name, config, tokenizer)
+    with _name_flag(scoring.flag):
+        model = open_reference(scoring.name, scoring.flag, config, tokenizer)
+    if scoring.top_k > model.vocabulary_size:
+        raise InputError(f"--top-k {scoring.top_k}: {scoring.name} has {model.vocabulary_size} tokens; name fewer")
+    return model
 
 
-def _write_log_probabilities(
-    reference: "Reference", config: DataConfig, directory: Path, dtype: str, console: Console
+def _write_scores(
+    scoring: Scoring, model: "Reference", config: DataConfig, directory: Path, dtype: str, console: Console
 ) -> dict[str, Any]:
-    """Write those of a reference model, or complete them. Return what the manifest says of them."""
-    from jaxopt_llm.inference.reference import complete_corpus
+    """Write what a model says of the corpus, or complete it. Return what the manifest says of it."""
+    from jaxopt_llm.data.tokens import scored
+    from jaxopt_llm.inference import reference
     from jaxopt_llm.planning import oom
 
-    writer = prepared.LogProbabilityWriter(directory, dtype)
+    if scoring.top_k:
+        asked = scored.TeacherWriter(directory, dtype, scoring.top_k, model.vocabulary_size)
+        total, complete = sum(asked.tokens), functools.partial(reference.ask_teacher, model, config, asked)
+    else:
+        writer = scored.LogProbabilityWriter(directory, dtype)
+        total, complete = sum(writer.tokens), functools.partial(reference.complete_corpus, model, config, writer)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    explain_oom = oom.explain_oom("reading answers", "use GPUs with more memory, or more of them")
+    explain_oom = oom.explain_oom("reading documents", "use GPUs with more memory, or more of them")
     with (
-        _name_reference(),
+        _name_flag(scoring.flag),
         explain_oom,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
-        task = progress.add_task("tokens read by the reference", total=sum(writer.tokens))
-        written = complete_corpus(reference, config, writer, lambda tokens: progress.advance(task, tokens))
-    if written["limit"]:
-        note = f"have no log-probability by {reference.name}: they exceed its context"
-        console.print(f"documents of more than {written['limit'] + 1:,} tokens {note}", markup=False)
+        task = progress.add_task(f"tokens read by the {scoring.kind}", total=total)
+        written: dict[str, Any] = complete(lambda tokens: progress.advance(task, tokens))
+    if limit := written["limit"]:
+        note = f"have no log-probability by {model.name}: they exceed its context"
+        if scoring.top_k:
+            note = f"exceed the context of {model.name}: it read them in parts of that length"
+        console.print(f"documents of more than {limit + 1:,} tokens {note}", markup=False)
     return written
 
 
 @contextmanager
-def _name_reference() -> Iterator[None]:
+def _name_flag(flag: str) -> Iterator[None]:
     """Name the flag of this command in errors about its model."""
     try:
         yield
     except CommandError as error:
-        error.args = (str(error).replace("--checkpoint ", "--reference "), *error.args[1:])
+        error.args = (str(error).replace("--checkpoint ", f"{flag} "), *error.args[1:])
         raise
 
 
@@ -346,6 +382,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--malformed", default=default.malformed, choices=("error", "skip", "replace"), help=malformed)
     reference = "run, or folder or hub id of a Hugging Face model, with which dpo, ipo, hinge and kto compare"
     add("--reference", default="", metavar="MODEL", help=reference)
+    teacher = "run, or folder or hub id of a Hugging Face model, from which training.objective distill learns"
+    add("--teacher", default="", metavar="MODEL", help=teacher)
+    most_likely = f"with --teacher, number of most likely tokens that are kept of each (default: {prepared.TOP_K})"
+    add("--top-k", type=int, metavar="K", help=most_likely)
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: one per core)")
     return parser
 
@@ -362,12 +402,30 @@ def _list_flags() -> dict[str, str]:
     return {"data.paths": "--input"} | {f"data.{name}": f"--{name.replace('_', '-')}" for name in settings}
 
 
+def _choose_scoring(content: Content, models: dict[str, str], top_k: int | None) -> Scoring | None:
+    """Return what a model says of a corpus; None without a model. models: their names, by the flag."""
+    pairs = content in (PREFERENCE, UNPAIRED)
+    reference, teacher = models["reference"], models["teacher"]
+    if reference and not pairs:
+        raise InputError(f"--reference {reference}: it reads answers: add --content {PREFERENCE} or {UNPAIRED}")
+    if teacher and pairs:
+        raise InputError(f"--teacher {teacher}: training.objective distill reads no pairs: set another --content")
+    if not teacher and top_k is not None:
+        raise InputError(f"--top-k {top_k}: it counts tokens of a teacher: name one with --teacher, or leave it out")
+    if teacher and top_k is not None and top_k < 1:
+        raise InputError(f"--top-k {top_k}: must be at least 1")
+    if teacher:
+        return Scoring("teacher", teacher, prepared.TOP_K if top_k is None else top_k)
+    return Scoring("reference", reference) if reference else None
+
+
 @errors.own_flags(_list_flags())
 def main() -> int:
     arguments = vars(make_parser().parse_args(sys.argv[1:]))
     workers, paths, directory = (arguments.pop(name) for name in ("workers", "input", "output"))
     verified_directory, preview_count = arguments.pop("verify"), arguments.pop("preview")
-    reference = arguments.pop("reference")
+    models = {kind: arguments.pop(kind) for kind in ("reference", "teacher")}
+    top_k = arguments.pop("top_k")
     _check_local("--output", directory)
     _check_local("--verify", verified_directory)
     if workers < 1:
@@ -383,11 +441,11 @@ def main() -> int:
     config = DataConfig(paths=tuple(paths), **arguments)
     if problems := config.problems():
         raise InputError("; ".join(problems))
-    if reference and (config.content not in (PREFERENCE, UNPAIRED) or preview_count is not None):
-        kinds = f"{PREFERENCE} or {UNPAIRED}"
-        raise InputError(f"--reference {reference}: it reads answers: add --content {kinds}, and no --preview")
+    scoring = _choose_scoring(config.content, models, top_k)
+    if scoring and preview_count is not None:
+        raise InputError(f"{scoring.flag} {scoring.name}: --preview asks no model; leave one of the two out")
     if preview_count is None:
-        prepare(config, directory, workers, reference)
+        prepare(config, directory, workers, scoring)
     elif config.content == "text" or preview_count < 1:
         raise InputError(f"--preview {preview_count}: give at least 1 and a --content of conversations, such as chat")
     else:

@@ -87,7 +87,7 @@ def train(requested: Config, signals: Preemption, processes: Processes = SINGLE_
         corpus = setup.data.corpus.sha256
         files = setup.data.corpus.files.union(*(each.files for each in setup.data.sets))
         verification = Verification(find_prepared(files), (processes.index, processes.count))
-        shown = [*mtp.name_losses(config.model.mtp_layers), *(["rewards/mean"] if config.training.draws else [])]
+        shown = [*mtp.name_losses(config.model.mtp_layers), *(["rewards/mean"] if config.rollouts.rewards else [])]
         records = stack.enter_context(open_records(config, processes, watchdog, setup.program.state, shown, corpus))
         stack.enter_context(verification)
         progress, checkpoints, start = records.progress, records.checkpoints, records.start

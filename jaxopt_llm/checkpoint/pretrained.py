@@ -40,7 +40,7 @@ def resolve_pretrained(config: Config) -> Config:
         stored = {name: fields.get_field(model, name) for name in PRETRAINED_FIELDS}
         resolved = _set_fields("model", config.model, stored)
         config = fields.replace_fields(config, {"model": resolved, "model.pretrained": name})
-    if config.training.distills and config.distillation.teacher:
+    if config.runs_teacher:
         name = hub.absolute_name(config.distillation.teacher)
         config = fields.replace_fields(config, {"distillation.teacher": name})
         _read_teacher(name)

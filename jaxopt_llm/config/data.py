@@ -83,7 +83,7 @@ class DataConfig:
     prompt, completion and label, an answer that is desirable or not, or chosen and rejected, which are then one answer
     of each kind; chat: detect the form from the fields of each file, but not unpaired. Beside conversations, chat also
     reads files of texts, which have data.text_field and no form. prompt: a prompt without an answer, a text or a list
-    of messages, whose other columns go to grpo.rewards (docs/grpo.md)."""
+    of messages, whose other columns go to rollouts.rewards (docs/grpo.md)."""
     learn_turns: Literal["all", "last"] = "all"
     """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
     messages such as weight 0 exclude turns from both (docs/chat.md)."""

@@ -17,6 +17,8 @@ from jaxopt_llm.config.parallel import (
 )
 from jaxopt_llm.config.precision import PrecisionConfig
 from jaxopt_llm.config.training import (
+    DISTILL,
+    GRPO,
     NEXT_TOKEN,
     OF_SCORES,
     DistillationConfig,
@@ -25,6 +27,7 @@ from jaxopt_llm.config.training import (
     LoraConfig,
     OptimizerConfig,
     PreferenceConfig,
+    RolloutsConfig,
     ScheduleConfig,
     TrainingConfig,
 )
@@ -206,6 +209,7 @@ class Config:
     training: TrainingConfig = section(TrainingConfig)
     preference: PreferenceConfig = section(PreferenceConfig)
     distillation: DistillationConfig = section(DistillationConfig)
+    rollouts: RolloutsConfig = section(RolloutsConfig)
     grpo: GrpoConfig = section(GrpoConfig)
     lora: LoraConfig = section(LoraConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
@@ -302,6 +306,17 @@ class Config:
         ]
 
     @property
+    def draws(self) -> bool:
+        """True if each step trains on answers that the model draws itself."""
+        objective = self.training.objective
+        return objective == GRPO or (objective == DISTILL and self.data.content == PROMPT)
+
+    @property
+    def runs_teacher(self) -> bool:
+        """True if each step runs a teacher forward. Without one, `distill` reads what the data hold of a teacher."""
+        return self.training.distills and bool(self.distillation.teacher)
+
+    @property
     def keeps_reference(self) -> bool:
         """True if the model without its adapters can be the reference: the run starts from it, and does not change it.
 
@@ -315,25 +330,23 @@ class Config:
 
         The start of the run finds out whether they have (run/setup.py). Without `keeps_reference` they must.
         """
-        compares = self.training.has_reference or (self.training.draws and self.grpo.beta > 0)
+        compares = self.training.has_reference or (self.training.objective == GRPO and self.grpo.beta > 0)
         return compares and self.keeps_reference
 
-    def _grpo_problems(self) -> list[str]:
+    def _drawing_problems(self) -> list[str]:
         """List the settings that do not suit answers that the model draws itself."""
-        training, content, found = self.training, self.data.content, list[str]()
+        training, found = self.training, list[str]()
         name = f"training.objective={training.objective}"
-        if not training.draws:
-            if content == PROMPT:
-                found.append(f"data.content=prompt: {name} reads answers, too; set --training.objective grpo")
+        if not self.draws:
+            if self.data.content == PROMPT:
+                choices = f"--training.objective {GRPO} or {DISTILL}"
+                found.append(f"data.content=prompt: {name} reads answers, too; set {choices}")
             return found
-        if content != PROMPT:
-            found.append(f"{name} reads prompts without answers: set --data.content prompt")
-        if not self.grpo.rewards:
-            found.append(f"{name} needs a function that rewards answers: name it with --grpo.rewards FILE:FUNCTION")
-        if self.grpo.beta and not self.keeps_reference:
+        found += self._grpo_problems() if training.objective == GRPO else []
+        if training.distills and not self.runs_teacher:
             found.append(
-                f"grpo.beta={self.grpo.beta} compares with the model without its adapters, and this run changes it or "
-                "begins with others: train new adapters alone (--lora.rank), or set --grpo.beta 0"
+                f"{name} with data.content=prompt: no data hold what a teacher says of answers that the model draws: "
+                "name a model with --distillation.teacher"
             )
         refused = {
             "training.ema_decay": (training.ema_decay, 0),
@@ -350,20 +363,40 @@ class Config:
             if value != only
         ]
 
+    def _grpo_problems(self) -> list[str]:
+        """List the settings that do not suit groups of answers with rewards."""
+        name, found = f"training.objective={self.training.objective}", list[str]()
+        if self.data.content != PROMPT:
+            found.append(f"{name} reads prompts without answers: set --data.content prompt")
+        if not self.rollouts.rewards:
+            found.append(f"{name} needs a function that rewards answers: name it with --rollouts.rewards FILE:FUNCTION")
+        if self.rollouts.group_size < 2:
+            found.append(f"rollouts.group_size={self.rollouts.group_size}: {name} compares answers; set at least 2")
+        if self.grpo.beta and not self.keeps_reference:
+            found.append(
+                f"grpo.beta={self.grpo.beta} compares with the model without its adapters, and this run changes it or "
+                "begins with others: train new adapters alone (--lora.rank), or set --grpo.beta 0"
+            )
+        return found
+
     def _objective_problems(self) -> list[str]:
         """List the settings that `training.objective` does not support."""
-        training, found = self.training, self._score_problems() + self._grpo_problems()
+        training, found = self.training, self._score_problems() + self._drawing_problems()
         if training.objective == NEXT_TOKEN:
             return found
         name = f"training.objective={training.objective}"
-        if training.distills and not self.distillation.teacher:
-            found.append(f"{name} needs a model to learn from: name its folder or hub id with --distillation.teacher")
+        if training.distills and not self.runs_teacher and self.distillation.temperature != 1:
+            found.append(
+                f"distillation.temperature={self.distillation.temperature}: the probabilities that prepare --teacher "
+                "keeps are those at temperature 1: set --distillation.temperature 1, or name a model with "
+                "--distillation.teacher"
+            )
         refused = {
             f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
             f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
             f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
             f"optimizer.in_backward={self.optimizer.in_backward}": (
-                training.distills and self.optimizer.in_backward,
+                self.runs_teacher and self.optimizer.in_backward,
                 "--optimizer.in-backward False",
             ),
         }

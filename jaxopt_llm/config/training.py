@@ -41,11 +41,12 @@ class TrainingConfig:
     num_train_epochs). The start of the run resolves them to training.steps in config.json. A flag of one of the two
     sets the other to 0. 0 = as training.steps says."""
     objective: Objective = setting("next_token")
-    """What is learned. next_token: the next token of each document. distill: the probabilities of another model,
-    distillation.teacher, for each next token (docs/distillation.md). classify: the label of each document
+    """What is learned. next_token: the next token of each document. distill: the probabilities of another model for
+    each next token: of distillation.teacher, or as prepare --teacher has kept them; with data.content=prompt, in
+    answers that the model draws itself (docs/distillation.md). classify: the label of each document
     (data.label_field), by its scores (model.scores, docs/rewards.md). kto (Ethayarajh et al. 2024): answers that are
     judged one by one, data.content=unpaired (docs/preferences.md). grpo: answers that the model draws itself, and that
-    functions of the user reward (grpo.rewards, docs/grpo.md). The others prefer the chosen answer of a pair to the
+    functions of the user reward (rollouts.rewards, docs/grpo.md). The others prefer the chosen answer of a pair to the
     rejected one, and read data.content=preference. dpo (Rafailov et al. 2023), ipo (Azar et
     al. 2023) and hinge (SLiC-HF, Zhao et al. 2023) compare with a reference: the model of prepare --reference, or the
     model without its adapters; cpo (Xu et al. 2024), simpo (Meng et al. 2024) and orpo (Hong et al. 2024) need none;
@@ -137,13 +138,8 @@ class TrainingConfig:
 
     @property
     def distills(self) -> bool:
-        """True if the objective reads the logits of a teacher."""
+        """True if the objective compares with the probabilities of a teacher."""
         return self.objective == DISTILL
-
-    @property
-    def draws(self) -> bool:
-        """True if each step trains on answers that the model drew itself."""
-        return self.objective == GRPO
 
     @property
     def has_reference(self) -> bool:
@@ -355,7 +351,8 @@ class PreferenceConfig:
 class DistillationConfig:
     teacher: str = setting("", resume="freely")
     """With training.objective distill: Hugging Face folder or hub id of the model to learn from. Its tokenizer must
-    give the ids of data.tokenizer. A resume needs the same weights; their path may change."""
+    give the ids of data.tokenizer. A resume needs the same weights; their path may change. Empty = the data hold what a
+    teacher says of them (prepare --teacher)."""
     teacher_base: Literal["float", "int8", "nf4"] = "float"
     """Storage of the teacher's weights, as lora.base has it for a frozen base. float: precision.compute_dtype. int8:
     the matrices of the blocks as int8 codes. nf4: the matrices of the blocks as 4-bit NormalFloat."""
@@ -373,27 +370,37 @@ class DistillationConfig:
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
-    rewards: tuple[str, ...] = setting((), resume="freely")
-    """Functions that reward answers, each FILE:FUNCTION (TRL: reward_funcs, with the same arguments: docs/grpo.md). The
-    reward of an answer is the sum of what they return."""
-    reward_seconds: float = setting(60.0, resume="freely", bounds=POSITIVE)
-    """Time limit of the rewards of a step, in seconds. A run whose functions take longer ends with exit code 2."""
+class RolloutsConfig:
     prompts: int = setting(16, bounds=AT_LEAST_ONE)
     """Prompts of a step. Their answers are packed into training.batch_size rows, which must hold the longest ones."""
-    group_size: int = setting(8, bounds=Bounds(minimum=2))
-    """Answers that are drawn for each prompt, and compared with each other (TRL: num_generations)."""
+    group_size: int = setting(8, bounds=AT_LEAST_ONE)
+    """Answers that are drawn for each prompt (TRL: num_generations). grpo compares them with each other."""
     max_new_tokens: int = setting(256, bounds=AT_LEAST_ONE)
-    """Maximum number of tokens of an answer (TRL: max_completion_length)."""
+    """Maximum number of tokens of an answer (TRL: max_completion_length, of GKD max_new_tokens)."""
     updates: int = setting(1, bounds=AT_LEAST_ONE)
     """Steps that train on the same answers, before new ones are drawn (TRL: num_iterations)."""
+    rewards: tuple[str, ...] = setting((), resume="freely")
+    """Functions that reward answers, each FILE:FUNCTION (TRL: reward_funcs, with the same arguments: docs/grpo.md). The
+    reward of an answer is the sum of what they return. grpo learns from it; of distill it is only recorded."""
+    reward_seconds: float = setting(60.0, resume="freely", bounds=POSITIVE)
+    """Time limit of the rewards of a step, in seconds. A run whose functions take longer ends with exit code 2."""
+
+    def problems(self) -> list[str]:
+        wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]
+        return find_out_of_range("rollouts", self) + [
+            f"rollouts.rewards: {each}: must be FILE:FUNCTION, as in rewards.py:is_right" for each in wrong
+        ]
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
     scale_advantages: Literal["std", "none"] = "std"
     """Divisor of a reward minus the mean of its group. std: the standard deviation of the group (GRPO, Shao et al.
     2024). none: 1 (Dr. GRPO, Liu et al. 2025)."""
     normalisation: Literal["token", "sequence", "constant"] = "token"
     """Mean of the loss (TRL: loss_type). token: over the tokens of all answers (DAPO, Yu et al. 2025). sequence: over
-    the tokens of each answer, then over answers (GRPO). constant: the sum over tokens, divided by max_new_tokens and by
-    the number of answers (Dr. GRPO)."""
+    the tokens of each answer, then over answers (GRPO). constant: the sum over tokens, divided by
+    rollouts.max_new_tokens and by the number of answers (Dr. GRPO)."""
     level: Literal["token", "sequence"] = "token"
     """Ratio of probabilities of the model and of the sampler. token: of each token. sequence: the geometric mean over
     the tokens of an answer, with much smaller epsilons, such as 3e-4 and 4e-4 (GSPO, Zheng et al. 2025)."""
@@ -409,8 +416,6 @@ class GrpoConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("grpo", self)
-        wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]
-        found += [f"grpo.rewards: {each}: must be FILE:FUNCTION, as in rewards.py:is_right" for each in wrong]
         if self.max_ratio <= 1 + self.epsilon_high:
             found.append(f"grpo.max_ratio={self.max_ratio}: must be above 1 + grpo.epsilon_high={self.epsilon_high}")
         return found

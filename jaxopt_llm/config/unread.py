@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxopt_llm.config import fields
 from jaxopt_llm.config.model import READ_BY_SCALING, WINDOWED, ModelConfig
 from jaxopt_llm.config.run import Config
-from jaxopt_llm.config.training import CLASSIFY, KTO
+from jaxopt_llm.config.training import CLASSIFY, GRPO, KTO
 
 Rule = tuple[str, str, bool]  # names separated by blanks, the reason, and whether the rule applies
 EVERY_FIELD = ".*"  # end of a name that stands for all fields of a section
@@ -163,7 +163,10 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
         ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
-        ("grpo.*", f"training.objective={objective}", not config.training.draws),
+        ("distillation.teacher_base", "distillation.teacher=''", not config.distillation.teacher),
+        ("rollouts.*", f"training.objective={objective}", not config.draws),
+        ("rollouts.reward_seconds", "rollouts.rewards=()", not config.rollouts.rewards),
+        ("grpo.*", f"training.objective={objective}", objective != GRPO),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
         (

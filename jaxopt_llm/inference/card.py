@@ -24,7 +24,10 @@ from jaxopt_llm.observe.report.run_files import EVAL_LOSS, read_run
 FILE = "README.md"
 MAX_CARD_BYTES = 2**24
 # Sections whose settings a card lists. The others say where and how fast a run computed, and name hosts and files.
-SECTIONS = ("data", "training", "preference", "distillation", "grpo", "optimizer", "schedule", "lora", "precision")
+SECTIONS = (
+    *("data", "training", "preference", "distillation", "rollouts", "grpo", "optimizer", "schedule", "lora"),
+    "precision",
+)
 # Settings that say how fast a run computed. The start of a run resolves them.
 SPEED_SETTINGS = ("training.loss_chunk", "training.unroll", "training.attention", "training.grouped_matmul")
 # Settings that name files. The card has the names of the data, of the base and of the adapters elsewhere, and not those
@@ -35,7 +38,7 @@ FILE_SETTINGS = (
     "data.chat_template",
     "lora.pretrained",
     "distillation.teacher",
-    "grpo.rewards",
+    "rollouts.rewards",
 )
 _LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*[\"']?([\w.+:/ -]+?)[\"']?[ \t]*$", re.MULTILINE)
 _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(@[^/]+)?(/.*)?")

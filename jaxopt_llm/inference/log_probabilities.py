@@ -98,7 +98,7 @@ class DocumentReader:
         sums, is_greedy = np.where(is_long, np.nan, 0.0), ~is_long
         left = documents.size
         if np.any(counts[~is_long]):
-            for firsts, row, (found, is_best) in self.read_rows(params, self._pack(documents, length)):
+            for firsts, row, (found, is_best) in self.read_rows(params, self.pack(documents, length)):
                 own = _find_documents(documents, firsts, row)
                 np.add.at(sums, own, found[row.loss_mask])
                 np.logical_and.at(is_greedy, own, is_best[row.loss_mask])
@@ -108,7 +108,8 @@ class DocumentReader:
         advance(left)
         return sums, is_greedy
 
-    def _pack(self, documents: IndexedPiece, length: int) -> PackedRows:
+    def pack(self, documents: IndexedPiece, length: int) -> PackedRows:
+        """Return rows of whole documents. Those without counted tokens, or longer than a row, are in no row."""
         return PackedRows(join_all([documents]), length, self._vocabulary_size, documents.name, "drop")
 
     def read_rows(self, params: Params, rows: PackedRows) -> Iterator[tuple[NDArray[Any], Batch, Any]]:
@@ -148,7 +149,7 @@ class DocumentReader:
         for row_length, members in _group(requests, length):
             members = [index for index in members if requests[index].count]
             documents = _join_requests([requests[index] for index in members])
-            for firsts, row, values in self.read_rows(params, self._pack(documents, row_length)) if members else ():
+            for firsts, row, values in self.read_rows(params, self.pack(documents, row_length)) if members else ():
                 own = _find_documents(documents, firsts, row)
                 for place in np.unique(own):
                     is_own = np.flatnonzero(row.loss_mask)[own == place]

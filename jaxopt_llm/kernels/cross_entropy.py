@@ -101,6 +101,42 @@ def read_targets(
     return scores
 
 
+def read_most_likely(
+    classifier: Classifier, xs: Arrays, tables: Arrays, count: int, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """Return the most likely classes, the largest first, their log-probabilities, and that of all others together.
+
+    Arguments as in `compute_losses`; count: K, at most the size of the vocabulary.
+
+    Returns:
+        The classes, int32 [B, S, K], and the log-probabilities, float32 [B, S, K + 1].
+    """
+
+    def chunk(_: None, xs: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        logits, column = form_logits(classifier, xs, tables, axes)
+        size = logits.shape[1]
+        largest, place = jax.lax.top_k(logits, min(count, size))  # of this device's rows of the tables
+        ids = jnp.take_along_axis(column, place, axis=1)
+        if axes:
+            largest, ids = (jax.lax.all_gather(each, axes, axis=1, tiled=True) for each in (largest, ids))
+            largest, place = jax.lax.top_k(largest, count)
+            ids = jnp.take_along_axis(ids, place, axis=1)
+        # Not as 1 - Σ: most of the rest would be lost to rounding.
+        first = column[:, :1]
+        is_local = (ids >= first) & (ids < first + size)
+        is_rest = jnp.ones(logits.shape, jnp.bool)
+        is_rest = is_rest.at[jnp.arange(len(ids))[:, None], jnp.where(is_local, ids - first, size)].set(
+            False, mode="drop"
+        )
+        peak = largest[:, :1]
+        rest = jax.lax.psum(jnp.sum(jnp.where(is_rest, jnp.exp(logits - peak), 0.0), axis=1, keepdims=True), axes)
+        shifted = jnp.concatenate([largest - peak, jnp.log(rest)], axis=1)
+        return None, (ids, shifted - jax.nn.logsumexp(shifted, axis=1, keepdims=True))
+
+    _, found = _scan_chunks(classifier.chunk, chunk, None, tuple(xs))
+    return found
+
+
 def compute_losses_and_gradients(
     classifier: Classifier,
     xs: Arrays,

@@ -12,7 +12,16 @@ only one chunk exist, those of the teacher included:
     β = 0      (p - q) / T
     otherwise  c·p·(a - Σ p·a) / T     a = log p - log q, c = 1 at β = 1; else a = log p - log m, c = 1 - β
 
-Letters: T tokens of a chunk, V rows of a table, D columns of a table.
+Of a teacher that has read the data before, only the log-probabilities of its K most likely tokens are known, and that
+of all others together, the rest. The divergence is then the one between distributions over these K tokens and the rest.
+It is 0 where the two agree on all of these, never larger than the divergence over all tokens, and equal to it if K is
+the size of the vocabulary. To leave the rest out, and divide by the sum of the K probabilities, would teach a student
+to be too certain (Anshumann et al. 2025, arXiv:2503.16870). The formulas above have the same values and gradients, if
+the tokens of the rest get a q that is divided among them as the student divides its own probability:
+
+    q = q(rest)·p / p(rest)
+
+Letters: T tokens of a chunk, V rows of a table, D columns of a table, K tokens that are stored of each position.
 """
 
 import math
@@ -31,15 +40,20 @@ NEVER = -1e30
 class Divergence:
     """Settings of the divergence.
 
-    beta: β above. temperature: divides the logits of both.
+    beta: β above. temperature: divides the logits of both; 1 with stored log-probabilities.
     next_token_weight: of the cross-entropy, which is added.
-    teacher: the teacher's classifier. Classes that only one of the two has get no probability in either.
+    teacher: the teacher's classifier. Classes that only one of the two has get no probability in either. Of stored
+        log-probabilities only the size of the vocabulary is read.
     """
 
     beta: float
     temperature: float
     next_token_weight: float
     teacher: Classifier
+
+    def count_classes(self, student: Classifier) -> int:
+        """Return the number of classes that both have."""
+        return min(student.vocabulary_size, self.teacher.vocabulary_size)
 
 
 @dataclass(frozen=True)
@@ -67,17 +81,43 @@ class DistilledChunk:
         targets, counts, teacher_x = tokens
         student = Chunk.make(classifier, xs, tables, (targets, counts), axes)
         of_teacher, column = form_logits(settings.teacher, (teacher_x,), (teacher_table,), axes)
-        classes = min(classifier.vocabulary_size, settings.teacher.vocabulary_size)
-        has_padding = classes < of_teacher.shape[-1] * jax.lax.axis_size(axes)
+        is_class = _find_classes(column, settings.count_classes(classifier), axes)
+        log_p, log_q = (
+            _normalise(logits / settings.temperature, is_class, axes) for logits in (student.logits, of_teacher)
+        )
+        return cls(settings, student, log_p, log_q, axes)
 
-        def normalise(logits: jax.Array) -> jax.Array:
-            logits = logits / settings.temperature
-            logits = jnp.where(column < classes, logits, NEVER) if has_padding else logits
-            peak = jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), axes)
-            total = jax.lax.psum(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True), axes)
-            return jnp.maximum(logits - peak - jnp.log(total), NEVER)
+    @classmethod
+    def from_stored(
+        cls,
+        settings: Divergence,
+        classifier: Classifier,
+        xs: Arrays,
+        tables: Arrays,
+        tokens: Tokens,
+        axes: tuple[str, ...],
+    ) -> "DistilledChunk":
+        """Return the loss of a chunk without a teacher.
 
-        return cls(settings, student, normalise(student.logits), normalise(of_teacher), axes)
+        tokens: targets, the tokens that count, and of the teacher the ids [T, K] of its most likely tokens and the
+            log-probabilities [T, K + 1] of these and of the rest.
+        """
+        targets, counts, ids, found = tokens
+        student = Chunk.make(classifier, xs, tables, (targets, counts), axes)
+        (rows, size), classes = student.logits.shape, settings.count_classes(classifier)
+        first = jax.lax.axis_index(axes) * size
+        is_class = _find_classes(first + jax.lax.broadcasted_iota(jnp.int32, (rows, size), 1), classes, axes)
+        log_p = _normalise(student.logits, is_class, axes)
+        # They were rounded when they were stored. Normalised again, they diverge from no equal ones.
+        found = jnp.where(jnp.pad(ids, ((0, 0), (0, 1))) < classes, found.astype(jnp.float32), NEVER)
+        found = jnp.maximum(jax.nn.log_softmax(jnp.maximum(found, NEVER), axis=-1), NEVER)
+        is_local = (ids >= first) & (ids < first + size)
+        place = jnp.arange(rows)[:, None], jnp.where(is_local, ids - first, size)
+        stored = jnp.full((rows, size), -jnp.inf).at[place].set(found[:, :-1], mode="drop")
+        of_rest = found[:, -1:] + _normalise(log_p, stored == -jnp.inf, axes)
+        log_q = jnp.where(stored == -jnp.inf, of_rest, stored)
+        log_q = log_q if is_class is None else jnp.where(is_class, log_q, NEVER)
+        return cls(settings, student, log_p, jnp.maximum(log_q, NEVER), axes)
 
     @property
     def losses(self) -> Losses:
@@ -111,3 +151,19 @@ class DistilledChunk:
     def _log_mixture(self) -> jax.Array:
         beta = self.settings.beta
         return jnp.logaddexp(self.log_p + math.log1p(-beta), self.log_q + math.log(beta))
+
+
+def _find_classes(column: jax.Array, classes: int, axes: tuple[str, ...]) -> jax.Array | None:
+    """Return whether the column, int [T, V], of each logit has a class; None: all have."""
+    return column < classes if classes < column.shape[1] * jax.lax.axis_size(axes) else None
+
+
+def _normalise(logits: jax.Array, included: jax.Array | None, axes: tuple[str, ...]) -> jax.Array:
+    """Return the log-probabilities of the columns that are included, and NEVER of the others, [T, V].
+
+    included: None for all.
+    """
+    logits = logits if included is None else jnp.where(included, logits, NEVER)
+    peak = jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), axes)
+    total = jax.lax.psum(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True), axes)
+    return jnp.maximum(logits - peak - jnp.log(total), NEVER)

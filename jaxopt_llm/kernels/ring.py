@@ -217,11 +217,11 @@ def _unstack(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def to_zigzag(x: jax.Array, devices: int) -> jax.Array:
-    """Reorder a sequence, [B, S], to zigzag order: chunks i and 2 × devices - 1 - i for device i.
+    """Reorder a sequence, [B, S, ...], to zigzag order: chunks i and 2 × devices - 1 - i for device i.
 
     2 × devices must divide S.
     """
-    early, late = jnp.split(x.reshape(x.shape[0], 2 * devices, -1), 2, axis=1)
+    early, late = jnp.split(x.reshape(x.shape[0], 2 * devices, -1, *x.shape[2:]), 2, axis=1)
     return jnp.stack([early, jnp.flip(late, axis=1)], axis=2).reshape(x.shape)
 
 

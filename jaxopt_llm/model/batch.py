@@ -9,8 +9,8 @@ from jaxopt_llm.core.tree import Leaf
 class Batch:
     """Packed token sequences.
 
-    All fields but `teacher` have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B
-    sequences of S tokens.
+    Fields have the shape [M·B, S] as read, and [M, B, S] after the split into M microbatches of B sequences of S
+    tokens. Those of a teacher have one dimension more.
 
     tokens:      int32, ids below the tokenizer's vocabulary size.
     targets:     int32, the token that follows each token.
@@ -25,6 +25,9 @@ class Batch:
     sampled:     float32, log-probability of each target by the sampler that drew it; None unless the model drew them.
     teacher:     compute dtype [..., S, D], input of the teacher's head, in the order and the sharding of the residual
                  stream; None without a teacher.
+    teacher_ids: int32 [..., S, K], the tokens that a teacher finds most likely after each token; None unless the data
+                 have them. All zeros where the target does not count.
+    teacher_log_probabilities: float16 [..., S, K + 1], those of these tokens, and of all others together.
     noise:       uint32, random bits of the step for dropout; None without dropout.
     """
 
@@ -37,4 +40,6 @@ class Batch:
     labels: Leaf = None
     sampled: Leaf = None
     teacher: Leaf = None
+    teacher_ids: Leaf = None
+    teacher_log_probabilities: Leaf = None
     noise: Leaf = None

@@ -185,6 +185,11 @@ class Decoder:
     ) -> tuple[jax.Array, jax.Array]:
         return self._head(non_layer, x, batch, context).read_targets()
 
+    def read_most_likely(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, count: int
+    ) -> tuple[jax.Array, jax.Array]:
+        return self._head(non_layer, x, batch, context).read_most_likely(count)
+
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         config = self.config.of_layers(kind)
 

@@ -22,7 +22,8 @@ class Head:
     """The head over one microbatch. Its methods take and return tokens in the order of the sequence.
 
     x: the head's input [B, S, D], in the order of the devices, with all positions of a device's sequence.
-    table: [V, D]; of a model with scores, [N, D]. teacher_table: of the teacher, with its own D; None without one.
+    table: [V, D]; of a model with scores, [N, D]. teacher_table: of the teacher, with its own D; None without one on
+        the devices.
     """
 
     x: jax.Array
@@ -51,10 +52,14 @@ class Head:
         They are sums over tokens. Only the first has gradients. Arguments as in `cross_entropy`.
         """
         tokens = self._targets, to_device_order(weights, self.placement)
-        # The teacher's input rests as the residual stream, already in the order of the devices.
-        teacher = vocabulary.TeacherLogits(
-            all_gather_sequence(self.batch.teacher, self.placement), self.teacher_table, settings
-        )
+        teacher: vocabulary.TeacherOperands
+        if self.teacher_table is None:
+            stored = self.batch.teacher_ids, self.batch.teacher_log_probabilities
+            ids, log_probabilities = (to_device_order(each, self.placement) for each in stored)
+            teacher = vocabulary.StoredLogProbabilities(ids, log_probabilities, settings)
+        else:  # its input rests as the residual stream, already in the order of the devices
+            x = all_gather_sequence(self.batch.teacher, self.placement)
+            teacher = vocabulary.TeacherLogits(x, self.teacher_table, settings)
         objective, divergence, cross_entropy = vocabulary.cross_entropy(
             self.x, self.table, tokens, loss_weight, self.classifier, self.placement, teacher
         )
@@ -68,6 +73,15 @@ class Head:
         """Return the log-probability of each target, and whether no token is more likely, [B, S], without gradients."""
         found, is_best = vocabulary.read_targets(self.x, self.table, self._targets, self.classifier, self.placement)
         return to_sequence_order(found, self.placement), to_sequence_order(is_best, self.placement)
+
+    def read_most_likely(self, count: int) -> tuple[jax.Array, jax.Array]:
+        """Return the most likely next tokens, int32 [B, S, K], and log-probabilities, float32 [B, S, K + 1].
+
+        The last one is that of all other tokens together. They have no gradients.
+        """
+        found = vocabulary.read_most_likely(self.x, self.table, count, self.classifier, self.placement)
+        ids, log_probabilities = (to_sequence_order(each, self.placement) for each in found)
+        return ids, log_probabilities
 
     def scores(self) -> jax.Array:
         """Return the scores of each token, float32 [B, S, N].

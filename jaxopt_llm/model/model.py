@@ -134,6 +134,15 @@ class Model(Protocol):
         These are the log-probability of each, float32 [B, S], and whether no token is more likely, bool [B, S].
         """
 
+    def read_most_likely(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, count: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what the last block's output x [B, S, D] says of the next tokens, without gradients.
+
+        These are the `count` most likely ones, int32 [B, S, K], and float32 [B, S, K + 1], their log-probabilities and
+        that of all others together.
+        """
+
     def head_input(self, non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> jax.Array:
         """Return what the head's table multiplies, [B, S, D] as the residual stream, of the last block's output x."""
 

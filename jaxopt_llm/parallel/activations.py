@@ -157,14 +157,15 @@ def uses_zigzag(placement: Placement) -> bool:
 
 
 def to_device_order(tokens: jax.Array, placement: Placement) -> jax.Array:
-    """Return [B, S] values of tokens in the order in which the devices hold the positions.
+    """Return values of tokens [B, S, ...] in the order in which the devices hold the positions.
 
     Zigzag order first brings all of them to all devices. They are small compared to any activation of the model.
     """
+    others = [None] * (tokens.ndim - 2)
     if not uses_zigzag(placement):
-        return placement.constrain(tokens, "batch", "sequence")
-    whole = placement.constrain(tokens, "batch", None)
-    return placement.constrain(ring.to_zigzag(whole, placement.size("context")), "batch", "sequence")
+        return placement.constrain(tokens, "batch", "sequence", *others)
+    whole = placement.constrain(tokens, "batch", None, *others)
+    return placement.constrain(ring.to_zigzag(whole, placement.size("context")), "batch", "sequence", *others)
 
 
 def to_sequence_order(values: jax.Array, placement: Placement) -> jax.Array:

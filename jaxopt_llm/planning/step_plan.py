@@ -376,9 +376,9 @@ def count_rollout_bytes(config: Config) -> int:
 
     Devices divide the answers and, if they divide the heads, those of `mesh.tensor` the heads.
     """
-    model, grpo, tensor, devices = config.model, config.grpo, config.mesh.tensor, config.mesh.devices
+    model, drawn, tensor, devices = config.model, config.rollouts, config.mesh.tensor, config.mesh.devices
     one = Placement(make_abstract_mesh(MeshConfig(fsdp=1)), ShardingConfig(), config.precision)
-    rows = -(-min(grpo.prompts * grpo.group_size, MAX_ROWS) // (devices // tensor))  # of a GPU
+    rows = -(-min(drawn.prompts * drawn.group_size, MAX_ROWS) // (devices // tensor))  # of a GPU
     slots, dtype = config.training.sequence_length + 1, config.precision.compute_dtype
     caches = jax.eval_shape(lambda: scan.make_caches(Decoder(model), rows, slots, dtype, one))
     divides = not model.mla.kv_rank and model.kv_heads % tensor == 0
@@ -455,7 +455,7 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         less_remat=None
         if "remat.policy" in step.chosen
         else advise_less_remat(resolved, cluster, leave_free(figures["limit"]) - figures["memory"].peak),
-        rollout_bytes=count_rollout_bytes(resolved) if resolved.training.draws else 0,
+        rollout_bytes=count_rollout_bytes(resolved) if resolved.draws else 0,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
         pcie_seconds=pcie_bytes / chip.host_bytes_per_second,

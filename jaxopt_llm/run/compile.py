@@ -12,6 +12,7 @@ import numpy as np
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.xla_options import NO_USER_OPTIONS, compiler_options
 from jaxopt_llm.config import XlaConfig
+from jaxopt_llm.config.training import GRPO
 from jaxopt_llm.core import tree
 from jaxopt_llm.distributed.runtime import repeatable_options
 from jaxopt_llm.execution.executor import Executor
@@ -115,7 +116,7 @@ def lower_programs(setup: Setup) -> Executables:
     """Lower the programs for the state and the batch of the run."""
     program, held_out = setup.program, None
     step = program.step.lower(program.state, program.batch)
-    if setup.config.evaluation.every and not setup.config.training.draws:
+    if setup.config.evaluation.every and setup.config.training.objective != GRPO:
         loss = make_held_out_loss(program.model, program.executor, setup.placement, setup.config.xla, program.teacher)
         held_out = loss.lower(program.state, program.batch)
     return Executables(step, held_out, program.outer_step and program.outer_step.lower(program.state))

@@ -68,7 +68,7 @@ def open_initial_weights(
         InputError, CheckpointError: the weights cannot be used.
     """
     directory = Path(config.run.directory)
-    teacher = open_teacher(config, start) if config.training.distills else None
+    teacher = open_teacher(config, start) if config.runs_teacher else None
     if start:
         needs_base = jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen
         base = open_frozen_base(directory, config) if needs_base else None

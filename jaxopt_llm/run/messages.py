@@ -69,6 +69,8 @@ def describe_run(setup: Setup) -> Iterator[str]:
     yield from (rows.summary for rows in (*data.training, *data.validation.values()) if rows.summary)
     if data.reference:
         yield f"reference: log-probabilities by {data.reference.model} in the corpus"
+    elif data.teacher:
+        yield f"teacher: {data.teacher.top_k} log-probabilities of each token by {data.teacher.model} in the corpus"
     elif config.runs_reference:
         yield "reference: the model without its adapters, in a forward of each step"
     if 1 < config.mesh.pipeline <= config.training.accumulation:

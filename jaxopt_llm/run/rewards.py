@@ -66,7 +66,7 @@ class Rewards:
         for index in range(len(prompts)):
             if all(of_function[index] is None for of_function in found):
                 self.close()
-                raise InputError(f"grpo.rewards: no function rewards the answer to {str(prompts[index])[:80]!r}")
+                raise InputError(f"rollouts.rewards: no function rewards the answer to {str(prompts[index])[:80]!r}")
         return dict(zip(self.names, found, strict=True))
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Rewards:
         thread.join(seconds)
         problem = ""
         if thread.is_alive():
-            problem = f"took longer than {seconds:g} s; make them faster, or set a larger --grpo.reward-seconds"
+            problem = f"took longer than {seconds:g} s; make them faster, or set a larger --rollouts.reward-seconds"
         elif not lines or not lines[0]:
             problem = f"ended their process (exit code {self._process.wait()})"
         elif problem := (answer := json_files.parse(lines[0])).get("error", ""):
@@ -104,14 +104,14 @@ class Rewards:
         if problem:
             self.close()
             thread.join()
-            raise InputError(f"grpo.rewards: the functions {problem}")
+            raise InputError(f"rollouts.rewards: the functions {problem}")
         return answer["found"]
 
 
 def check_rewards(config: Config) -> None:
-    """Raise InputError if the functions of `grpo.rewards` cannot be loaded."""
-    if config.training.draws:
-        Rewards(config.grpo.rewards, config.grpo.reward_seconds).close()
+    """Raise InputError if the functions of `rollouts.rewards` cannot be loaded."""
+    if config.draws:
+        Rewards(config.rollouts.rewards, config.rollouts.reward_seconds).close()
 
 
 def load_functions(names: Sequence[str]) -> dict[str, Callable[..., Any]]:

@@ -7,7 +7,7 @@ Letters: P prompts of a step, G answers to each, S sequence.
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.config import Config, GrpoConfig
+from jaxopt_llm.config import Config, RolloutsConfig
+from jaxopt_llm.config.training import GRPO
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.rows.packing import BestFit
@@ -73,6 +74,7 @@ class Answer:
 
 
 Group = tuple[Prompt, Sequence[Answer]]
+MeasureLoss = Callable[[Iterable[Batch]], dict[str, float]]  # batches -> `eval_loss` and other metrics
 
 
 def find_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
@@ -86,7 +88,10 @@ def find_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.floa
 
 
 def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
-    """Pack the documents of a step, each a prompt with an answer, into rows: NumPy fields [batch size, S]."""
+    """Pack the documents of a step, each a prompt with an answer, into rows: NumPy fields [batch size, S].
+
+    Without rewards, the rows have neither advantages nor the sampler's log-probabilities.
+    """
     training = config.training
     documents = [(prompt, answer) for prompt, answers in groups for answer in answers]
     lengths = np.array([prompt.ids.size + answer.ids.size - 1 for prompt, answer in documents])
@@ -108,7 +113,7 @@ def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
             batch.labels[row, place], batch.loss_mask[row, learned] = answer.advantage, True
             batch.sampled[row, learned] = answer.log_probabilities
             begin = place.stop
-    return batch
+    return batch if training.objective == GRPO else replace(batch, labels=None, sampled=None)
 
 
 def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
@@ -117,10 +122,13 @@ def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
     rewards = np.array([[answer.reward for answer in of_prompt] for _, of_prompt in groups])
     names = answers[0].rewards if len(answers[0].rewards) > 1 else ()
     by_name = {name: [value for each in answers if (value := each.rewards[name]) is not None] for name in names}
-    return {
+    of_all = {
         "rewards/mean": rewards.mean(),
         "rewards/std": rewards.std(),
         "rewards/equal_groups": np.mean(np.ptp(rewards, axis=1) == 0),
+    }
+    return {
+        **(of_all if answers[0].rewards else {}),
         **{f"rewards/{name}": np.mean(found) for name, found in by_name.items() if found},
         "answers/length": np.mean([answer.ids.size for answer in answers]),
         "answers/truncated": np.mean([not answer.ended for answer in answers]),
@@ -131,14 +139,14 @@ class Rollouts:
     """Maker of the batches of a run whose model draws the answers that it trains on."""
 
     def __init__(self, setup: Setup) -> None:
-        """Start the process of the rewards. Nothing is compiled before the first call.
+        """Start the process of the rewards, if there are any. Nothing is compiled before the first call.
 
         Raises:
             InputError: the functions cannot be used.
         """
         assert setup.prompts is not None
         config, self._setup, self._prompts = setup.config, setup, setup.prompts
-        self._grpo: GrpoConfig = config.grpo
+        self._settings: RolloutsConfig = config.rollouts
         self._order = grain.MapDataset.range(len(self._prompts.training)).seed(config.run.seed).shuffle().repeat()
         tokenizer, turn_end = setup.data.tokenizer, None
         if any(prompt.is_chat for prompt in (*self._prompts.training, *self._prompts.held_out)):
@@ -149,7 +157,8 @@ class Rollouts:
         self._generator: TokenGenerator | None = None
         self._groups: list[Group] = []  # of the last step that drew
         self._log: MetricsLog | None = None
-        self._rewards = Rewards(self._grpo.rewards, self._grpo.reward_seconds)
+        names = self._settings.rewards
+        self._rewards = Rewards(names, self._settings.reward_seconds) if names else None
 
     def read_steps(self, start: int, say: Callable[[str], None] = print) -> Generator[tuple[int, float], None, None]:
         """Yield the steps after `start`, counted from 0. Rollouts of later steps are removed from the log."""
@@ -165,10 +174,10 @@ class Rollouts:
         Raises:
             InputError: a function that rewards answers fails.
         """
-        first = step - step % self._grpo.updates
+        first = step - step % self._settings.updates
         clock, seconds = time.perf_counter(), 0.0
         if step == first:
-            self._groups = self._draw(state, self._choose_prompts(first), self._grpo.group_size, (first, 0))
+            self._groups = self._draw(state, self._choose_prompts(first), self._settings.group_size, (first, 0))
             self._write(first + 1)
             seconds = time.perf_counter() - clock
         elif not self._groups:
@@ -178,17 +187,24 @@ class Rollouts:
 
     def _choose_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a step that draws. Every epoch has each prompt once, in another order."""
-        begin = step // self._grpo.updates * self._grpo.prompts
-        return [self._prompts.training[self._order[begin + place]] for place in range(self._grpo.prompts)]
+        begin = step // self._settings.updates * self._settings.prompts
+        return [self._prompts.training[self._order[begin + place]] for place in range(self._settings.prompts)]
 
-    def measure(self, state: TrainState) -> dict[str, float]:
-        """Return the mean reward of one answer to each held-out prompt, and the loss of the run: minus that mean."""
-        count = self._setup.config.evaluation.batches * self._grpo.prompts
+    def measure(self, state: TrainState, measure_loss: MeasureLoss) -> dict[str, float]:
+        """Return the metrics of one answer to each held-out prompt, and the loss of the run.
+
+        Of GRPO the loss is minus the mean reward. Otherwise `measure_loss` returns it of batches of the answers.
+        """
+        count = self._setup.config.evaluation.batches * self._settings.prompts
         groups = self._draw(state, self._prompts.held_out[:count], 1, (0, HELD_OUT_STREAM))
         found = {f"eval_{name}": float(value) for name, value in measure_answers(groups).items()}
         of_groups = "eval_rewards/std", "eval_rewards/equal_groups"  # not of single answers
-        loss = {"eval_loss": 0.0 - found["eval_rewards/mean"]}
-        return loss | {name: value for name, value in found.items() if name not in of_groups}
+        of_answers = {name: value for name, value in found.items() if name not in of_groups}
+        if self._setup.config.training.objective == GRPO:
+            return {"eval_loss": 0.0 - found["eval_rewards/mean"]} | of_answers
+        size = self._settings.prompts * self._settings.group_size  # answers that fit into a batch
+        parts = (groups[first : first + size] for first in range(0, len(groups), size))
+        return measure_loss(pack_answers(part, self._setup.config) for part in parts) | of_answers
 
     def sync(self) -> None:
         """Wait until all rollouts are on disk."""
@@ -197,7 +213,8 @@ class Rollouts:
 
     def close(self) -> None:
         """End the process of the rewards, and bring the rollouts to the disk."""
-        self._rewards.close()
+        if self._rewards is not None:
+            self._rewards.close()
         if self._log is not None:
             self._log.close()
 
@@ -205,7 +222,7 @@ class Rollouts:
         """Draw this number of answers to each prompt, and reward them. key: of the random numbers, besides the seed."""
         seed = int(np.random.SeedSequence([self._setup.config.run.seed, *key]).generate_state(1)[0])
         requests = [
-            Request(prompt.ids, self._grpo.max_new_tokens, Sampling(temperature=1.0, seed=seed), number)
+            Request(prompt.ids, self._settings.max_new_tokens, Sampling(temperature=1.0, seed=seed), number)
             for number, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
         ]
         generator = self._load(state)
@@ -220,8 +237,8 @@ class Rollouts:
     def _load(self, state: TrainState) -> TokenGenerator:
         weights = self._read_weights(state)
         if self._generator is None:
-            rows = min(self._grpo.prompts * self._grpo.group_size, MAX_ROWS)
-            length = self._prompts.longest + self._grpo.max_new_tokens
+            rows = min(self._settings.prompts * self._settings.group_size, MAX_ROWS)
+            length = self._prompts.longest + self._settings.max_new_tokens
             self._generator = make_generator(self._setup, weights, self._placement, rows, length)
         else:
             self._generator.load(weights)
@@ -235,7 +252,9 @@ class Rollouts:
         return Answer(np.array(ids, np.int32), np.array(found, np.float32), text, ended, {}, 0.0)
 
     def _reward(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups with rewards and advantages."""
+        """Return the groups with rewards, if there are any, and the advantages of these."""
+        if self._rewards is None:
+            return list(groups)
         pairs = [(prompt, answer) for prompt, answers in groups for answer in answers]
         names = dict.fromkeys(name for prompt, _ in groups for name in prompt.row if name != "prompt")
         rewards = self._rewards.compute(
@@ -251,7 +270,7 @@ class Rollouts:
         if (size := len(groups[0][1])) < 2:
             return [(prompt, rewarded[i : i + 1]) for i, (prompt, _) in enumerate(groups)]
         sums = np.array([answer.reward for answer in rewarded]).reshape(-1, size)
-        advantages = find_advantages(sums, self._grpo.scale_advantages).ravel().tolist()
+        advantages = find_advantages(sums, self._setup.config.grpo.scale_advantages).ravel().tolist()
         rewarded = [replace(answer, advantage=value) for answer, value in zip(rewarded, advantages, strict=True)]
         return [(prompt, rewarded[i * size : (i + 1) * size]) for i, (prompt, _) in enumerate(groups)]
 
@@ -271,9 +290,9 @@ class Rollouts:
         path = self._setup.directory / f"{ROLLOUTS}.jsonl"
         records = [json_files.parse(line) for line in path.read_text().splitlines()]
         found = [record for record in records if record["step"] == step]
-        if len(found) != self._grpo.prompts:
+        if len(found) != self._settings.prompts:
             raise InputError(
-                f"{path}: it holds {len(found)} of {self._grpo.prompts} prompts of step {step}; restore it"
+                f"{path}: it holds {len(found)} of {self._settings.prompts} prompts of step {step}; restore it"
             )
         return [
             (

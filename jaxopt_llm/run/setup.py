@@ -1,9 +1,10 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.rows.prompts import Prompts, open_prompts
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import HELD, Corpus, ValidationSet, open_corpus, open_validation_sets
-from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities, TokenStream
+from jaxopt_llm.data.tokens.pieces import Piece, ReferenceLogProbabilities, TeacherLogProbabilities, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.distributed.process_group import Processes
@@ -43,7 +44,7 @@ from jaxopt_llm.run.directory import (
     read_started,
     stores_frozen_weights,
 )
-from jaxopt_llm.step.program import Program, make_program
+from jaxopt_llm.step.program import Program, StoredTeacher, make_program
 
 HELD_OUT = "held-out"  # name of the validation set that is split off the training data
 
@@ -70,11 +71,19 @@ class Data(Documents):
         training: rows of the training split, one entry for each source.
         validation: rows of each validation set by name, or of the held-out split.
         reference: the model whose log-probabilities all rows hold; None: they hold none, or the objective needs none.
+        teacher: the same of a teacher.
     """
 
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
     reference: ReferenceLogProbabilities | None
+    teacher: TeacherLogProbabilities | None
+
+    def program_of(self, config: Config, placement: Placement) -> Program:
+        """Return the program of a configuration whose steps read these rows; see step/program.py."""
+        held = self.teacher
+        stored = None if held is None else StoredTeacher(held.top_k, held.vocabulary_size)
+        return make_program(config, placement, stores_frozen_weights(config), self.reference is not None, stored)
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class Setup:
     def with_config(self, config: Config) -> "Setup":
         """Return the setup with another configuration of the same data, mesh and train state."""
         placement = replace(self.placement, sharding=config.sharding)
-        program = make_program(config, placement, stores_frozen_weights(config), self.data.reference is not None)
+        program = self.data.program_of(config, placement)
         program = replace(program, attention=self.program.attention)
         return replace(self, config=config, placement=placement, program=program)
 
@@ -141,8 +150,9 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
     assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
-    if requested.training.draws and processes.count > 1:
-        raise InputError("training.objective=grpo draws its answers in one process: start the job on one host")
+    if requested.draws and processes.count > 1:
+        name = f"training.objective={requested.training.objective}"
+        raise InputError(f"{name} draws its answers in one process: start the job on one host")
     check_hub_commits(requested, processes)
     requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)
@@ -151,11 +161,11 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
     data = pack_documents(resolved, documents, processes.main)
-    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.training.draws else None
+    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.draws else None
     config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
     check_run_directory(config, data.corpus, data.tokenizer)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(config, placement, stores_frozen_weights(config), data.reference is not None)
+    program = data.program_of(config, placement)
     program = replace(program, attention=attention)
     local_rows, size = LocalRows(program.batch.tokens.shape, program.batch_sharding), config.training.batch_size
     weights = [source.weight for source in data.corpus.sources]
@@ -176,7 +186,7 @@ def check_hub_commits(config: Config, processes: Processes) -> None:
     names = {
         "model.pretrained": config.model.pretrained,
         "lora.pretrained": config.lora.pretrained,
-        TEACHER: config.distillation.teacher if config.training.distills else "",
+        TEACHER: config.distillation.teacher if config.runs_teacher else "",
     }
     for setting, name in names.items():
         if hub.is_hub_id(name):
@@ -217,7 +227,7 @@ def check_label_names(config: Config, pulse: Pulse = UNWATCHED) -> None:
 def _count_steps(config: Config, data: Data, prompts: Prompts | None) -> float:
     """Return the number of steps that read every training row once, or answer every prompt once."""
     if prompts is not None:
-        return len(prompts.training) * config.grpo.updates / config.grpo.prompts
+        return len(prompts.training) * config.rollouts.updates / config.rollouts.prompts
     return sum(map(len, data.training)) / config.training.batch_size
 
 
@@ -259,7 +269,7 @@ def open_documents(config: Config, processes: Processes) -> Documents:
             f"model.vocabulary_size={config.model.vocabulary_size}: the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; set --model.{flag} {tokenizer.vocabulary_size}"
         )
-    if config.training.distills:
+    if config.runs_teacher:
         check_tokenizer_of_teacher(config, tokenizer)
     evaluation = config.evaluation
     sets = open_validation_sets(evaluation, config.data, tokenizer, processes.main) if evaluation.every else ()
@@ -312,34 +322,81 @@ def check_classes(rows: PackedRows, classes: int) -> None:
         )
 
 
-def _find_reference(config: Config, streams: Iterable[TokenStream]) -> ReferenceLogProbabilities | None:
+Scores = TypeVar("Scores", ReferenceLogProbabilities, TeacherLogProbabilities)
+
+
+def _find_common(
+    streams: Iterable[TokenStream], name: str, flags: str, read: Callable[[Piece], Scores | None]
+) -> Scores | None:
+    """Return what one model says of all documents; None: no model says anything.
+
+    Args:
+        name: what the model is.
+        flags: of `prepare`, which name it.
+        read: what a model says of a piece.
+
+    Raises:
+        InputError: a model says something of some documents, and none or another one of others.
+    """
+    pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
+    first, *others = {_identify(read(piece)): piece for piece in pieces}.values()
+    if others:
+        asked, other = sorted([first, others[0]], key=lambda piece: read(piece) is None)
+        of_asked, of_other = read(asked), read(other)
+        assert of_asked is not None
+        held = f"those of {of_other.model}" if of_other else "none"
+        raise InputError(
+            f"{asked.name} holds log-probabilities by the {name} {of_asked.model}, and {other.name} holds {held}: "
+            f"prepare both with the same {flags}"
+        )
+    return read(first)
+
+
+def _identify(found: ReferenceLogProbabilities | TeacherLogProbabilities | None) -> tuple[str, int]:
+    """Return the digest of a model, and of a teacher the number of tokens in each place."""
+    if found is None:
+        return "", 0
+    return found.sha256, found.top_k if isinstance(found, TeacherLogProbabilities) else 0
+
+
+def _find_teacher(config: Config, streams: Sequence[TokenStream]) -> TeacherLogProbabilities | None:
+    """Return what a teacher says of all documents; None: the objective reads nothing of the kind.
+
+    Raises:
+        InputError: the objective needs a teacher, and there is none, or it says nothing of some documents.
+    """
+    if not config.training.distills or config.runs_teacher:
+        return None
+    found = _find_common(streams, "teacher", "--teacher and --top-k", lambda piece: piece.teacher)
+    if found is None:
+        name = next(piece.name for stream in streams for piece in stream.pieces)
+        raise InputError(
+            f"training.objective=distill needs a teacher, and {name} holds no log-probabilities of one: prepare it "
+            f"with --teacher MODEL (python -m jaxopt_llm.prepare), or name a model with --{TEACHER}"
+        )
+    return found
+
+
+def _find_reference(config: Config, streams: Sequence[TokenStream]) -> ReferenceLogProbabilities | None:
     """Return the reference model whose log-probabilities all documents have; None: none has any.
 
     Raises:
         InputError: some documents have log-probabilities, and others have none or those of another model; or the
             objective needs them, and there are none; or the rows may hold documents that the model could not read.
     """
+    reference = _find_common(streams, "reference", "--reference", lambda piece: piece.reference)
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
-    first, *others = {piece.reference.sha256 if piece.reference else "": piece for piece in pieces}.values()
-    if others:
-        with_reference, other = sorted([first, others[0]], key=lambda piece: piece.reference is None)
-        assert with_reference.reference is not None
-        held = f"those of {other.reference.model}" if other.reference else "none"
-        raise InputError(
-            f"{with_reference.name} holds log-probabilities by the reference {with_reference.reference.model}, and "
-            f"{other.name} holds {held}: prepare both with the same --reference"
-        )
-    if first.reference is None and config.training.has_reference and not config.keeps_reference:
-        raise InputError(_describe_missing_reference(config, first.name))
+    if reference is None and config.training.has_reference and not config.keeps_reference:
+        raise InputError(_describe_missing_reference(config, pieces[0].name))
     length, limits = config.training.sequence_length, [piece.reference.limit for piece in pieces if piece.reference]
     if limit := min(filter(None, limits), default=0):
-        assert first.reference is not None
+        assert reference is not None
         if length > limit:
             raise InputError(
-                f"training.sequence_length={length}: the reference {first.reference.model} has read no longer "
+                f"training.sequence_length={length}: the reference {reference.model} has read no longer "
                 f"documents than rows of {limit} tokens hold: set at most --training.sequence-length {limit}"
             )
-    return first.reference
+    return reference
 
 
 def _describe_missing_reference(config: Config, name: str) -> str:
@@ -370,7 +427,8 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     corpus, sets = documents.corpus, documents.sets
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
-        stream = stream if config.training.has_reference else stream.without_reference()
+        stream = stream if config.training.has_reference else stream.without("reference")
+        stream = stream if config.training.distills and not config.runs_teacher else stream.without("teacher")
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents
         rows = PackedRows(stream, length, size, name, long_documents, limit, config.training.reads_scores, pulse)
@@ -382,5 +440,6 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
         validation = {HELD_OUT: pack(corpus.held_out, "the held-out split")}
     else:
         validation = {each.name: pack(each.documents, f"the validation set {each.name}") for each in sets}
-    reference = _find_reference(config, [rows.stream for rows in (*training, *validation.values())])
-    return Data(documents.tokenizer, corpus, sets, training, validation, reference)
+    streams = [rows.stream for rows in (*training, *validation.values())]
+    reference, teacher = _find_reference(config, streams), _find_teacher(config, streams)
+    return Data(documents.tokenizer, corpus, sets, training, validation, reference, teacher)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from jaxopt_llm.data.rows.loader import read_ahead
 from jaxopt_llm.data.tokens.prepared import Verification
 from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 from jaxopt_llm.distributed.process_group import Processes
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.model.objectives import split_loss
 from jaxopt_llm.parallel.placement import Placement
@@ -148,7 +149,7 @@ class DecoderWorkload:
         self.explain_oom = explain_oom
         self._setup, self._programs, self._initial, self._verification = setup, programs, initial, verification
         self._sampler, self._measure_tasks = Sampler(setup), measure_tasks
-        self._rollouts = Rollouts(setup) if config.training.draws else None
+        self._rollouts = Rollouts(setup) if config.draws else None
 
     def restore(self, checkpoints: Checkpoints, start: int, say: Callable[[str], None]) -> TrainState:
         """Return the state of step `start`; see Workload."""
@@ -211,22 +212,28 @@ class DecoderWorkload:
         With an objective over pairs, the metrics of all pairs follow, `eval_rewards/accuracy` and so on.
 
         Metrics of `evaluation.tasks` come last. With `training.ema_decay`, the average is measured in place of the
-        parameters. Of answers that the model draws, the loss is minus the mean reward.
+        parameters. Of answers that the model draws, see `Rollouts.measure`.
         """
         if self._rollouts is not None:
-            return self._rollouts.measure(state)
+            return self._rollouts.measure(state, lambda batches: self._name_losses(self._sum_loss(state, batches)))
         total, losses, objective = LossSum(), {}, self._setup.program.model.objective
         of_tasks = self._measure_tasks(state)
         state = training_state.use_average(state, self._setup.program.specs, self._setup.placement)
         for name, batches in self._setup.validation.items():
-            placed = map(self._setup.local_rows.make_global, batches)
-            loss = measure_loss(self._programs.held_out, state, placed, self.processes.main.wait)
+            loss = self._sum_loss(state, batches)
             total += loss
             if self.config.evaluation.paths:
                 losses[f"eval_loss/{name}"] = float(split_loss(objective, loss.mean)[0])
-        whole, metrics = split_loss(objective, total.mean)
-        of_objective = {f"eval_{name}": float(value) for name, value in metrics.items()}
-        return {"eval_loss": float(whole)} | losses | of_objective | of_tasks
+        return self._name_losses(total) | losses | of_tasks
+
+    def _sum_loss(self, state: TrainState, batches: Iterable[Batch]) -> LossSum:
+        placed = map(self._setup.local_rows.make_global, batches)
+        return measure_loss(self._programs.held_out, state, placed, self.processes.main.wait)
+
+    def _name_losses(self, total: LossSum) -> dict[str, float]:
+        """Return the mean loss, `eval_loss`, and the other metrics of the objective."""
+        whole, metrics = split_loss(self._setup.program.model.objective, total.mean)
+        return {"eval_loss": float(whole)} | {f"eval_{name}": float(value) for name, value in metrics.items()}
 
     def sample(self, state: TrainState) -> list[dict[str, str]]:
         return self._sampler(state)

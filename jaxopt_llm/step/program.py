@@ -24,8 +24,9 @@ from jaxopt_llm.compiler import kernel_choice, xla_options
 from jaxopt_llm.compiler.chips import Chip, chip_of
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.config.data import UNPAIRED
-from jaxopt_llm.config.training import KTO
+from jaxopt_llm.config.training import GRPO, KTO
 from jaxopt_llm.core import tree
+from jaxopt_llm.data.tokens.prepared import TOP_K
 from jaxopt_llm.execution import pipeline, scan
 from jaxopt_llm.execution.executor import Executor
 from jaxopt_llm.execution.segments import name_recomputed
@@ -33,6 +34,7 @@ from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.kernels.attention import find_unsupported, get_compute_capability
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall, AttentionChoice
 from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW
+from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.divergence import Divergence
 from jaxopt_llm.model import flops
 from jaxopt_llm.model.batch import Batch
@@ -310,8 +312,23 @@ class Program(StepProgram):
     teacher: Teacher | None
 
 
+@dataclass(frozen=True)
+class StoredTeacher:
+    """What data hold of a teacher. The defaults are for `plan`, which reads no data.
+
+    top_k: number of tokens in each place. vocabulary_size: of the teacher; None: that of the student.
+    """
+
+    top_k: int = TOP_K
+    vocabulary_size: int | None = None
+
+
 def make_program(
-    config: Config, placement: Placement, keep_frozen: bool = True, has_reference: bool = False
+    config: Config,
+    placement: Placement,
+    keep_frozen: bool = True,
+    has_reference: bool = False,
+    stored: StoredTeacher | None = None,
 ) -> Program:
     """Make the program of a configuration on a placement.
 
@@ -322,6 +339,8 @@ def make_program(
         keep_frozen: see StateSpecs.
         has_reference: whether the data have the log-probabilities of a reference. With `Config.runs_reference` the step
             otherwise computes them.
+        stored: what the data hold of a teacher; None: what `StoredTeacher` expects. Read with `distill` alone, without
+            `distillation.teacher`.
 
     Raises:
         InputError: the devices do not support `precision.matmul`, `training.attention` or `sharding.expert_exchange`,
@@ -329,8 +348,9 @@ def make_program(
     """
     placement = place_groups(config, placement)
     training = config.training
-    teacher = make_teacher(config, placement) if training.distills else None
-    model, attention = _make_model(config, placement, teacher)
+    teacher = make_teacher(config, placement) if config.runs_teacher else None
+    stored = (stored or StoredTeacher()) if training.distills and teacher is None else None
+    model, attention = _make_model(config, placement, _make_objective(config, teacher, stored))
     model, executor = _lay_out(model, config, placement)
     model, trainable, frozen = adapt_model(model, config.lora, placement.precision, training.trainable)
     batch_sharding = placement.activation(None, "batch", "sequence")
@@ -339,14 +359,15 @@ def make_program(
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
     reads_reference = training.has_reference and (has_reference or not config.runs_reference)
     number = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding)
-    has_labels = training.draws or training.pairs == UNPAIRED or (training.reads_scores and config.data.label_field)
+    rewards = training.objective == GRPO
+    has_labels = rewards or training.pairs == UNPAIRED or (training.reads_scores and config.data.label_field)
     reference, labels = number if reads_reference else None, number if has_labels else None
-    sampled = number if training.draws else None
+    sampled = number if rewards else None
     parts = ModelParts(
         trained=trainable,
         frozen=frozen,
         make_advance=functools.partial(make_decoder_advance, model, executor, inside_group(placement), teacher=teacher),
-        batch=Batch(ids, ids, mask, ids, ids, reference=reference, labels=labels, sampled=sampled),
+        batch=Batch(ids, ids, mask, ids, ids, reference, labels, sampled, **_describe_stored(stored, ids)),
         recomputed=name_recomputed(config.remat),
         keeps_largest=_keeps_largest(config, placement),
         teacher=None if teacher is None else teacher.model.specs,
@@ -363,12 +384,23 @@ def make_program(
     )
 
 
+def _describe_stored(stored: StoredTeacher | None, tokens: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the fields of a batch that hold what data say of a teacher. tokens: of the batch."""
+    if stored is None:
+        return {}
+    ids, found = (*tokens.shape, stored.top_k), (*tokens.shape, stored.top_k + 1)
+    return {
+        "teacher_ids": jax.ShapeDtypeStruct(ids, jnp.int32, sharding=tokens.sharding),
+        "teacher_log_probabilities": jax.ShapeDtypeStruct(found, jnp.float16, sharding=tokens.sharding),
+    }
+
+
 def make_teacher(config: Config, placement: Placement) -> Teacher:
     """Make the teacher of a configuration. It allocates nothing."""
     own, rows = make_teacher_config(config), pad_vocabulary_size(config.model.vocabulary_size)
     if isinstance(placement.mesh, Mesh):
         own = fields.replace_fields(own, {"training.attention": _choose_attention(own, placement)})
-    model, executor = _lay_out(_make_model(own, placement)[0], own, placement)
+    model, executor = _lay_out(_make_model(own, placement, NextToken())[0], own, placement)
     return Teacher(freeze_model(model, own.lora, placement.precision)[0], executor, rows)
 
 
@@ -409,9 +441,7 @@ def _keeps_largest(config: Config, placement: Placement) -> bool:
     return placement.precision.matmul == "fp8" and not special and placement.size("pipeline") == 1
 
 
-def _make_model(
-    config: Config, placement: Placement, teacher: Teacher | None = None
-) -> tuple[Decoder, AttentionChoice]:
+def _make_model(config: Config, placement: Placement, objective: Objective) -> tuple[Decoder, AttentionChoice]:
     """Make the model with the kernels that its devices support. Return it and the choice of the attention."""
     training = config.training
     attention = AttentionChoice(FALLBACK if training.attention == "auto" else training.attention)
@@ -437,17 +467,20 @@ def _make_model(
         attention=attention.name,
         grouped_matmul=products,
         max_segments=count_segments(documents) if attention.name == "cudnn" else None,
-        objective=_make_objective(config, teacher),
+        objective=objective,
     ), attention
 
 
-def _make_objective(config: Config, teacher: Teacher | None) -> Objective:
-    name = config.training.objective
+def _make_objective(config: Config, teacher: Teacher | None, stored: StoredTeacher | None) -> Objective:
+    name, settings, of = config.training.objective, config.distillation, None
     if teacher is not None:
-        of, settings = teacher.model.make_classifier(), config.distillation
+        of = teacher.model.make_classifier()
+    elif stored is not None:
+        of = Classifier(stored.vocabulary_size or config.model.vocabulary_size, softcap=0.0, z_loss=0.0, chunk=0)
+    if of is not None:
         return Distillation(Divergence(settings.beta, settings.temperature, settings.next_token_weight, of))
-    if config.training.draws:
-        return Grpo(config.grpo)
+    if name == GRPO:
+        return Grpo(config.grpo, config.rollouts.max_new_tokens)
     if name == "reward":
         return Reward(config.preference)
     if name == "classify":

@@ -44,7 +44,7 @@ def validate(config: Config) -> None:
             *moments.problems(config.optimizer.state_dtype, trained, placement),
             *quantised.problems(config.precision.matmul, decoder.specs, placement),
         ]
-    if not problems and config.training.distills:
+    if not problems and config.runs_teacher:
         problems = _teacher_problems(config)
     if problems:
         raise InputError("; ".join(problems))

@@ -25,13 +25,14 @@ from jaxopt_llm.config import (
     TrainingConfig,
 )
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.run.compile import make_held_out_loss
 from jaxopt_llm.run.initial_weights import open_teacher, read_frozen
-from jaxopt_llm.step.program import Program, make_program
+from jaxopt_llm.step.program import Program, StoredTeacher, make_program
 from jaxopt_llm.step.state import TrainState, initialize_state, state_shardings
 from jaxopt_llm.step.step import differentiate_decoder
 from jaxopt_llm.step.validation import validate
@@ -75,23 +76,52 @@ def configure(teacher: Path, **settings: Any) -> Config:
     return replace_fields(config, settings)
 
 
-def start(config: Config) -> tuple[Program, Placement, TrainState, Any]:
-    """Return the program, its placement, its state and a batch."""
+def start(config: Config, top_k: int = 0) -> tuple[Program, Placement, TrainState, Any]:
+    """Return the program, its placement, its state and a batch. top_k: number of stored tokens; 0: a teacher runs."""
     validate(config)
     mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    program = make_program(config, placement)
+    program = make_program(config, placement, stored=StoredTeacher(top_k, TEACHER.vocabulary_size))
     given = toy.on_stages(program.specs.masters, toy.params(param_specs(config.model)))
     given = jax.device_put(given, state_shardings(program.specs, placement).masters)
     state = initialize_state(program.specs, program.optimizers, 0, placement, given)
-    state = replace(state, teacher=read_frozen(open_teacher(config, 0), program.specs.teacher, placement))
-    batch = toy.microbatches(toy.packed(ROWS, LENGTH), config.training.accumulation)
+    rows = toy.packed(ROWS, LENGTH)
+    if top_k:
+        rows = store(rows, top_k)
+    else:
+        state = replace(state, teacher=read_frozen(open_teacher(config, 0), program.specs.teacher, placement))
+    batch = toy.microbatches(rows, config.training.accumulation)
     return program, placement, state, jax.device_put(batch, program.batch_sharding)
 
 
-def compute(config: Config) -> tuple[dict[str, float], Params]:
+def store(batch: Batch, top_k: int) -> Batch:
+    """Return the batch with what the teacher says of it, in float32."""
+    log_q = log_softmax(read_teacher(batch))
+    ids = np.argsort(-log_q, axis=-1)[..., :top_k]
+    kept = np.take_along_axis(log_q, ids, axis=-1)
+    with np.errstate(divide="ignore"):
+        rest = np.log(
+            np.maximum(1 - np.exp(kept).sum(axis=-1, keepdims=True), 0) if top_k < 400 else np.zeros((1, 1, 1))
+        )
+    rest = np.broadcast_to(rest, (*kept.shape[:-1], 1))
+    found = np.concatenate([kept, rest], axis=-1).astype(np.float32)
+    return batch.replace(teacher_ids=ids.astype(np.int32), teacher_log_probabilities=found)
+
+
+def read_teacher(batch: Batch) -> np.ndarray:
+    """Return the logits of the teacher in float64."""
+    params, config = folders.params(TEACHER), toy.reference_config(TEACHER)
+    return reference.logits(params, config, batch.tokens, batch.segment_ids, batch.positions)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def compute(config: Config, top_k: int = 0) -> tuple[dict[str, float], Params]:
     """Return the loss with the metrics, and the gradients by layer."""
-    program, placement, state, batch = start(config)
+    program, placement, state, batch = start(config, top_k)
     differentiate = differentiate_decoder(program.model, program.executor, placement, None, program.teacher)
 
     def run(state: TrainState, batch: Any) -> Any:
@@ -114,21 +144,14 @@ def compute(config: Config) -> tuple[dict[str, float], Params]:
 def expected(temperature: float, beta: float, next_token_weight: float) -> tuple[dict[str, float], Params]:
     """Return the same in float64, by TRL's formula for `generalized_jsd_loss`."""
     batch = toy.packed(ROWS, LENGTH)
-    configs = {"student": toy.reference_config(STUDENT), "teacher": toy.reference_config(TEACHER)}
-    params = {"student": toy.params(param_specs(STUDENT)), "teacher": folders.params(TEACHER)}
+    config, params = toy.reference_config(STUDENT), toy.params(param_specs(STUDENT))
     where = (batch.segment_ids, batch.positions)
-    of_teacher = reference.logits(params["teacher"], configs["teacher"], batch.tokens, *where)
-    outs, _, backward = reference.decoder(
-        params["student"], configs["student"], batch.tokens, *where, batch.loss_mask, []
-    )
+    of_teacher = read_teacher(batch)
+    outs, _, backward = reference.decoder(params, config, batch.tokens, *where, batch.loss_mask, [])
     (student,), count = outs, np.sum(batch.loss_mask)
     classes = STUDENT.vocabulary_size
 
-    def normalise(logits: np.ndarray) -> np.ndarray:
-        shifted = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-        return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-    log_p, log_q = normalise(student[..., :classes]), normalise(of_teacher[..., :classes])
+    log_p, log_q = (log_softmax(each[..., :classes] / temperature) for each in (student, of_teacher))
     p, q = np.exp(log_p), np.exp(log_q)
     log_m = np.log((1 - beta) * p + beta * q) if 0 < beta < 1 else log_q if beta else log_p
     if beta == 0:
@@ -173,3 +196,45 @@ def test_the_jensen_shannon_divergence_is_that_of_the_formula(teacher: Path) -> 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_changes_nothing(mesh: str, teacher: Path) -> None:
     check(compute(configure(teacher, **MESHES[mesh])), on_one_device(teacher))
+
+
+# --- What the data hold of a teacher
+
+
+STORED = {"distillation.teacher": "", "distillation.temperature": 1.0}
+
+
+@functools.cache
+def of_some_tokens() -> tuple[dict[str, float], Params]:
+    return compute(configure(Path(), **STORED), 6)
+
+
+def test_all_tokens_of_a_teacher_are_the_teacher() -> None:
+    """The teacher has ids that the student has not: they get no probability, as of a teacher on the devices."""
+    check(compute(configure(Path(), **STORED), TEACHER.vocabulary_size), expected(**SETTINGS | {"temperature": 1.0}))
+
+
+@pytest.mark.parametrize("mesh", ["data, context", "stages"])
+def test_a_mesh_changes_nothing_of_stored_tokens(mesh: str) -> None:
+    check(compute(configure(Path(), **MESHES[mesh], **STORED), 6), of_some_tokens())
+
+
+def test_the_rest_is_one_of_the_outcomes() -> None:
+    """The loss of a few tokens and the rest is below that of all tokens, and follows the formula."""
+    batch = store(toy.packed(ROWS, LENGTH), 6)
+    params = toy.params(param_specs(STUDENT)), toy.reference_config(STUDENT)
+    log_p = log_softmax(reference.logits(*params, batch.tokens, batch.segment_ids, batch.positions)[..., :258])
+    q = np.exp(batch.teacher_log_probabilities.astype(np.float64))
+    known = batch.teacher_ids < 258
+    q[..., :-1] *= known
+    q /= q.sum(axis=-1, keepdims=True)
+    p = np.exp(np.take_along_axis(log_p, np.where(known, batch.teacher_ids, 0), axis=-1)) * known
+    p = np.concatenate([p, 1 - p.sum(axis=-1, keepdims=True)], axis=-1)
+    beta, mixture = SETTINGS["beta"], (1 - SETTINGS["beta"]) * p + SETTINGS["beta"] * q
+
+    def kl(first: np.ndarray) -> np.ndarray:
+        return np.sum(first * np.log(np.where(first > 0, first, 1) / np.where(mixture > 0, mixture, 1)), axis=-1)
+
+    loss = np.mean((beta * kl(q) + (1 - beta) * kl(p))[batch.loss_mask])
+    assert of_some_tokens()[0]["divergence"] == pytest.approx(loss, abs=1e-6)
+    assert loss < 0.9 * expected(**SETTINGS | {"temperature": 1.0})[0]["divergence"]

@@ -34,7 +34,7 @@ STORED = PipelineConfig("interleaved", 2, residuals="store")
 OBJECTIVES: dict[str, Objective] = {
     "dpo": Preference("dpo", SETTINGS),
     "kto": Judged(PreferenceConfig(beta=0.3)),
-    "grpo": Grpo(GrpoConfig(level="sequence", normalisation="sequence", beta=0.3, epsilon=0.05)),
+    "grpo": Grpo(GrpoConfig(level="sequence", normalisation="sequence", beta=0.3, epsilon=0.05), 256),
 }
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int], PipelineConfig]] = {
     "fsdp, tensor": (3, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 2}, EVEN),

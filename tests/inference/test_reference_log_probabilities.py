@@ -49,13 +49,13 @@ def test_the_context_is_what_a_model_was_trained_for(folder: Path, tmp_path: Pat
 def test_the_reference_is_identified_by_its_weights(folder: Path, tmp_path: Path) -> None:
     data = DataConfig(tokenizer=str(folder), content="preference")
     tokenizer = load_tokenizer(data)
-    found = open_reference(str(folder), data, tokenizer)
+    found = open_reference(str(folder), "--reference", data, tokenizer)
     assert found.name == str(folder) and found.step is None and re.fullmatch("[0-9a-f]{64}", found.sha256)
     other = folders.folder(tmp_path / "other", replace(folders.CONFIG, layers=3))
     write_byte_tokenizer(other / "tokenizer.json")
-    assert open_reference(str(other), data, tokenizer).sha256 != found.sha256
+    assert open_reference(str(other), "--reference", data, tokenizer).sha256 != found.sha256
     write_tokenizer(other)
     with pytest.raises(
         InputError, match=rf"--reference {other}: it has another tokenizer, BOS or EOS than --tokenizer"
     ):
-        open_reference(str(other), data, tokenizer)
+        open_reference(str(other), "--reference", data, tokenizer)

@@ -10,10 +10,11 @@ import toy
 
 from jaxopt_llm.config import GrpoConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.objectives import split_loss
+from jaxopt_llm.model.objectives import split_loss, weigh_tokens
 from jaxopt_llm.model.objectives.grpo import Grpo
 
-BOUNDS = {"epsilon": 0.2, "epsilon_high": 0.28, "max_ratio": 1.7, "max_new_tokens": 9}
+BOUNDS = {"epsilon": 0.2, "epsilon_high": 0.28, "max_ratio": 1.7}
+MOST = 9  # tokens of an answer
 WAYS = [
     GrpoConfig(normalisation=normalisation, level=level, beta=beta, **BOUNDS)  # type: ignore[arg-type]
     for normalisation, level, beta in itertools.product(
@@ -48,7 +49,7 @@ def formula(settings: GrpoConfig, batch: Batch, found: np.ndarray) -> tuple[floa
         each = -np.minimum(free, bounded) + settings.beta * kl
         slope = -advantage * ratio * moves
         slope = (np.full(n, slope.mean()) if of_sequence else slope) + settings.beta * (1 - np.exp(r - p))
-        weight = {"token": 1.0, "sequence": 1 / n, "constant": 1 / settings.max_new_tokens}[settings.normalisation]
+        weight = {"token": 1.0, "sequence": 1 / n, "constant": 1 / MOST}[settings.normalisation]
         losses.append(weight * each.sum())
         gradient[row][places] = weight * slope
         clipped += [*(bounded < free)] if settings.normalisation == "token" else [np.mean(bounded < free)]
@@ -60,10 +61,10 @@ def formula(settings: GrpoConfig, batch: Batch, found: np.ndarray) -> tuple[floa
 @pytest.mark.parametrize("settings", WAYS, ids=lambda each: f"{each.normalisation}-{each.level}-{each.beta}")
 def test_loss_and_weights_are_the_formula_and_its_derivative(settings: GrpoConfig) -> None:
     batch, found = rollouts()
-    objective = Grpo(settings)
+    objective = Grpo(settings, MOST)
     assert objective.needs_reference == (settings.beta > 0)
     given = batch if settings.beta else batch.replace(reference=None)
-    weights, reported = objective.weigh_tokens(jnp.asarray(found), given)
+    weights, reported = weigh_tokens(objective.sum_losses, jnp.asarray(found), given)
     count = int(objective.count(batch))
     loss, metrics = split_loss(objective, reported / count)
     expected, gradient, clipped = formula(settings, batch, found)
@@ -76,7 +77,9 @@ def test_loss_and_weights_are_the_formula_and_its_derivative(settings: GrpoConfi
 def test_answers_of_the_model_itself_have_the_gradient_of_the_policy() -> None:
     """Without a difference from the sampler the weight of a token is the advantage of its answer."""
     batch, found = rollouts()
-    weights, reported = Grpo(GrpoConfig()).weigh_tokens(jnp.asarray(found), batch.replace(sampled=found))
+    weights, reported = weigh_tokens(
+        Grpo(GrpoConfig(), MOST).sum_losses, jnp.asarray(found), batch.replace(sampled=found)
+    )
     np.testing.assert_allclose(weights, np.where(batch.loss_mask, batch.labels, 0), rtol=1e-6)
     named = dict(zip(("loss", "clipped", "kl", "sampler_kl"), np.asarray(reported), strict=False))
     assert named["clipped"] == named["sampler_kl"] == 0
@@ -84,11 +87,11 @@ def test_answers_of_the_model_itself_have_the_gradient_of_the_policy() -> None:
 
 def test_rows_and_padding_change_nothing() -> None:
     batch, found = rollouts(1, 60)
-    objective = Grpo(GrpoConfig(level="sequence", normalisation="sequence"))
-    whole = float(objective.weigh_tokens(jnp.asarray(found), batch)[1][0])
+    objective = Grpo(GrpoConfig(level="sequence", normalisation="sequence"), MOST)
+    whole = float(weigh_tokens(objective.sum_losses, jnp.asarray(found), batch)[1][0])
     alone = 0.0
     for segment in range(1, int(objective.count(batch)) + 1):
         inside = batch.segment_ids == segment
         only = jax.tree.map(lambda field, inside=inside: np.where(inside, field, 0), batch)
-        alone += float(objective.weigh_tokens(jnp.asarray(found), only)[1][0])
+        alone += float(weigh_tokens(objective.sum_losses, jnp.asarray(found), only)[1][0])
     assert whole == pytest.approx(alone, rel=1e-5)

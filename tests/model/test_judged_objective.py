@@ -11,7 +11,7 @@ import toy
 
 from jaxopt_llm.config import PreferenceConfig
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.objectives import split_loss
+from jaxopt_llm.model.objectives import split_loss, weigh_tokens
 from jaxopt_llm.model.objectives.judged import Judged, estimate_divergence
 from jaxopt_llm.parallel.zero import GROUP_AXIS
 
@@ -64,7 +64,7 @@ def test_the_objective_is_its_formula(shift: float) -> None:
     assert int(objective.count(batch)) == len(losses) > 8 and 2 < sum(labels) < len(labels) - 2
     estimated = estimate_divergence(jnp.asarray(found), batch, in_gradient_group=False)
     assert float(estimated) == pytest.approx(divergence, rel=1e-5, abs=1e-6)
-    _, sums = objective.weigh_tokens(jnp.asarray(found), batch, estimated)
+    _, sums = weigh_tokens(objective.sum_losses, jnp.asarray(found), batch, estimated)
     loss, metrics = split_loss(objective, sums / len(losses))
     assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5)
     assert float(metrics["kl"]) == pytest.approx(divergence, rel=1e-5, abs=1e-6)
@@ -80,12 +80,12 @@ def test_weights_are_the_derivative_with_the_divergence_held() -> None:
     batch, values = make_batch(), np.random.default_rng(2)
     found, objective = jnp.asarray(draw(batch, 0.2)), Judged(SETTINGS)
     divergence = estimate_divergence(found, batch, in_gradient_group=False)
-    weights, _ = objective.weigh_tokens(found, batch, divergence)
+    weights, _ = weigh_tokens(objective.sum_losses, found, batch, divergence)
     learned = batch.loss_mask & (batch.segment_ids % 2 == 1)
     assert np.all((np.asarray(weights) != 0) == learned)
     direction, step = jnp.asarray(values.normal(size=found.shape), jnp.float32), 1e-2
     after, before = (
-        objective.weigh_tokens(found + sign * step * direction, batch, divergence)[1][0] for sign in (1, -1)
+        weigh_tokens(objective.sum_losses, found + sign * step * direction, batch, divergence)[1][0] for sign in (1, -1)
     )
     assert float(-jnp.sum(weights * direction)) == pytest.approx(float(after - before) / (2 * step), rel=2e-3)
 
@@ -105,7 +105,7 @@ def test_packed_rows_have_the_loss_of_single_pairs() -> None:
 
     def total(batch: Batch, found: np.ndarray) -> np.ndarray:
         divergence = estimate_divergence(jnp.asarray(found), batch, in_gradient_group=False)
-        return np.asarray(objective.weigh_tokens(jnp.asarray(found), batch, divergence)[1])
+        return np.asarray(weigh_tokens(objective.sum_losses, jnp.asarray(found), batch, divergence)[1])
 
     np.testing.assert_allclose(total(single, single.teacher), total(batch, found), rtol=1e-5)
 
@@ -123,7 +123,7 @@ def test_a_kind_without_answers_has_metrics_of_zero() -> None:
     batch, objective = make_batch(), Judged(SETTINGS)
     desirable = replace(batch, labels=np.ones_like(batch.labels))
     found = jnp.asarray(draw(batch, 0.2))
-    _, sums = objective.weigh_tokens(found, desirable, jnp.float32(0))
+    _, sums = weigh_tokens(objective.sum_losses, found, desirable, jnp.float32(0))
     metrics = objective.name_metrics(sums / objective.count(desirable))
     assert float(metrics["rewards/rejected"]) == float(metrics["log_probabilities/rejected"]) == 0
     assert float(metrics["rewards/chosen"]) > 0

@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from jaxopt_llm.config import PreferenceConfig
-from jaxopt_llm.model.objectives import split_loss
+from jaxopt_llm.model.objectives import split_loss, weigh_tokens
 from jaxopt_llm.model.objectives.preference import REPORTED, Preference
 
 SETTINGS = PreferenceConfig(beta=0.3, label_smoothing=0.1, margin=0.4, nll_weight=0.7)
@@ -56,7 +56,7 @@ def test_an_objective_is_its_formula(name: str) -> None:
             means = [found[row][answer].mean() for answer in answers]
             rewards.append([SETTINGS.beta * each for each in (means if name in ("simpo", "orpo") else gains)])
     assert int(objective.count(batch)) == len(losses) > 4
-    _, reported = objective.weigh_tokens(jnp.asarray(found, jnp.float32), batch)
+    _, reported = weigh_tokens(objective.sum_losses, jnp.asarray(found, jnp.float32), batch)
     assert len(reported) == len(REPORTED)
     assert float(reported[0]) == pytest.approx(sum(losses), rel=1e-5)
     _, metrics = split_loss(objective, reported / len(losses))
@@ -71,10 +71,12 @@ def test_weights_are_the_derivative(name: str) -> None:
     batch, values = toy.pairs(2, 40), np.random.default_rng(1)
     found = jnp.asarray(-values.exponential(1.0, batch.tokens.shape), jnp.float32)
     objective, direction = Preference(name, SETTINGS), jnp.asarray(values.normal(size=found.shape), jnp.float32)
-    weights, _ = objective.weigh_tokens(found, batch)
+    weights, _ = weigh_tokens(objective.sum_losses, found, batch)
     assert not np.any(np.asarray(weights)[~np.asarray(batch.loss_mask)])
     step = 1e-2
-    after, before = (objective.weigh_tokens(found + sign * step * direction, batch)[1][0] for sign in (1, -1))
+    after, before = (
+        weigh_tokens(objective.sum_losses, found + sign * step * direction, batch)[1][0] for sign in (1, -1)
+    )
     assert float(-jnp.sum(weights * direction)) == pytest.approx(float(after - before) / (2 * step), rel=2e-3)
 
 
@@ -83,11 +85,13 @@ def test_padding_and_other_documents_change_nothing() -> None:
     found = jnp.asarray(-np.random.default_rng(1).exponential(1.0, batch.tokens.shape), jnp.float32)
     pairs = int(Preference("dpo", SETTINGS).count(batch))
     assert pairs > 1
-    whole = Preference("dpo", SETTINGS).weigh_tokens(found, batch)[1][0]
+    whole = weigh_tokens(Preference("dpo", SETTINGS).sum_losses, found, batch)[1][0]
     alone = 0.0
     for pair in range(pairs):
         inside = (batch.segment_ids + 1) // 2 == pair + 1
         only = jax.tree.map(lambda field, inside=inside: jnp.where(inside, field, 0), batch)
         renumbered = jnp.where(inside, batch.segment_ids - 2 * pair, 0)
-        alone += float(Preference("dpo", SETTINGS).weigh_tokens(found, only.replace(segment_ids=renumbered))[1][0])
+        alone += float(
+            weigh_tokens(Preference("dpo", SETTINGS).sum_losses, found, only.replace(segment_ids=renumbered))[1][0]
+        )
     assert float(whole) == pytest.approx(alone, rel=1e-5)

@@ -60,7 +60,7 @@ def test_functions_get_prompts_answers_and_columns(functions: Path) -> None:
         ("none", "no function rewards the answer to .1.1=.$"),
         ("text", "text returned no list of numbers"),
         ("broken", r"failed: \S+mine.py, line 19: ZeroDivisionError: division by zero$"),
-        ("hangs", "took longer than 0.5 s; make them faster, or set a larger --grpo.reward-seconds$"),
+        ("hangs", "took longer than 0.5 s; make them faster, or set a larger --rollouts.reward-seconds$"),
         ("dies", r"ended their process \(exit code 7\)$"),
     ],
 )

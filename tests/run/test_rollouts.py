@@ -44,8 +44,8 @@ def make_config(folder: Path, **settings: Any) -> Config:
     given: dict[str, Any] = {
         **{"run.directory": str(folder / "run"), "data.paths": (str(folder / "prompts.jsonl"),)},
         **{"data.content": "prompt", "data.tokenizer": "bytes", "training.objective": "grpo"},
-        **{"grpo.rewards": (f"{folder / 'mine.py'}:evenness",), "grpo.prompts": 2, "grpo.group_size": 4},
-        **{"grpo.max_new_tokens": 6, "training.batch_size": 4, "training.sequence_length": 24},
+        **{"rollouts.rewards": (f"{folder / 'mine.py'}:evenness",), "rollouts.prompts": 2, "rollouts.group_size": 4},
+        **{"rollouts.max_new_tokens": 6, "training.batch_size": 4, "training.sequence_length": 24},
         **{"model.layers": 2, "model.width": 16, "model.heads": 4, "model.kv_heads": 2, "model.mlp_width": 32},
         **{"model.vocabulary_size": 258, "mesh.fsdp": 1, "precision.compute_dtype": "float32"},
         **{"optimizer.learning_rate": 1e-2, "schedule.kind": "constant", "schedule.warmup_steps": 0},
@@ -69,7 +69,7 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 def test_a_run_that_continues_ends_equal_to_the_bit(tmp_path: Path) -> None:
     """The checkpoint is between the two steps that train on the same answers, which are read from the log."""
-    settings: dict[str, Any] = {"grpo.updates": 2, "evaluation.every": 3, "data.held_out": 0.3}
+    settings: dict[str, Any] = {"rollouts.updates": 2, "evaluation.every": 3, "data.held_out": 0.3}
     whole = run(make_config(tmp_path, **settings, **{"run.directory": str(tmp_path / "whole")}))
     parts = run(make_config(tmp_path, **settings, **{"training.steps": 3}))
     with (parts / "rollouts.jsonl").open("a") as log:  # of a step after the checkpoint, which a killed run lost
@@ -89,14 +89,14 @@ def test_a_run_that_continues_ends_equal_to_the_bit(tmp_path: Path) -> None:
 def test_what_is_rewarded_is_learned(tmp_path: Path) -> None:
     """Half of the tokens that an untrained model draws are below 128."""
     rewards = (f"{tmp_path / 'mine.py'}:lowness",)
-    config = make_config(tmp_path, **{"grpo.rewards": rewards, "training.steps": 30, "checkpoint.every": 100})
+    config = make_config(tmp_path, **{"rollouts.rewards": rewards, "training.steps": 30, "checkpoint.every": 100})
     means = [each["rewards/mean"] for each in metrics(run(config))]
     assert 0.3 < means[0] < 0.7 and np.mean(means[-5:]) > 0.9
 
 
 def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
     rewards = (f"{tmp_path / 'mine.py'}:fails_in_step_4",)
-    config = make_config(tmp_path, **{"grpo.rewards": rewards, "checkpoint.every": 100})
+    config = make_config(tmp_path, **{"rollouts.rewards": rewards, "checkpoint.every": 100})
     with pytest.raises(InputError, match=r"mine.py, line \d+: ZeroDivisionError"):
         run(config)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["3"]
@@ -105,7 +105,12 @@ def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
 def test_a_function_that_fails_in_an_evaluation_keeps_the_step_before(tmp_path: Path) -> None:
     path = tmp_path / "few.py"
     path.write_text("def few(completions, **columns):\n    return [1 / (len(completions) > 5)] * len(completions)\n")
-    settings = {"grpo.rewards": (f"{path}:few",), "checkpoint.every": 100, "evaluation.every": 2, "data.held_out": 0.3}
+    settings = {
+        "rollouts.rewards": (f"{path}:few",),
+        "checkpoint.every": 100,
+        "evaluation.every": 2,
+        "data.held_out": 0.3,
+    }
     with pytest.raises(InputError, match="ZeroDivisionError"):
         run(make_config(tmp_path, **settings))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["2"]
@@ -190,8 +195,8 @@ def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
     [
         ({"data.content": "text"}, "reads prompts without answers: set --data.content prompt"),
         ({"training.objective": "next_token"}, "reads answers, too; set --training.objective grpo"),
-        ({"grpo.rewards": ()}, "name it with --grpo.rewards FILE:FUNCTION"),
-        ({"grpo.rewards": ("mine.py",)}, "mine.py: must be FILE:FUNCTION"),
+        ({"rollouts.rewards": ()}, "name it with --rollouts.rewards FILE:FUNCTION"),
+        ({"rollouts.rewards": ("mine.py",)}, "mine.py: must be FILE:FUNCTION"),
         ({"grpo.beta": 0.1}, "grpo.beta=0.1 compares with the model without its adapters"),
         ({"training.ema_decay": 0.9}, "grpo does not support training.ema_decay=0.9: leave it out"),
         ({"evaluation.tasks": ("sums",)}, "grpo does not support evaluation.tasks=('sums',): leave it out"),
@@ -207,8 +212,8 @@ def test_what_the_data_do_not_allow_is_refused_before_anything_is_compiled(tmp_p
     config = make_config(tmp_path)
     (tmp_path / "taken.jsonl").write_text('{"prompt": "a", "completions": 1}\n' * 9)
     for settings, message in (
-        ({"grpo.prompts": 9}, "need 18 rows"),
-        ({"grpo.max_new_tokens": 24}, "no prompt has at most 1 tokens"),
+        ({"rollouts.prompts": 9}, "need 18 rows"),
+        ({"rollouts.max_new_tokens": 24}, "no prompt has at most 1 tokens"),
         ({"data.paths": (str(tmp_path / "taken.jsonl"),)}, "the column completions has the name of an argument"),
     ):
         with pytest.raises(InputError, match=message):
@@ -216,7 +221,7 @@ def test_what_the_data_do_not_allow_is_refused_before_anything_is_compiled(tmp_p
 
 
 def test_the_command_refuses_a_function_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tmp_path, **{"grpo.rewards": (f"{tmp_path}/mine.py:absent",)})
+    config = make_config(tmp_path, **{"rollouts.rewards": (f"{tmp_path}/mine.py:absent",)})
     (tmp_path / "config.json").write_text(fields.to_json(config))
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "config.json")])
     with pytest.raises(InputError, match="mine.py:absent: the file defines no function absent$"):

@@ -17,6 +17,7 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.config import Config, DataConfig, DistillationConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer
+from jaxopt_llm.data.tokens.tokenizer_files import write_tokenizer
 from jaxopt_llm.run.directory import check_tokenizer_of_teacher
 
 TEACHER = replace(folders.CONFIG, pattern=("global",), layers=2, vocabulary_size=300)
@@ -82,7 +83,9 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path, teacher: Path, f
         assert done.returncode == 2 and not (tmp_path / "run").exists()
         assert_one_line(done.stderr, *parts)
 
-    refuse("", "training.objective=distill needs a model to learn from", "--distillation.teacher")
+    refuse(
+        "", "training.objective=distill needs a teacher, and text.jsonl holds", "--teacher", "--distillation.teacher"
+    )
     refuse(tmp_path / "nowhere", f"distillation.teacher={tmp_path / 'nowhere'}: no such folder")
     other = shutil.copytree(teacher, tmp_path / "other")
     vocabulary = json.loads((other / "tokenizer.json").read_text())
@@ -97,6 +100,8 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path, teacher: Path, f
     config = Config(data=DataConfig(), distillation=DistillationConfig(teacher=str(teacher)))
     with pytest.raises(InputError, match="has a tokenizer, and data.tokenizer is bytes: .*the same tokenizer"):
         check_tokenizer_of_teacher(config, ByteTokenizer())
+    write_tokenizer(config.data, ByteTokenizer(), other)
+    check_tokenizer_of_teacher(replace(config, distillation=DistillationConfig(teacher=str(other))), ByteTokenizer())
     a_run = tmp_path / "a_run"
     a_run.mkdir()
     (a_run / "config.json").write_text("{}")

@@ -148,7 +148,14 @@ def test_a_teacher_costs_its_forward_and_its_weights(teacher: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"distillation.teacher": ""}, "training.objective=distill needs a model to learn from"),
+        (
+            {"distillation.teacher": "", "distillation.temperature": 2.0},
+            "distillation.temperature=2.0: the probabilities that prepare --teacher keeps are those at temperature 1",
+        ),
+        (
+            {"distillation.teacher": "", "data.content": "prompt"},
+            "no data hold what a teacher says of answers that the model draws",
+        ),
         ({"training.z_loss": 0.1}, "distill does not support training.z_loss=0.1: set --training.z-loss 0"),
         ({"optimizer.in_backward": True}, "distill does not support optimizer.in_backward=True"),
         ({"training.local_steps": 2}, "distill does not support training.local_steps=2"),

@@ -177,8 +177,8 @@ def one_document_per_row(batch: Batch) -> Batch:
 
 
 def microbatches(batch: Batch, count: int) -> Batch:
-    """Reshape fields [B, S] to [count, B / count, S]."""
-    return jax.tree.map(lambda field: field.reshape(count, -1, field.shape[-1]), batch)
+    """Reshape fields [B, S, ...] to [count, B / count, S, ...]."""
+    return jax.tree.map(lambda field: field.reshape(count, -1, *field.shape[1:]), batch)
 
 
 def reference_config(config: ModelConfig) -> reference.ReferenceConfig:

@@ -387,10 +387,12 @@ class PackedRows:
             )
             if self.stream.has_reference:
                 row = replace(row, reference=_place_reference(self.stream.read_reference(firsts), row))
+            if self.stream.has_teacher:
+                row = _place_taught([self.stream.read_teacher(first + 1, n - 1) for first, n in ranges if n > 1], row)
             if self.pairs == UNPAIRED:
                 row = replace(row, labels=self._read_labels(firsts, row.segment_ids))
         padding = self.sequence_length - row.tokens.size
-        return jax.tree.map(lambda field: np.pad(field, (0, padding)), row) if padding else row
+        return jax.tree.map(lambda field: _pad(field, padding), row) if padding else row
 
     def _make_scored(
         self, window: NDArray[np.int64], firsts: NDArray[Any], segments: NDArray[Any], positions: NDArray[Any]
@@ -521,6 +523,25 @@ def _place_reference(found: NDArray[np.float32], row: Batch) -> NDArray[np.float
     placed = np.zeros(row.tokens.size, np.float32)
     placed[counted[np.diff(documents, append=0) != 0]] = found
     return placed
+
+
+def _place_taught(found: Sequence[NDArray[np.void]], row: Batch) -> Batch:
+    """Return the row with what a teacher says of its targets. found: of those that count, in order."""
+    values = np.concatenate(found)
+    fields = {
+        "teacher_ids": (values["ids"], np.int32),
+        "teacher_log_probabilities": (values["log_probabilities"], None),
+    }
+    placed = {}
+    for name, (each, dtype) in fields.items():
+        placed[name] = np.zeros((row.tokens.size, each.shape[1]), dtype or each.dtype)
+        placed[name][row.loss_mask] = each
+    return replace(row, **placed)
+
+
+def _pad(field: NDArray[Any], count: int) -> NDArray[Any]:
+    """Return the values [S, ...] of tokens with zeros for `count` more."""
+    return np.concatenate([field, np.zeros((count, *field.shape[1:]), field.dtype)])
 
 
 def _measure_documents(

@@ -70,16 +70,16 @@ def _read_prompts(rows: Sequence[PackedRows], config: Config) -> tuple[list[Prom
     found = [Prompt(ids.astype(np.int32), json_files.parse(row)) for ids, row in pairs if ids.size]
     if taken := [column for column in ARGUMENTS if any(column in prompt.row for prompt in found)]:
         raise InputError(
-            f"{name}: the column {taken[0]} has the name of an argument of the functions of grpo.rewards: rename it, "
-            f"or leave it unread with --data.columns {taken[0]}="
+            f"{name}: the column {taken[0]} has the name of an argument of the functions of rollouts.rewards: "
+            f"rename it, or leave it unread with --data.columns {taken[0]}="
         )
-    room = config.training.sequence_length + 1 - config.grpo.max_new_tokens  # the last token is only a target
+    room = config.training.sequence_length + 1 - config.rollouts.max_new_tokens  # the last token is only a target
     kept = [prompt for prompt in found if prompt.ids.size <= room]
     if not kept:
         raise InputError(
             f"{name}: no prompt has at most {room} tokens, the rest of training.sequence_length="
-            f"{config.training.sequence_length} after grpo.max_new_tokens={config.grpo.max_new_tokens}; increase the "
-            "length"
+            f"{config.training.sequence_length} after rollouts.max_new_tokens={config.rollouts.max_new_tokens}; "
+            "increase the length"
         )
     return kept, len(pairs) - len(kept)
 
@@ -89,13 +89,13 @@ def check_room(longest: int, config: Config) -> None:
 
     longest: tokens of the longest prompt.
     """
-    grpo, training = config.grpo, config.training
-    count, length = grpo.prompts * grpo.group_size, longest + grpo.max_new_tokens - 1
+    drawn, training = config.rollouts, config.training
+    count, length = drawn.prompts * drawn.group_size, longest + drawn.max_new_tokens - 1
     lengths = np.full(count, length)
     needed = len(BestFit(np.arange(count) * length, lengths, training.sequence_length, config.data.documents_per_row))
     if needed > training.batch_size:
         raise InputError(
-            f"training.batch_size={training.batch_size}: the {count} answers of a step (grpo.prompts × "
-            f"grpo.group_size) with their prompts have up to {length} tokens each, and need {needed} rows of "
+            f"training.batch_size={training.batch_size}: the {count} answers of a step (rollouts.prompts × "
+            f"rollouts.group_size) with their prompts have up to {length} tokens each, and need {needed} rows of "
             f"training.sequence_length={training.sequence_length}: set --training.batch-size to at least {needed}"
         )

@@ -135,6 +135,32 @@ class ReferenceLogProbabilities:
 
 
 @dataclass(frozen=True, eq=False)
+class TeacherLogProbabilities:
+    """What a teacher says of tokens: which ones it finds most likely in their place, for distillation.
+
+    It says this of the tokens that the loss counts as targets, in order. The first token of a document is none.
+
+    Attributes:
+        model: name of the teacher, for messages.
+        sha256: digest of its weights.
+        vocabulary_size: number of its tokens.
+        values: records of `prepared.teacher_dtype`.
+        ends: int64 [documents], the end of each document in the values.
+    """
+
+    model: str
+    sha256: str
+    vocabulary_size: int
+    values: Array
+    ends: Array
+
+    @property
+    def top_k(self) -> int:
+        """Number of tokens, K, of each place."""
+        return int(self.values.dtype["ids"].shape[0])
+
+
+@dataclass(frozen=True, eq=False)
 class Piece(ABC):
     """Concatenated documents of one file or of a part of it: the base class of all formats.
 
@@ -153,6 +179,7 @@ class Piece(ABC):
         reference: log-probabilities of the documents by a reference model; None if there are none.
         labels: float32 [documents], the label of each document; None without labels.
         rows: the row of each document, a prompt, as JSON; None for other documents.
+        teacher: what a teacher says of the tokens; None without one.
     """
 
     name: str
@@ -188,6 +215,10 @@ class Piece(ABC):
 
     @property
     def rows(self) -> Sequence[bytes] | None:
+        return None
+
+    @property
+    def teacher(self) -> TeacherLogProbabilities | None:
         return None
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
@@ -226,6 +257,7 @@ class IndexedPiece(Piece):
     reference: ReferenceLogProbabilities | None = None
     labels: Array | None = None
     rows: Sequence[bytes] | None = None
+    teacher: TeacherLogProbabilities | None = None
 
     @property
     def groups(self) -> int:
@@ -250,6 +282,22 @@ class IndexedPiece(Piece):
         """Return the label of the document of a token."""
         assert self.labels is not None
         return float(self.labels[int(self.ends.searchsorted(token, side="right"))])
+
+    def read_teacher(self, begin: int, end: int) -> NDArray[np.void]:
+        """Return what the teacher says of tokens [begin, end), where it says something."""
+        assert self.teacher is not None
+        found: NDArray[np.void] = self.teacher.values[self._count_taught(begin) : self._count_taught(end)]
+        return found
+
+    def _count_taught(self, token: int) -> int:
+        """Return the number of tokens before this one of which the teacher says something."""
+        assert self.teacher is not None
+        document = int(self.ends.searchsorted(token, side="right"))
+        start, count = (int(ends[document - 1]) if document else 0 for ends in (self.ends, self.teacher.ends))
+        if token <= start + 1:
+            return count
+        after = token - start - 1 if self.mask is None else int(np.count_nonzero(self.mask[start + 1 : token]))
+        return count + after
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,10 +355,24 @@ class TokenStream:
         """True if documents have log-probabilities by a reference model."""
         return any(piece.reference is not None for piece in self.pieces)
 
-    def without_reference(self) -> "TokenStream":
-        """Return the same documents without log-probabilities by a reference model."""
-        pieces = [replace(piece, reference=None) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
+    @property
+    def has_teacher(self) -> bool:
+        """True if a teacher says something of tokens."""
+        return any(piece.teacher is not None for piece in self.pieces)
+
+    def without(self, *names: str) -> "TokenStream":
+        """Return the same documents without their `reference` or `teacher`."""
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        pieces = [replace(piece, **nothing) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
         return replace(self, pieces=tuple(pieces))
+
+    def read_teacher(self, first: int, count: int) -> NDArray[np.void]:
+        """Return what the teacher says of positions [first, first + count), where it says something."""
+        found = []
+        for _, piece, begin, end in self._slices(first, count):
+            assert isinstance(piece, IndexedPiece)
+            found.append(piece.read_teacher(begin, end))
+        return np.concatenate(found)
 
     def read_reference(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the log-probabilities of the documents that start at these positions, float32 [N]."""

@@ -7,13 +7,16 @@ mask.bin                   only for conversations: one byte per token, whether t
 labels.bin                 only with labels (`DataConfig.has_labels`): that of each document, float32
 shards.jsonl               contents and SHA-256 of each shard in the files above
 reference.bin              only with a reference model: its log-probability of each document, float32
-reference.jsonl            SHA-256 of each shard of it
-manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and of reference.jsonl and, for pairs of
-                           answers, "pairs": true; written last, so a corpus with a manifest is complete
+teacher.bin                only with a teacher: what it says of each token that the loss counts (`teacher_dtype`)
+teacher_ends.bin           for each document: its end in teacher.bin, int64
+reference.jsonl, teacher.jsonl   SHA-256 of each shard of these files
+manifest.json              the plan, the totals, the SHA-256 of shards.jsonl and of reference.jsonl or teacher.jsonl
+                           and, for pairs of answers, "pairs": true; written last, so a corpus with a manifest is
+                           complete
 
 During preparation, workers write the files shard-00000.tokens, .ends, .keys, .mask, .labels and, last, .json, each set
-from a group of parts. They are appended to the files above in order, and then deleted. Those of a
-reference model follow, shard by shard.
+from a group of parts. They are appended to the files above in order, and then deleted. Those of a reference model or a
+teacher follow, shard by shard (scored.py).
 """
 
 import hashlib
@@ -31,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
@@ -47,6 +49,7 @@ from jaxopt_llm.data.tokens.pieces import (
     FileArray,
     IndexedPiece,
     ReferenceLogProbabilities,
+    TeacherLogProbabilities,
     fingerprint_file,
     token_dtype,
     tokenize_batches,
@@ -54,16 +57,18 @@ from jaxopt_llm.data.tokens.pieces import (
 from jaxopt_llm.data.tokens.template import find_template, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
-MANIFEST, SHARDS, REFERENCE = "manifest.json", "shards.jsonl", "reference.jsonl"
+MANIFEST, SHARDS, REFERENCE, TEACHER = "manifest.json", "shards.jsonl", "reference.jsonl", "teacher.jsonl"
 FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
 _ARRAYS = ("tokens", "ends", "keys", "mask", "labels")  # the last two: see above
-_LOG_PROBABILITY = np.dtype("<f4")
+LOG_PROBABILITY = np.dtype("<f4")  # in reference.bin
 # Names of the files in the directory of an unfinished corpus.
 _UNFINISHED = re.compile(
-    rf"lock|{re.escape(PLAN)}|{re.escape(SHARDS)}|{re.escape(REFERENCE)}|({'|'.join(_ARRAYS)}|reference)\.bin|shard-\d{{5,}}\..*|.*\.tmp"
+    rf"lock|{re.escape(PLAN)}|(shards|reference|teacher)\.jsonl|({'|'.join(_ARRAYS)}|reference|teacher|teacher_ends)\.bin"
+    r"|shard-\d{5,}\..*|.*\.tmp"
 )
+TOP_K = 64  # tokens that are kept of a teacher
 _READERS = 32  # threads that inspect files; they wait for storage most of the time
 _BLOCK = 2**22  # bytes read at once
 
@@ -73,15 +78,15 @@ def make_plan(
     fingerprints: Sequence[str],
     config: DataConfig,
     tokenizer: Tokenizer,
-    reference: dict[str, str] | None = None,
+    scored_by: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return everything that the output bytes depend on.
 
     The locations of the files and the number of workers do not change the output, so they are not included.
 
-    reference: name and digest of the reference model: see `ReferenceLogProbabilities`.
+    scored_by: name and digest of the reference model as `reference`, or those of the teacher and its K as `teacher`.
     """
-    plan = {
+    plan: dict[str, Any] = {
         "format": FORMAT,
         "tokenizer": config.tokenizer,
         "tokenizer_sha256": tokenizer.sha256,
@@ -108,9 +113,7 @@ def make_plan(
         plan["learn_turns"] = config.learn_turns
     if config.chat_template:  # the folder of the tokenizer does not hold it
         plan["chat_template"] = find_template(config, tokenizer).source
-    if reference:
-        plan["reference"] = reference
-    return plan
+    return plan | (scored_by or {})
 
 
 def have_same_command(old: dict[str, Any], plan: dict[str, Any]) -> bool:
@@ -298,78 +301,15 @@ class ShardMerger:
             for path in (*paths.values(), record):
                 path.unlink()
 
-    def finish(self, plan: dict[str, Any], reference: dict[str, Any] | None = None) -> None:
-        """Write the manifest, which completes the corpus. reference: see `LogProbabilityWriter.summarise`."""
+    def finish(self, plan: dict[str, Any], scores: dict[str, dict[str, Any]] | None = None) -> None:
+        """Write the manifest, which completes the corpus.
+
+        scores: what the writer of scored.py says of them, by the same names as in the plan.
+        """
         digest = hashlib.sha256((self._directory / SHARDS).read_bytes()).hexdigest()
         totals = {"documents": self._documents, "tokens": self._tokens, "shards_sha256": digest}
         pairs = {"pairs": True} if self._paired else {}
-        of_reference = {"reference": reference} if reference else {}
-        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs, **of_reference})
-
-
-class LogProbabilityWriter:
-    """Writer that appends log-probabilities by a reference model, shard by shard, to a corpus that holds all shards.
-
-    When it opens files after a kill, it removes bytes that do not belong to a recorded shard.
-
-    Attributes:
-        longest: tokens of the longest document.
-        tokens: number of tokens of each shard.
-    """
-
-    def __init__(self, directory: Path, dtype: str) -> None:
-        self._directory = directory
-        shards = read_shard_records(directory)
-        self.tokens: list[int] = [shard["tokens"] for shard in shards]
-        self._begins = np.cumsum([0, *self.tokens])
-        self._documents = np.cumsum([0, *(shard["documents"] for shard in shards)])
-        self._dtype = np.dtype(dtype)
-        self.longest = max(int(np.diff(self._read_ends(i), prepend=0).max(initial=0)) for i in range(len(shards)))
-        self._path, self._record = array_path(directory, "reference"), directory / REFERENCE
-        self._path.touch()
-        self._record.touch()
-        os.truncate(self._record, self._record.read_bytes().rfind(b"\n") + 1)
-        needed = int(self._documents[len(self)]) * _LOG_PROBABILITY.itemsize
-        if (has := self._path.stat().st_size) < needed:
-            remedy = f"remove {directory} and prepare the corpus again"
-            raise InputError(f"{self._path} is truncated: it has {has} bytes of {needed}; {remedy}")
-        os.truncate(self._path, needed)
-
-    def __len__(self) -> int:
-        """Return the number of shards that have log-probabilities."""
-        return self._record.read_bytes().count(b"\n")
-
-    def open_next(self) -> IndexedPiece:
-        """Open the documents of the first shard without log-probabilities."""
-        index = len(self)
-        begin, size = int(self._begins[index]), self.tokens[index]
-        tokens = FileArray(array_path(self._directory, "tokens"), self._dtype, size, begin * self._dtype.itemsize)
-        mask = FileArray(array_path(self._directory, "mask"), np.dtype("?"), size, begin)
-        ends = self._read_ends(index)
-        return IndexedPiece(f"{self._directory}, shard {index}", tokens, ends, np.zeros(ends.size, np.uint64), mask)
-
-    def append(self, values: NDArray[np.float32]) -> None:
-        """Append those of the first shard without log-probabilities: one for each of its documents."""
-        index = len(self)
-        assert values.shape == (self._documents[index + 1] - self._documents[index],)
-        values = np.ascontiguousarray(values, _LOG_PROBABILITY)
-        record = json.dumps({"sha256": hashlib.sha256(values.data).hexdigest()}) + "\n"
-        for path, content in ((self._path, values.data), (self._record, record.encode())):
-            with path.open("ab") as file:
-                file.write(content)
-                sync_file(file)
-
-    def summarise(self, limit: int) -> dict[str, Any]:
-        """Return what the manifest says of complete log-probabilities. limit: see `ReferenceLogProbabilities`."""
-        assert len(self) == len(self.tokens)
-        return {"limit": limit, "sha256": hashlib.sha256(self._record.read_bytes()).hexdigest()}
-
-    def _read_ends(self, index: int) -> NDArray[np.int64]:
-        """Return the ends of the documents of a shard, in its own tokens."""
-        first, last = self._documents[index : index + 2]
-        ends = FileArray(array_path(self._directory, "ends"), np.dtype("<i8"), int(self._documents[-1]))
-        found: NDArray[np.int64] = ends[int(first) : int(last)] - self._begins[index]
-        return found
+        write_json(self._directory / MANIFEST, {"plan": plan, **totals, **pairs, **(scores or {})})
 
 
 def read_shard_records(directory: Path) -> list[dict[str, Any]]:
@@ -416,6 +356,25 @@ class _ReferenceRecord:
 
 
 @dataclass(frozen=True)
+class _TeacherRecord:
+    """What a teacher says of tokens, as a manifest describes it; see also `TeacherLogProbabilities`.
+
+    Attributes:
+        rows: number of these tokens.
+        limit: longer documents were read in parts of this many tokens; 0: all were read whole.
+        sha256: digest of TEACHER.
+    """
+
+    model: str
+    model_sha256: str
+    top_k: int
+    vocabulary_size: int
+    rows: int
+    limit: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class _Manifest:
     sha256: str
     tokens: int
@@ -428,6 +387,7 @@ class _Manifest:
     tokenizer_sha256: str
     shards_sha256: str
     reference: _ReferenceRecord | None
+    teacher: _TeacherRecord | None
 
 
 def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
@@ -444,13 +404,27 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    arrays, reference = _open_arrays(directory, manifest), None
+    arrays, reference, teacher = _open_arrays(directory, manifest), None, None
     if record := manifest.reference:
         reference = ReferenceLogProbabilities(record.model, record.model_sha256, record.limit, arrays["reference"])
+    if taught := manifest.teacher:
+        values, ends = arrays["teacher"], arrays["teacher_ends"]
+        teacher = TeacherLogProbabilities(taught.model, taught.model_sha256, taught.vocabulary_size, values, ends)
     tokens, ends, keys = (arrays[each] for each in ("tokens", "ends", "keys"))
     mask, labels = arrays.get("mask"), arrays.get("labels")
-    piece = IndexedPiece(name, tokens, ends, keys, mask, manifest.pairs, reference, labels)
+    piece = IndexedPiece(name, tokens, ends, keys, mask, manifest.pairs, reference, labels, teacher=teacher)
     return piece, manifest.sha256
+
+
+def teacher_dtype(top_k: int, vocabulary_size: int) -> np.dtype[np.void]:
+    """Return the dtype of a record of teacher.bin: what a teacher says of one token.
+
+    `ids` are those of its most likely tokens, the most likely one first. `log_probabilities` are those of these tokens,
+    and the last one that of all others together. float16 has 3 bits more than bfloat16 of each, and its range suffices:
+    what it cannot hold are probabilities below exp(-65504), and a difference of 6e-8 from 1.
+    """
+    ids = token_dtype(vocabulary_size)
+    return np.dtype([("ids", ids, (top_k,)), ("log_probabilities", np.dtype("<f2"), (top_k + 1,))])
 
 
 def check_learned_turns(directory: Path, config: DataConfig) -> None:
@@ -505,11 +479,13 @@ def verify_corpus(
         InputError: the corpus is damaged. The message names the damaged shards and byte ranges.
     """
     manifest = _read_manifest(directory)
-    _open_arrays(directory, manifest)
+    arrays = _open_arrays(directory, manifest)
     shards = read_shard_records(directory)
     if hashlib.sha256((directory / SHARDS).read_bytes()).hexdigest() != manifest.shards_sha256:
         raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
-    of_reference = _read_reference_digests(directory, manifest)
+    of_reference = _read_score_records(directory / REFERENCE, manifest.reference)
+    of_teacher = _read_score_records(directory / TEACHER, manifest.teacher)
+    rows = np.cumsum([0, *(record["rows"] for record in of_teacher)])
     token_bounds = np.cumsum([0, *(shard["tokens"] for shard in shards)])
     tokens = token_bounds * manifest.dtype.itemsize
     documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
@@ -524,7 +500,11 @@ def verify_corpus(
         if manifest.conversations:
             bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
         if of_reference:
-            bounds.append((("reference",), documents[index : index + 2] // 2, of_reference[index]))
+            bounds.append((("reference",), documents[index : index + 2] // 2, of_reference[index]["sha256"]))
+        if manifest.teacher:
+            size = teacher_dtype(manifest.teacher.top_k, manifest.teacher.vocabulary_size).itemsize
+            bounds.append((("teacher",), rows[index : index + 2] * size, of_teacher[index]["sha256"]))
+            bounds.append((("teacher_ends",), documents[index : index + 2], of_teacher[index]["ends_sha256"]))
         if manifest.labels:
             bounds.append((("labels",), documents[index : index + 2] // 2, shards[index]["labels_sha256"]))
         for names, (first, last), expected in bounds:
@@ -537,20 +517,17 @@ def verify_corpus(
     if damaged:
         message = "; ".join(damaged[:5]) + (f"; and {len(damaged) - 5} more" if len(damaged) > 5 else "")
         raise InputError(f"{directory} is damaged: {message}; restore it, or prepare the corpus again")
-    optional = manifest.conversations * token_bounds[-1]
-    optional += (manifest.labels + bool(of_reference)) * documents[-1] // 2
-    return len(shards), int(tokens[-1] + 2 * documents[-1] + optional)
+    return len(shards), sum(array.size * array.dtype.itemsize for array in arrays.values())
 
 
-def _read_reference_digests(directory: Path, manifest: _Manifest) -> list[str]:
-    """Return the digest of each shard of reference.bin; [] without it. Raise InputError if REFERENCE is damaged."""
-    if manifest.reference is None:
+def _read_score_records(path: Path, recorded: _ReferenceRecord | _TeacherRecord | None) -> list[dict[str, Any]]:
+    """Return what REFERENCE or TEACHER records of each shard; [] without one. Raise InputError if it is damaged."""
+    if recorded is None:
         return []
-    path = directory / REFERENCE
     content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content).hexdigest() != manifest.reference.sha256:
+    if hashlib.sha256(content).hexdigest() != recorded.sha256:
         raise InputError(f"{path} is damaged: restore it, or prepare the corpus again")
-    return [json_files.parse(line)["sha256"] for line in content.splitlines()]
+    return [json_files.parse(line) for line in content.splitlines()]
 
 
 def _read_manifest(directory: Path) -> _Manifest:
@@ -560,11 +537,13 @@ def _read_manifest(directory: Path) -> _Manifest:
     content = path.read_bytes()
     try:
         manifest = json_files.parse_settings(content)
-        plan, reference = manifest["plan"], manifest.get("reference")
+        plan, reference, teacher = manifest["plan"], manifest.get("reference"), manifest.get("teacher")
         if plan["format"] != FORMAT:
             raise InputError(f"{directory} has format {plan['format']}, not {FORMAT} of this version: prepare it again")
         if "reference" in plan and not reference:
             raise InputError(f"{directory} has no log-probabilities of its reference: prepare it again")
+        if "teacher" in plan and not teacher:
+            raise InputError(f"{directory} has no log-probabilities of its teacher: prepare it again")
         return _Manifest(
             hashlib.sha256(content).hexdigest(),
             int(manifest["tokens"]),
@@ -577,22 +556,27 @@ def _read_manifest(directory: Path) -> _Manifest:
             plan["tokenizer_sha256"],
             manifest["shards_sha256"],
             _ReferenceRecord(**plan["reference"], **reference) if reference else None,
+            _TeacherRecord(**plan["teacher"], **teacher) if teacher else None,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
 def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
-    """Return the arrays by name: see `list_arrays`; and those of a reference model, if there are any.
+    """Return the arrays by name: see `list_arrays`; and those of a reference model or a teacher, if there are any.
 
     Raises InputError if a file does not have the size that the manifest records.
     """
     types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype.str, "<i8", "<u8", "?", "<f4")), strict=True))
     sizes = dict.fromkeys(_ARRAYS, manifest.documents) | dict.fromkeys(("tokens", "mask"), manifest.tokens)
-    types, sizes = types | {"reference": _LOG_PROBABILITY}, sizes | {"reference": manifest.documents}
+    described = {name: (types[name], sizes[name]) for name in list_arrays(manifest.conversations, manifest.labels)}
+    if manifest.reference:
+        described["reference"] = LOG_PROBABILITY, manifest.documents
+    if teacher := manifest.teacher:
+        described["teacher"] = teacher_dtype(teacher.top_k, teacher.vocabulary_size), teacher.rows
+        described["teacher_ends"] = np.dtype("<i8"), manifest.documents
     arrays = {}
-    for name in (*list_arrays(manifest.conversations, manifest.labels), *(["reference"] if manifest.reference else [])):
-        dtype, size = types[name], sizes[name]
+    for name, (dtype, size) in described.items():
         path, needed = array_path(directory, name), size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:

@@ -51,6 +51,43 @@ class TeacherLogits:
     table: tree.Leaf
     divergence: Divergence = struct.field(pytree_node=False)
 
+    def gather(self) -> "TeacherLogits":
+        """Return the operands with the whole table, or this device's rows of it."""
+        return replace(self, table=gather_weight(split_perturbation(self.table)[0]))
+
+    def find_specs(self, specs: "_TableSpecs") -> "TeacherLogits":
+        """Return the PartitionSpecs of the gathered operands."""
+        return replace(self, x=specs.xs, table=shardings_of(self.table).gathered.spec)
+
+    def bind(self, tokens: Tokens) -> tuple[MakeLoss, Tokens]:
+        """Return the loss of a chunk on a device, and what it reads of each token."""
+        return functools.partial(DistilledChunk.make, self.divergence, self.table), (*tokens, self.x)
+
+
+@struct.dataclass
+class StoredLogProbabilities:
+    """The most likely tokens of a teacher, int32 [B, S, K], and their log-probabilities with the rest's, [B, S, K + 1].
+
+    Methods as of TeacherLogits.
+    """
+
+    ids: tree.Leaf
+    log_probabilities: tree.Leaf
+    divergence: Divergence = struct.field(pytree_node=False)
+
+    def gather(self) -> "StoredLogProbabilities":
+        return self
+
+    def find_specs(self, specs: "_TableSpecs") -> "StoredLogProbabilities":
+        return replace(self, ids=specs.tokens, log_probabilities=specs.tokens)
+
+    def bind(self, tokens: Tokens) -> tuple[MakeLoss, Tokens]:
+        stored = functools.partial(DistilledChunk.from_stored, self.divergence)
+        return stored, (*tokens, self.ids, self.log_probabilities)
+
+
+TeacherOperands = TeacherLogits | StoredLogProbabilities
+
 
 def cross_entropy(
     x: jax.Array,
@@ -59,7 +96,7 @@ def cross_entropy(
     loss_weight: jax.Array,
     classifier: Classifier,
     placement: Placement,
-    teacher: TeacherLogits | None = None,
+    teacher: TeacherOperands | None = None,
 ) -> Losses:
     """Return loss_weight × objective, and the cross-entropy, both summed over the tokens that count.
 
@@ -103,6 +140,23 @@ def read_targets(
         specs.tokens,
     )
     return run(xs, arrays, targets)
+
+
+def read_most_likely(
+    x: jax.Array, table: Weight, count: int, classifier: Classifier, placement: Placement
+) -> tuple[jax.Array, jax.Array]:
+    """Return the `count` most likely tokens and their log-probabilities with the rest's; see kernels/cross_entropy.py.
+
+    They have no gradients. Arguments are as in `cross_entropy`.
+    """
+    xs, tables = zip(*_list_terms(*jax.lax.stop_gradient((x, table))), strict=True)
+    arrays = tuple(gather_weight(split_perturbation(table)[0]) for table in tables)
+    specs = _TableSpecs.make(placement, tables)
+
+    def on_device(xs, tables):
+        return kernel.read_most_likely(classifier, xs, tables, count, specs.vocabulary)
+
+    return placement.shard_map(on_device, (specs.xs, specs.tables), specs.tokens)(xs, arrays)
 
 
 def _list_terms(x: jax.Array, table: Weight) -> list[tuple[jax.Array, BaseWeight]]:
@@ -212,24 +266,13 @@ def _cross_entropy(classifier, placement, xs, tables, perturbations, tokens, los
     specs = _TableSpecs.make(placement, tables)
 
     def on_device(xs, tables, tokens, teacher):
-        make_loss, tokens = _bind_teacher(teacher, tokens)
+        make_loss, tokens = (None, tokens) if teacher is None else teacher.bind(tokens)
         return kernel.compute_losses(classifier, xs, tables, tokens, specs.vocabulary, make_loss)
 
     run = placement.shard_map(
-        on_device, (specs.xs, specs.tables, specs.tokens, specs.of_teacher(teacher)), specs.tokens
+        on_device, (specs.xs, specs.tables, specs.tokens, teacher and teacher.find_specs(specs)), specs.tokens
     )
-    return _sum_losses(run(xs, tuple(map(gather_weight, tables)), tokens, _gather_table(teacher)), loss_weight)
-
-
-def _bind_teacher(teacher: TeacherLogits | None, tokens: Tokens) -> tuple[MakeLoss | None, Tokens]:
-    """Return the loss of a chunk on a device, and what it reads of each token."""
-    if teacher is None:
-        return None, tokens
-    return functools.partial(DistilledChunk.make, teacher.divergence, teacher.table), (*tokens, teacher.x)
-
-
-def _gather_table(teacher: TeacherLogits | None) -> TeacherLogits | None:
-    return teacher and replace(teacher, table=gather_weight(split_perturbation(teacher.table)[0]))
+    return _sum_losses(run(xs, tuple(map(gather_weight, tables)), tokens, teacher and teacher.gather()), loss_weight)
 
 
 def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tokens, loss_weight, teacher):
@@ -237,7 +280,7 @@ def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tok
     trainable = tuple(shardings_of(table).trainable for table in tables)
 
     def on_device(xs, tables, tokens, loss_weight, teacher):
-        make_loss, tokens = _bind_teacher(teacher, tokens)
+        make_loss, tokens = (None, tokens) if teacher is None else teacher.bind(tokens)
         losses, *gradients = kernel.compute_losses_and_gradients(
             classifier, xs, tables, trainable, tokens, loss_weight, specs.vocabulary, make_loss
         )
@@ -246,14 +289,16 @@ def _cross_entropy_forward(classifier, placement, xs, tables, perturbations, tok
     # Gradients leave the manual region as each device's partial sums: outside, XLA reduces them to their shardings.
     run = placement.shard_map(
         on_device,
-        (specs.xs, specs.tables, specs.tokens, PartitionSpec(), specs.of_teacher(teacher)),
+        (specs.xs, specs.tables, specs.tokens, PartitionSpec(), teacher and teacher.find_specs(specs)),
         (
             specs.tokens,
             PartitionSpec(specs.tensor, *specs.xs),
             tuple(PartitionSpec(specs.rows, *spec) for spec in specs.tables),
         ),
     )
-    losses, d_xs, d_tables = run(xs, tuple(map(gather_weight, tables)), tokens, loss_weight, _gather_table(teacher))
+    losses, d_xs, d_tables = run(
+        xs, tuple(map(gather_weight, tables)), tokens, loss_weight, teacher and teacher.gather()
+    )
     return _sum_losses(losses, loss_weight), (d_xs, d_tables, tables)
 
 
@@ -302,9 +347,6 @@ class _TableSpecs:
             tables=tuple(shardings_of(table).gathered.spec for table in tables),
             staged=shardings_of(tables[0]).pipeline_stage_rows,
         )
-
-    def of_teacher(self, teacher: TeacherLogits | None) -> TeacherLogits | None:
-        return teacher and replace(teacher, x=self.xs, table=shardings_of(teacher.table).gathered.spec)
 
     @property
     def tensor(self) -> str | None:

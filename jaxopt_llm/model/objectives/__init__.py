@@ -6,6 +6,7 @@ head computes its logits in chunks, so an objective asks it for numbers of the t
 Letters: B batch, S sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -53,6 +54,21 @@ class NextToken:
 
     def name_metrics(self, means: Any) -> dict[str, Any]:
         return {}
+
+
+def weigh_tokens(
+    sum_losses: Callable[..., tuple[jax.Array, jax.Array]], log_probabilities: jax.Array, *arguments: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return weights of the tokens' cross-entropy, and what is reported, float32.
+
+    With these weights, the gradient of the cross-entropy is that of the objective.
+
+    Args:
+        sum_losses: (log_probabilities, *arguments) -> (the objective, what is reported).
+        log_probabilities: of the targets, [B, S], as the weights.
+    """
+    gradient, reported = jax.grad(sum_losses, has_aux=True)(log_probabilities, *arguments)
+    return -gradient, reported
 
 
 def split_loss(objective: Objective, means: Any) -> tuple[Any, dict[str, Any]]:

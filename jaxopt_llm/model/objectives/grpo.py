@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxopt_llm.config.training import GrpoConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.head import Head
+from jaxopt_llm.model.objectives import weigh_tokens
 from jaxopt_llm.model.objectives.preference import sum_up_to
 
 # What is reported, as sums over tokens or answers. clipped: whether the gain of a token is clipped. kl: the divergence
@@ -33,9 +34,13 @@ REPORTED = ("loss", "clipped", "kl", "sampler_kl", "entropy")
 
 @dataclass(frozen=True)
 class Grpo:
-    """The clipped gain of answers with their advantages, `Batch.labels`, against the sampler, `Batch.sampled`."""
+    """The clipped gain of answers with their advantages, `Batch.labels`, against the sampler, `Batch.sampled`.
+
+    max_new_tokens: N of the docstring above.
+    """
 
     settings: GrpoConfig
+    max_new_tokens: int
 
     @property
     def needs_reference(self) -> bool:
@@ -47,23 +52,18 @@ class Grpo:
         return jnp.sum(jnp.max(batch.segment_ids, axis=-1))
 
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights, reported = self.weigh_tokens(head.log_probabilities(), batch)
+        weights, reported = weigh_tokens(self.sum_losses, head.log_probabilities(), batch)
         return head.cross_entropy(weights, loss_weight)[0], reported
 
     def name_metrics(self, means: Any) -> dict[str, Any]:
         named = dict(zip(REPORTED[1:], means[1:], strict=True))
         return named if self.needs_reference else {name: value for name, value in named.items() if name != "kl"}
 
-    def weigh_tokens(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return weights of the tokens' cross-entropy whose gradient is the objective's, and REPORTED, float32.
+    def sum_losses(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Return the objective and REPORTED, summed over tokens or answers.
 
-        log_probabilities: of the targets, [B, S]. batch: fields [B, S]; the weights are [B, S].
+        log_probabilities: of the targets, [B, S]. batch: fields [B, S].
         """
-        gradient, reported = jax.grad(self._compute, has_aux=True)(log_probabilities, batch)
-        return -gradient, reported
-
-    def _compute(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return the objective and REPORTED, summed over tokens or answers."""
         settings, counts = self.settings, batch.loss_mask
         lengths = jnp.maximum(_sum_answers(counts.astype(jnp.float32), batch), 1)
         change = jnp.where(counts, log_probabilities - batch.sampled, 0.0)
@@ -77,7 +77,7 @@ class Grpo:
             kl = jnp.expm1(distance) - distance
             losses += settings.beta * kl
         share = 1.0 if settings.normalisation == "token" else 1 / lengths  # of a token in what is reported
-        of_loss = 1 / settings.max_new_tokens if settings.normalisation == "constant" else share
+        of_loss = 1 / self.max_new_tokens if settings.normalisation == "constant" else share
         of_sampler = jnp.exp(change) - 1 - change
         reported = (clipped < free).astype(jnp.float32), kl, of_sampler, -log_probabilities
         sums = [jnp.sum(jnp.where(counts, share * each, 0.0)) for each in reported]

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxopt_llm.config.training import PreferenceConfig
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.head import Head
+from jaxopt_llm.model.objectives import weigh_tokens
 from jaxopt_llm.model.objectives.preference import count_pairs, find_pair_ends, sum_sides
 from jaxopt_llm.parallel.zero import GROUP_AXIS
 
@@ -52,7 +53,7 @@ class Judged:
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = head.log_probabilities()
         divergence = estimate_divergence(found, batch, head.placement.in_gradient_group)
-        weights, reported = self.weigh_tokens(found, batch, divergence)
+        weights, reported = weigh_tokens(self.sum_losses, found, batch, divergence)
         return head.cross_entropy(weights, loss_weight)[0], reported
 
     def name_metrics(self, means: Any) -> dict[str, Any]:
@@ -64,23 +65,13 @@ class Judged:
             named[name] = jnp.where(share > 0, named[name] / jnp.where(share > 0, share, 1), 0.0)
         return named | {"rewards/margin": named["rewards/chosen"] - named["rewards/rejected"]}
 
-    def weigh_tokens(
+    def sum_losses(
         self, log_probabilities: jax.Array, batch: Batch, divergence: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return weights of the tokens' cross-entropy whose gradient is the objective's, and REPORTED, float32.
+        """Return the objective and REPORTED, summed over judged documents.
 
-        Args:
-            log_probabilities: of the targets, [B, S].
-            batch: fields [B, S]; the weights are [B, S].
-            divergence: z of the formulas, float32 scalar.
+        log_probabilities: of the targets, [B, S]. batch: fields [B, S]. divergence: z of the formulas, float32 scalar.
         """
-        gradient, reported = jax.grad(self._compute, has_aux=True)(log_probabilities, batch, divergence)
-        return -gradient, reported
-
-    def _compute(
-        self, log_probabilities: jax.Array, batch: Batch, divergence: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the objective and REPORTED, summed over judged documents."""
         settings = self.settings
         assert batch.reference is not None and batch.labels is not None
         answer, _ = sum_sides(log_probabilities, batch)

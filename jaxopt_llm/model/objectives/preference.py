@@ -31,6 +31,7 @@ from jaxopt_llm.config.training import WITH_REFERENCE, PreferenceConfig
 from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.head import Head
+from jaxopt_llm.model.objectives import weigh_tokens
 
 BY_MEANS = ("simpo", "orpo")  # they compare log-probabilities per token
 # What an objective reports, as sums over pairs.
@@ -59,23 +60,18 @@ class Preference:
         return count_pairs(batch)
 
     def compute(self, head: Head, batch: Batch, loss_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights, reported = self.weigh_tokens(head.log_probabilities(), batch)
+        weights, reported = weigh_tokens(self.sum_losses, head.log_probabilities(), batch)
         return head.cross_entropy(weights, loss_weight)[0], reported
 
     def name_metrics(self, means: Any) -> dict[str, Any]:
         named = dict(zip(REPORTED[1:], means[1:], strict=True))
         return named | {"rewards/margin": named["rewards/chosen"] - named["rewards/rejected"]}
 
-    def weigh_tokens(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return weights of the tokens' cross-entropy whose gradient is the objective's, and REPORTED, float32.
+    def sum_losses(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Return the objective and REPORTED, summed over pairs.
 
-        log_probabilities: of the targets, [B, S]. batch: fields [B, S]; the weights are [B, S].
+        log_probabilities: of the targets, [B, S]. batch: fields [B, S].
         """
-        gradient, reported = jax.grad(self._compute, has_aux=True)(log_probabilities, batch)
-        return -gradient, reported
-
-    def _compute(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return the objective and REPORTED, summed over pairs."""
         chosen, rejected = sum_sides(log_probabilities, batch)
         lengths = sum_sides(jnp.ones_like(log_probabilities), batch)
         means = chosen / jnp.maximum(lengths[0], 1), rejected / jnp.maximum(lengths[1], 1)

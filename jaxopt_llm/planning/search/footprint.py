@@ -81,7 +81,7 @@ def compute_footprint(config: Config, state: StateSizes) -> Footprint:
         loss=_loss(config, state, tokens, block, passes),
         reduction=4 * (state.layers.masters + state.non_layer.masters) if config.sharding.zero_stage == 1 else 0,
         host=state.host + on_host,
-        teacher=_teacher(config, tokens, compute) if config.training.distills else 0.0,
+        teacher=_teacher(config, tokens, compute) if config.runs_teacher else 0.0,
     )
 
 
@@ -144,7 +144,9 @@ def _loss(config: Config, state: StateSizes, tokens: int, block: BlockCost, pass
     summed = 4 * (state.layers.gradients + state.non_layer.gradients) if accumulates_gradients(config) else 0
     logits = 4 * rows * chunk + gradient if tokens > chunk else max(4 * rows * chunk, gradient)
     if config.training.distills:  # the teacher's logits, and those of both together
-        logits += rows * (2 * 4 * chunk + compute * make_teacher_config(config).model.width)
+        logits += rows * 2 * 4 * chunk
+    if config.runs_teacher:
+        logits += rows * compute * make_teacher_config(config).model.width
     # XLA allocates the zeros that the layers' gradients are written into from the beginning.
     has_zeros = not (config.optimizer.in_backward or adds_in_place(config))
     reduced = has_zeros * BYTES[config.precision.reduce_dtype]

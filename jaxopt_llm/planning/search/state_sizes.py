@@ -87,7 +87,7 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
     placement = place_groups(config, Placement(mesh, config.sharding, config.precision, config.offload))
     if has_groups(config):
         specs = make_group_specs(specs, config.mesh.data)
-    if config.training.distills:
+    if config.runs_teacher:
         specs = replace(specs, teacher=_teacher_specs(make_teacher_config(config)))
     if moments.problems(config.optimizer.state_dtype, specs.masters, placement):
         return None

@@ -13,6 +13,7 @@ from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler.chips import CHIPS, Chip, chip_of
 from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
+from jaxopt_llm.config.training import GRPO
 from jaxopt_llm.model.flops import CODE_PRODUCTS, count_quantised_blocks
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost, count_head_values
 from jaxopt_llm.planning.search.block_cost import BlockCost
@@ -47,7 +48,7 @@ LOGIT_BYTES = 14
 def estimate_work(config: Config, state: StateSizes, cluster: Cluster) -> Work:
     """Return the work of one GPU in a step. Call `resolve_attention` first."""
     work = _estimate_passes(config, state, cluster, Passes.from_config(config))
-    if not config.training.distills:
+    if not config.runs_teacher:
         return work
     own = make_teacher_config(config)
     forward = Passes.from_config(own).only_forward
@@ -100,7 +101,7 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
     # Objectives over pairs or groups first compute log-probabilities, and so does the forward of their reference.
     training = config.training
-    again = training.draws or (bool(training.pairs) and not training.reads_scores)
+    again = training.objective == GRPO or (bool(training.pairs) and not training.reads_scores)
     forwards = 1 + 2 * (passes.backwards > 0) + again + config.runs_reference
     of_head = 2 * forwards * logits * model.width
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)

@@ -129,7 +129,7 @@ def test_a_row_has_the_log_probability_of_each_document(held_out: bool) -> None:
                 assert np.count_nonzero(row.reference[places]) == 1
                 found += 1
     assert found > 100
-    assert PackedRows(stream.without_reference(), SIZE, 2000)[0].reference is None
+    assert PackedRows(stream.without("reference"), SIZE, 2000)[0].reference is None
 
 
 def test_what_is_dropped_is_counted() -> None:

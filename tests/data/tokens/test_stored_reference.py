@@ -13,7 +13,8 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading import source
 from jaxopt_llm.data.tokens import prepared
-from jaxopt_llm.data.tokens.prepared import LogProbabilityWriter, verify_corpus
+from jaxopt_llm.data.tokens.prepared import verify_corpus
+from jaxopt_llm.data.tokens.scored import LogProbabilityWriter
 
 DOCUMENTS = 80
 

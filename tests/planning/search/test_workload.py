@@ -152,6 +152,9 @@ def test_a_teacher_counts_as_its_forward_and_its_weights(stages: int, teacher: s
     )
     footprints = [compute_footprint(each, state) for each, state in zip((plain, taught), states, strict=True)]
     assert footprints[1].teacher == 2 * tokens * stages * 2048 and footprints[0].teacher == 0
+    stored = replace_fields(taught, {"distillation.teacher": ""})  # what the data hold of it takes neither
+    assert compute_state_sizes(stored) == states[0] and compute_footprint(stored, states[0]).teacher == 0
+    assert work_of(stored).flops == works[0].flops
 
 
 @pytest.mark.slow
