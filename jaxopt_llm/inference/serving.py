@@ -2,34 +2,22 @@
 
 Other threads hand over queries. Each choice of a query is a request to the generator of its model, and joins the rows
 that run. What is new of it goes back part by part.
-
-Letters: B rows, S tokens of a row, V vocabulary, K most likely tokens.
 """
 
 import functools
 import queue
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxopt_llm.compiler.xla_options import compiler_options
-from jaxopt_llm.config import BATCH_AXES, RematConfig
 from jaxopt_llm.data.tokens.continuation import Continuation
-from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import MAX_FILL_TOKENS, MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
-from jaxopt_llm.execution.sampling import read_log_probabilities
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
+from jaxopt_llm.execution.decode import Drawn, Request, TokenGenerator
+from jaxopt_llm.execution.prompt_scores import PromptReader, PromptScores
 from jaxopt_llm.inference.models import LoadedModel
-from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Params
 
-SHORTEST_ROW = 128  # tokens of a prompt that is read; rows are this long, or 2, 4, 8, ... times as long
-CHUNKS = 16  # of a row; the logits of only one chunk exist at a time
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,6 +97,57 @@ class Query:
     send: Callable[[Part | Exception], None] = lambda part: None
 
 
+class Engine:
+    """Generator and reader of a model, each made when it is first asked for.
+
+    A model with the same specs, such as one with the next adapters, can take them over with their compiled programs.
+
+    Args:
+        rows, length: see `Worker`.
+    """
+
+    def __init__(self, source: LoadedModel, rows: int, length: int) -> None:
+        self._source, self._rows, self._length = source, rows, length
+        self._generator: TokenGenerator | None = None
+        self._reader: PromptReader | None = None
+
+    @property
+    def generator(self) -> TokenGenerator:
+        if self._generator is None:
+            loaded = self._source.model, self._source.params, self._source.placement
+            size = self._source.config.model.vocabulary_size
+            self._generator = TokenGenerator(*loaded, size, self._rows, self._length)
+        return self._generator
+
+    @property
+    def is_busy(self) -> bool:
+        return self._generator is not None and self._generator.is_busy
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Token, ...]]:
+        """Return the tokens of prompts with their log-probabilities."""
+        source = self._source
+        if self._reader is None:
+            self._reader = PromptReader(source.model, source.placement, source.config.model.vocabulary_size)
+        found = self._reader.read(source.params, prompts)
+        return [_list_tokens(*each, source.tokenizer) for each in zip(prompts, found, strict=True)]
+
+    def suits(self, source: LoadedModel) -> bool:
+        """Return whether a model can take the engine over."""
+        return bool(source.model.specs == self._source.model.specs)
+
+    def load(self, source: LoadedModel) -> None:
+        """Serve another model from now on."""
+        self._source = source
+        if self._generator is not None:
+            self._generator.load(source.params)
+
+    def unload(self) -> None:
+        """Free the parameters and the cache, until `load` is called."""
+        self._source = replace(self._source, params={})
+        if self._generator is not None:
+            self._generator.unload()
+
+
 class Worker:
     """The thread that generates. Only `run` uses the devices; the other methods may be called from any thread.
 
@@ -118,14 +157,15 @@ class Worker:
         length: maximum tokens of a prompt with its continuation.
 
     Attributes:
+        models: models by name. Another thread sees the models of before or after a change.
         failure: what ended `run` before `stop` was called.
     """
 
     def __init__(self, models: Mapping[str, LoadedModel], rows: int, length: int) -> None:
-        self.models, self._rows, self.length = models, rows, length
+        self.models, self._rows, self.length = dict(models), rows, length
         self._inbox = queue.SimpleQueue[Callable[[], None] | None]()
-        self._generators = dict[str, TokenGenerator]()
-        self._readers = dict[str, PromptReader]()
+        self._engines = dict[str, Engine]()
+        self._free: Engine | None = None  # of the model that was removed last
         self._running = dict[Request, tuple[int, Query]]()  # the index of the choice
         self.failure: Exception | None = None
 
@@ -137,6 +177,31 @@ class Worker:
         """End all choices of a query that have not ended, and free their rows."""
         self._inbox.put(functools.partial(self._end, query))
 
+    def add_model(self, name: str, load: Callable[[], LoadedModel]) -> Future[None]:
+        """Load a model, and serve it under a name that no other has. The result is an error if it cannot be loaded."""
+
+        def add() -> None:
+            if name in self.models:
+                raise ValueError(f"there is a model {name} already")
+            self.models = self.models | {name: load()}
+
+        return self._call(add)
+
+    def remove_model(self, name: str) -> Future[None]:
+        """Stop to serve a model, and free its arrays. The result is an error if there is none, or it has requests."""
+
+        def remove() -> None:
+            if name not in self.models:
+                raise KeyError(name)
+            if any(query.model == name for _, query in self._running.values()):
+                raise ValueError(f"requests for {name} are running; end them first")
+            self.models = {each: model for each, model in self.models.items() if each != name}
+            if name in self._engines:
+                self._free = self._engines.pop(name)
+                self._free.unload()
+
+        return self._call(remove)
+
     def stop(self) -> None:
         """Let `run` return."""
         self._inbox.put(None)
@@ -145,13 +210,26 @@ class Worker:
         """Work until `stop` is called."""
         try:
             while self._read_inbox():
-                for generator in self._generators.values():
-                    for drawn in generator.advance() if generator.is_busy else ():
-                        self._add(generator, drawn)
+                for engine in self._engines.values():
+                    for drawn in engine.generator.advance() if engine.is_busy else ():
+                        self._add(engine.generator, drawn)
         except Exception as error:
             self.failure = error
             for query in {id(query): query for _, query in self._running.values()}.values():
                 query.send(error)
+
+    def _call(self, act: Callable[[], T]) -> Future[T]:
+        """Call a function in the worker's thread. Its error is the caller's, and does not end the worker."""
+        future = Future[T]()
+
+        def call() -> None:
+            try:
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(call)
+        return future
 
     def _read_inbox(self) -> bool:
         """Do what was asked for; wait for it if nothing runs. Return False if the end was asked for."""
@@ -166,29 +244,38 @@ class Worker:
             act()
             waits = False
 
+    def _find_engine(self, name: str) -> Engine:
+        source = self.models[name]
+        if name not in self._engines:
+            if self._free is not None and self._free.suits(source):
+                self._engines[name], self._free = self._free, None
+                self._engines[name].load(source)
+            else:
+                self._engines[name] = Engine(source, self._rows, self.length)
+        return self._engines[name]
+
     def _begin(self, query: Query) -> None:
-        source, name = self.models[query.model], query.model
+        if query.model not in self.models:
+            query.send(KeyError(query.model))
+            return
+        engine = self._find_engine(query.model)
         read: Mapping[int, tuple[Token, ...]] = {}
         if query.reads_prompts:
-            reader = self._readers.setdefault(name, PromptReader(source))
             prompts = {id(choice.request.prompt): choice.request.prompt.tolist() for choice in query.choices}
-            read = dict(zip(prompts, reader.read([*prompts.values()]), strict=True))
+            read = dict(zip(prompts, engine.read([*prompts.values()]), strict=True))
         for index, choice in enumerate(query.choices):
             if choice.prompt_text is not None:
                 query.send(Part(index, choice.prompt_text, prompt=read.get(id(choice.request.prompt), ())))
             if not choice.request.count:
                 query.send(Part(index, "", end="length"))
                 continue
-            if name not in self._generators:
-                loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
-                self._generators[name] = TokenGenerator(*loaded, self._rows, self.length)
             self._running[choice.request] = index, query
-            self._generators[name].add(choice.request)
+            engine.generator.add(choice.request)
 
     def _end(self, query: Query) -> None:
         for request in [request for request, (_, owner) in self._running.items() if owner is query]:
             del self._running[request]
-            self._generators[query.model].end(request)
+            self._engines[query.model].generator.end(request)
 
     def _add(self, generator: TokenGenerator, drawn: Drawn) -> None:
         """Add a token to its choice, and send what is new."""
@@ -206,68 +293,12 @@ class Worker:
         query.send(Part(index, text.take_new_text(), (token,), end=end))
 
 
-class PromptReader:
-    """Reader of the log-probabilities of the tokens of prompts, each by the tokens before it.
-
-    A prompt is a row, as in training. The logits of a row exist only in chunks.
-    """
-
-    def __init__(self, source: LoadedModel) -> None:
-        self._source, self._groups = source, source.placement.size(*BATCH_AXES)  # of devices, which divide the rows
-        size, model = source.config.model.vocabulary_size, source.model
-
-        def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
-            def read_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-                logits = model.logits(non_layer, chunk[0], context)[..., :size]
-                return read_log_probabilities(logits, chunk[1], min(MAX_MOST_LIKELY, size))
-
-            def split(field: jax.Array) -> jax.Array:  # [B, S, ...] to [CHUNKS, B, S / CHUNKS, ...]
-                return jnp.moveaxis(field.reshape(field.shape[0], CHUNKS, -1, *field.shape[2:]), 1, 0)
-
-            found = jax.lax.map(read_chunk, (split(x), split(batch.targets)))
-            return tuple(jnp.moveaxis(each, 0, 1).reshape(*batch.tokens.shape, *each.shape[3:]) for each in found)
-
-        placement = source.placement
-        self._compute = jax.jit(
-            functools.partial(scan.read_tokens, read, model, placement=placement, remat=RematConfig("none")),
-            out_shardings=placement.replicated,
-            compiler_options=compiler_options(placement.mesh),
-        )
-
-    def read(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Token, ...]]:
-        """Return the tokens of each prompt. Those of similar length are read together."""
-        by_length = defaultdict[int, list[int]](list)
-        for index, prompt in enumerate(prompts):
-            by_length[max(1 << (len(prompt) - 1).bit_length(), SHORTEST_ROW)].append(index)
-        found: list[tuple[Token, ...]] = [()] * len(prompts)
-        for length, members in by_length.items():
-            count = self._groups * max(MAX_FILL_TOKENS // (length * self._groups), 1)
-            for first in range(0, len(members), count):
-                some = members[first : first + count]
-                rows = self._groups << (-(-len(some) // self._groups) - 1).bit_length()  # few programs
-                values = self._read_rows([prompts[index] for index in some], rows, length)
-                for index, *own in zip(some, *values, strict=False):
-                    found[index] = self._list_tokens(prompts[index], *own)
-        return found
-
-    def _read_rows(self, prompts: Sequence[Sequence[int]], rows: int, length: int) -> tuple[Any, ...]:
-        """Return the log-probability of each target, [B][S], and the most likely tokens with theirs, [B][S][K]."""
-        tokens, targets, segment_ids, positions = np.zeros((4, rows, length), np.int32)
-        for row, prompt in enumerate(prompts):
-            inputs = len(prompt) - 1
-            tokens[row, :inputs], targets[row, :inputs], segment_ids[row, :inputs] = prompt[:-1], prompt[1:], 1
-            positions[row, :inputs] = np.arange(inputs)
-        batch = Batch(tokens, targets, segment_ids > 0, segment_ids, positions)
-        found = self._compute(self._source.params, jax.tree.map(lambda field: jnp.asarray(field[None]), batch))
-        return tuple(np.asarray(each)[0].tolist() for each in found)
-
-    def _list_tokens(
-        self, prompt: Sequence[int], own: list[float], ids: list[list[int]], highest: list[list[float]]
-    ) -> tuple[Token, ...]:
-        text, tokens = Continuation(self._source.tokenizer, (), (), ()), list[Token]()
-        values = [None, *own]
-        most_likely = [(), *(tuple(zip(*pair, strict=True)) for pair in zip(ids, highest, strict=True))]
-        for token, value, highest_there in zip(prompt, values, most_likely, strict=False):  # rows are padded
-            tokens.append(Token(token, len(text.text), value, highest_there))
-            text.add(token)
-        return tuple(tokens)
+def _list_tokens(prompt: Sequence[int], scores: PromptScores, tokenizer: Tokenizer) -> tuple[Token, ...]:
+    """Return the tokens of a prompt with their scores."""
+    text, tokens = Continuation(tokenizer, (), (), ()), list[Token]()
+    values = [None, *scores.own]
+    most_likely = [(), *(tuple(zip(*pair, strict=True)) for pair in zip(scores.ids, scores.highest, strict=True))]
+    for token, value, highest_there in zip(prompt, values, most_likely, strict=True):
+        tokens.append(Token(token, len(text.text), value, highest_there))
+        text.add(token)
+    return tuple(tokens)

@@ -302,7 +302,7 @@ def test_a_client_that_leaves_frees_its_row(streams: bool, address: tuple[str, A
         wait_until(lambda: bool(worker._running))
         (query,) = {id(query): query for _, query in [*worker._running.values()]}.values()
         wait_until(lambda: any(choice.drawn for choice in query.choices))
-    wait_until(lambda: not worker._running and not worker._generators["base"].is_busy)
+    wait_until(lambda: not worker._running and not worker._engines["base"].is_busy)
     assert all(choice.drawn < choice.request.count for choice in query.choices)
 
 
