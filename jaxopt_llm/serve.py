@@ -13,8 +13,7 @@ from pathlib import Path
 from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.inference import flags
-
-TOKEN_VARIABLE = "JAXOPT_LLM_SERVE_TOKEN"
+from jaxopt_llm.run.answer_server import TOKEN_VARIABLE
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -35,6 +35,7 @@ from jaxopt_llm.config.training import (
     LoraConfig,
     OptimizerConfig,
     PreferenceConfig,
+    RolloutsConfig,
     ScheduleConfig,
     StateDtype,
     TrainingConfig,

@@ -163,7 +163,8 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
         ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
-        ("grpo.*", f"training.objective={objective}", not config.training.draws),
+        ("grpo.* rollouts.*", f"training.objective={objective}", not config.training.draws),
+        ("rollouts.seconds rollouts.tolerance", "rollouts.server=", not config.rollouts.server),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
         (

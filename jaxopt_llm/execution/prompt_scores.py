@@ -15,7 +15,7 @@ import numpy as np
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, RematConfig
 from jaxopt_llm.execution import scan
-from jaxopt_llm.execution.decode import MAX_FILL_TOKENS, MAX_MOST_LIKELY
+from jaxopt_llm.execution.decode import MAX_FILL_TOKENS
 from jaxopt_llm.execution.sampling import read_log_probabilities
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
@@ -47,15 +47,16 @@ class PromptReader:
     Args:
         model, placement: as of the parameters.
         vocabulary_size: without padding.
+        most_likely: K.
     """
 
-    def __init__(self, model: Model, placement: Placement, vocabulary_size: int) -> None:
+    def __init__(self, model: Model, placement: Placement, vocabulary_size: int, most_likely: int = 0) -> None:
         self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
 
         def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
             def read_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
                 logits = model.logits(non_layer, chunk[0], context)[..., :vocabulary_size]
-                return read_log_probabilities(logits, chunk[1], min(MAX_MOST_LIKELY, vocabulary_size))
+                return read_log_probabilities(logits, chunk[1], min(most_likely, vocabulary_size))
 
             def split(field: jax.Array) -> jax.Array:  # [B, S, ...] to [CHUNKS, B, S / CHUNKS, ...]
                 return jnp.moveaxis(field.reshape(field.shape[0], CHUNKS, -1, *field.shape[2:]), 1, 0)
@@ -86,9 +87,7 @@ class PromptReader:
                     found[index] = PromptScores(*(each[:tokens] for each in scores))
         return found
 
-    def _read_rows(
-        self, params: Params, prompts: Sequence[Sequence[int]], rows: int, length: int
-    ) -> tuple[Any, ...]:
+    def _read_rows(self, params: Params, prompts: Sequence[Sequence[int]], rows: int, length: int) -> tuple[Any, ...]:
         """Return the log-probability of each target, [B][S], and the most likely tokens with theirs, [B][S][K]."""
         tokens, targets, segment_ids, positions = np.zeros((4, rows, length), np.int32)
         for row, prompt in enumerate(prompts):

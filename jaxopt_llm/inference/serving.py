@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from jaxopt_llm.data.tokens.continuation import Continuation
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
-from jaxopt_llm.execution.decode import Drawn, Request, TokenGenerator
+from jaxopt_llm.execution.decode import MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
 from jaxopt_llm.execution.prompt_scores import PromptReader, PromptScores
 from jaxopt_llm.inference.models import LoadedModel
 
@@ -127,7 +127,8 @@ class Engine:
         """Return the tokens of prompts with their log-probabilities."""
         source = self._source
         if self._reader is None:
-            self._reader = PromptReader(source.model, source.placement, source.config.model.vocabulary_size)
+            size = source.config.model.vocabulary_size
+            self._reader = PromptReader(source.model, source.placement, size, MAX_MOST_LIKELY)
         found = self._reader.read(source.params, prompts)
         return [_list_tokens(*each, source.tokenizer) for each in zip(prompts, found, strict=True)]
 

@@ -417,7 +417,7 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         if "remat.policy" in step.chosen
         else advise_less_remat(resolved, cluster, leave_free(limit) - by_kind.peak),
         host_bytes=memory.host,
-        rollout_bytes=count_rollout_bytes(resolved) if resolved.training.draws else 0,
+        rollout_bytes=count_rollout_bytes(resolved) if resolved.training.draws and not resolved.rollouts.server else 0,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
         pcie_seconds=pcie_bytes / chip.host_bytes_per_second,
