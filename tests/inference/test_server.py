@@ -275,9 +275,8 @@ def test_a_token_is_asked_for(loaded: dict[str, LoadedModel]) -> None:
 @pytest.fixture(scope="module")
 def loading(loaded: dict[str, LoadedModel], folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the address of a server whose clients may load adapters, and the server."""
-    folders = server.AdapterFolders(
-        folder.parent / "allowed", lambda path: models.adapt_loaded(loaded["base"], folder, path)
-    )
+    root = folder.parent / "allowed"
+    folders = server.AdapterFolders(root, lambda path: models.adapt_loaded(loaded["base"], folder, path))
     for name, targets in (("mine", "attention/query mlp/down head/table"), ("other", "mlp/up")):
         params = adapters.add_adapters(CONFIG, targets)
         adapters.write_adapters(root / name, params, CONFIG)
