@@ -145,8 +145,9 @@ def main() -> int:
         return 0
     job = launchers.find_job(config.distributed, os.environ)
     check_inputs(config, first=job.index == 0)
-    check_rewards(config)
-    check_server(config)
+    if job.index == 0:
+        check_rewards(config)
+        check_server(config)
     runtime.configure_mesh(config.mesh, job, cache=not config.run.deterministic)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,

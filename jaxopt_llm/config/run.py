@@ -341,7 +341,6 @@ class Config:
             "training.ema_decay": (training.ema_decay, 0),
             "training.on_spike": (training.on_spike, "off"),
             "data.weights": (self.data.weights, ()),
-            "distributed.processes": (self.distributed.processes > 1 and self.distributed.processes, False),
             "checkpoint.replicate_every": (self.checkpoint.replicate_every, 0),
             "evaluation.samples": (self.evaluation.samples, 0),
             "evaluation.tasks": (self.evaluation.tasks, ()),

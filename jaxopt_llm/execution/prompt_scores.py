@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxopt_llm.compiler.xla_options import compiler_options
 from jaxopt_llm.config import BATCH_AXES, RematConfig
@@ -52,6 +53,7 @@ class PromptReader:
 
     def __init__(self, model: Model, placement: Placement, vocabulary_size: int, most_likely: int = 0) -> None:
         self._groups = placement.size(*BATCH_AXES)  # of devices, which divide the rows
+        self._replicated = placement.replicated
 
         def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
             def read_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -95,5 +97,9 @@ class PromptReader:
             tokens[row, :inputs], targets[row, :inputs], segment_ids[row, :inputs] = prompt[:-1], prompt[1:], 1
             positions[row, :inputs] = np.arange(inputs)
         batch = Batch(tokens, targets, segment_ids > 0, segment_ids, positions)
-        found = self._compute(params, jax.tree.map(lambda field: jnp.asarray(field[None]), batch))
+        found = self._compute(params, jax.tree.map(self._replicate, batch))
         return tuple(np.asarray(each)[0].tolist() for each in found)
+
+    def _replicate(self, field: NDArray[Any]) -> jax.Array:
+        """Return a field [B, S] as [1, B, S] on all devices. All processes have the same values."""
+        return jax.make_array_from_callback((1, *field.shape), self._replicated, lambda index: field[None][index])

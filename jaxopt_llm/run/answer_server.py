@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from jaxopt_llm.config import Config
@@ -54,8 +54,7 @@ class Draw:
     ends: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """Scores of a text by a server.
 
     Attributes:

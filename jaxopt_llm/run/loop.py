@@ -107,9 +107,13 @@ def run_steps(
         profiler.before_step(steps.current + 1)
         try:
             batch, waited = steps.take_batch()
-            batch, drawn = steps.draw(batch)
         except (InputError, Preempted):
             saver.save_before_exit()
+            raise
+        try:
+            batch, drawn = steps.draw(batch)
+        except InputError:  # in all processes
+            saver.save_before_exit(agreed=True)
             raise
         metrics = steps.run(batch) | drawn
         step = steps.current
@@ -121,8 +125,8 @@ def run_steps(
         if evaluates or due or stop or last:
             try:
                 recorder.read(steps.state if evaluates else None)
-            except InputError:  # held-out answers cannot be rewarded
-                saver.save_before_exit()
+            except InputError:  # held-out answers cannot be drawn or rewarded
+                saver.save_before_exit(agreed=config.training.draws)
                 raise
         if back := spikes.find_return():
             return back
@@ -278,10 +282,12 @@ class Saver:
         if occasion is Save.AT_END:
             check_end(last, self._workload.config)
 
-    def save_before_exit(self) -> None:
-        """Write the checkpoint of the step before one that has no batch."""
-        # In a job of several processes, the others already run that step.
-        if self._recorder.has_steps and self._workload.processes.count == 1:
+    def save_before_exit(self, agreed: bool = False) -> None:
+        """Write the checkpoint of the step before one that has no batch.
+
+        agreed: whether all processes call it. Otherwise, in a job of several, the others already run that step.
+        """
+        if self._recorder.has_steps and (agreed or self._workload.processes.count == 1):
             self._recorder.read()
             self.save(Save.AT_STOP)
 

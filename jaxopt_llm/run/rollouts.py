@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grain
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -218,24 +219,31 @@ class Rollouts:
         self._sampler: Sampler = (ServedSampler if config.rollouts.server else OwnSampler)(setup, self._ends)
         self._kept: list[dict[str, Any]] = []  # records of steps after the start
         self._groups: list[Group] = []  # of the last step that drew
+        # Process 0 rewards the answers, and has the log.
+        self._share = setup.processes.channel("rollouts").share
         self._log: MetricsLog | None = None
-        self._rewards = Rewards(self._grpo.rewards, self._grpo.reward_seconds)
+        self._rewards: Rewards | None = None
+        if setup.processes.first:
+            self._rewards = Rewards(self._grpo.rewards, self._grpo.reward_seconds)
 
     def read_steps(self, start: int, say: Callable[[str], None] = print) -> Generator[tuple[int, float], None, None]:
         """Yield the steps after `start`, counted from 0. Rollouts of later steps are removed from the log.
 
         Those that a server drew are kept: it may draw others from the same weights.
         """
-        if self._setup.config.rollouts.server:
-            self._kept = [record for record in self._read_records() if record["step"] > start]
-        self._log = MetricsLog(self._path, start, say)
+        if self._setup.processes.first:
+            if self._setup.config.rollouts.server:
+                self._kept = [record for record in self._read_records() if record["step"] > start]
+            self._log = MetricsLog(self._path, start, say)
         step = start
         while True:
             yield step, 0.0
             step += 1
 
     def make_batch(self, state: TrainState, step: int) -> tuple[Batch, Metrics]:
-        """Return the batch of a step, counted from 0, and metrics of its answers. Most steps draw them with the state.
+        """Return this process's rows of the batch of a step, counted from 0, and metrics of the answers of all.
+
+        Most steps draw them with the state.
 
         Raises:
             InputError: a function that rewards answers fails, or a server that draws them.
@@ -250,7 +258,8 @@ class Rollouts:
             seconds = time.perf_counter() - clock
         elif not self._groups:
             self._groups = self._read(first + 1)
-        batch = pack_answers(self._groups, self._setup.config)
+        whole = pack_answers(self._groups, self._setup.config)
+        batch = jax.tree.map(lambda field: field[self._setup.local_rows.indices], whole)
         found = measure_answers(self._groups) | {"rollout_seconds": np.float64(seconds)}
         difference = self._sampler.difference
         return batch, found if difference is None else found | {"probe_difference": np.float64(difference)}
@@ -276,7 +285,8 @@ class Rollouts:
 
     def close(self) -> None:
         """End the process of the rewards and the sampler, and bring the rollouts to the disk."""
-        self._rewards.close()
+        if self._rewards is not None:
+            self._rewards.close()
         self._sampler.close()
         if self._log is not None:
             self._log.close()
@@ -299,12 +309,17 @@ class Rollouts:
         """Return the groups with rewards and advantages."""
         pairs = [(prompt, answer) for prompt, answers in groups for answer in answers]
         names = dict.fromkeys(name for prompt, _ in groups for name in prompt.row if name != "prompt")
-        rewards = self._rewards.compute(
-            [prompt.row["prompt"] for prompt, _ in pairs],
-            [[{"role": "assistant", "content": a.text}] if p.is_chat else a.text for p, a in pairs],
-            completion_ids=[answer.ids.tolist() for _, answer in pairs],
-            **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in names},
-        )
+
+        def compute() -> dict[str, Any]:
+            assert self._rewards is not None
+            return self._rewards.compute(
+                [prompt.row["prompt"] for prompt, _ in pairs],
+                [[{"role": "assistant", "content": a.text}] if p.is_chat else a.text for p, a in pairs],
+                completion_ids=[answer.ids.tolist() for _, answer in pairs],
+                **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in names},
+            )
+
+        rewards = self._share(compute)
         rewarded = [
             replace(answer, rewards={name: found[index] for name, found in rewards.items()})
             for index, (_, answer) in enumerate(pairs)
@@ -325,7 +340,8 @@ class Rollouts:
 
         weights: see `Sampler.identify`.
         """
-        assert self._log is not None
+        if self._log is None:
+            return
         for prompt, answers in self._groups:
             record = {"step": step, "row": prompt.row, "prompt_tokens": prompt.ids.tolist()}
             record |= {"weights": weights} if weights else {}
@@ -337,22 +353,30 @@ class Rollouts:
         Raises:
             InputError: the log does not hold it.
         """
-        found = [record for record in self._read_records() if record["step"] == step]
-        if len(found) != self._grpo.prompts:
-            raise InputError(
-                f"{self._path}: it holds {len(found)} of {self._grpo.prompts} prompts of step {step}; restore it"
-            )
-        return [_make_group(record) for record in found]
+
+        def find() -> list[dict[str, Any]]:
+            found = [record for record in self._read_records() if record["step"] == step]
+            if len(found) != self._grpo.prompts:
+                raise InputError(
+                    f"{self._path}: it holds {len(found)} of {self._grpo.prompts} prompts of step {step}; restore it"
+                )
+            return found
+
+        return [_make_group(record) for record in self._share(find)]
 
     def _find_kept(self, step: int, prompts: Sequence[Prompt], weights: str) -> list[Group]:
         """Return what an earlier start drew with the same weights for a step, counted from 1; nothing if it did not."""
-        groups = [_make_group(each) for each in self._kept if each["step"] == step and each.get("weights") == weights]
-        same_prompts = [prompt.ids.tolist() for prompt, _ in groups] == [prompt.ids.tolist() for prompt in prompts]
-        is_whole = all(
-            len(answers) == self._grpo.group_size and all([*each.rewards] == self._rewards.names for each in answers)
-            for _, answers in groups
-        )
-        return groups if same_prompts and is_whole else []
+
+        def find() -> list[dict[str, Any]]:
+            assert self._rewards is not None
+            found = [each for each in self._kept if each["step"] == step and each.get("weights") == weights]
+            answers = [answer for each in found for answer in each["answers"]]
+            same_prompts = [each["prompt_tokens"] for each in found] == [prompt.ids.tolist() for prompt in prompts]
+            same_rewards = all([*answer["rewards"]] == self._rewards.names for answer in answers)
+            is_whole = all(len(each["answers"]) == self._grpo.group_size for each in found)
+            return found if same_prompts and same_rewards and is_whole else []
+
+        return [_make_group(record) for record in self._share(find)]
 
     def _read_records(self) -> list[dict[str, Any]]:
         """Return the whole lines of the log; nothing if there is none."""

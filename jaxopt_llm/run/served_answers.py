@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxopt_llm.checkpoint import pretrained
@@ -21,12 +24,14 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.native.identity import read_identity
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution.prompt_scores import PromptReader
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.run.answer_server import AnswerServer, Draw, Drawn, Scored
 from jaxopt_llm.run.directory import read_token_rows
 from jaxopt_llm.run.samples import make_sampling_model, make_sampling_placement
@@ -120,10 +125,12 @@ class ServedSampler:
         ends: ids that end an answer.
         """
         config, self._setup, self._ends = setup.config, setup, ends
+        self._share = setup.processes.channel("answers").share  # process 0 asks the server
         self._client = AnswerServer(config.rollouts.server, config.rollouts.seconds, config.model.vocabulary_size)
         self._placement = make_sampling_placement(setup)
         self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
         self._loaded = ""  # digest of the adapters that the server has
+        self._known: tuple[TrainState, str] | None = None  # the last state with the digest of its adapters
         self._probes: list[Probe] = []
         self._older: dict[str, Scores] = {}
         self.difference: float | None = None
@@ -143,7 +150,7 @@ class ServedSampler:
         params, seed, beat = self._read_weights(state), self._setup.config.run.seed, self._setup.processes.main.beat
         self._hand_over(state, params)
         wanted = [self._make_draw(ids, count, (seed, *key, place)) for place, ids in enumerate(prompts)]
-        groups = self._client.map(lambda each: self._client.draw(self._name, each), wanted, beat)
+        groups = self._share(lambda: self._client.map(lambda each: self._client.draw(self._name, each), wanted, beat))
         self._check_answers(params, prompts, groups)
         return [answer for group in groups for answer in group]
 
@@ -174,14 +181,21 @@ class ServedSampler:
 
     def identify(self, state: TrainState) -> str:
         """Return the digest of the adapters of a state."""
+        if self._known is not None and self._known[0] is state:
+            return self._known[1]
         digest = hashlib.sha256()
         for path, leaf in tree.leaves_with_path(self._read_adapters(state)):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(leaf).tobytes())
-        return digest.hexdigest()[:16]
+        self._known = state, digest.hexdigest()[:16]
+        return self._known[1]
 
     def _read_adapters(self, state: TrainState) -> Params:
-        return self._setup.program.to_checkpoint(state)["masters"]
+        """Return the adapters of a state as arrays on the host."""
+        adapters = self._setup.program.to_checkpoint(state)["masters"]
+        if self._setup.processes.count > 1:
+            return multihost_utils.process_allgather(adapters, tiled=True)
+        return jax.tree.map(np.asarray, adapters)
 
     def _hand_over(self, state: TrainState, params: Params) -> None:
         """Give the server the adapters of a state, if it has others, and check that it uses them."""
@@ -194,11 +208,8 @@ class ServedSampler:
                 "rollouts.server: the run began with single rows of a table (trainable_token_indices), which no server "
                 "reads: leave it out, so that the run draws its own answers"
             )
-        self._remove_old()
-        self._loaded = digest
-        folder = self._folder / self._name
-        self._write(folder, state)
-        self._client.load_adapter(self._name, str(folder))
+        self._loaded, adapters = digest, self._read_adapters(state)
+        self._share(lambda: self._give(adapters))
         if first:
             self._choose_probes()
         own, scored = self._score(self._reader, params, self._probes), self._ask_scores()
@@ -221,6 +232,18 @@ class ServedSampler:
     def _folder(self) -> Path:
         return self._setup.directory.resolve() / ADAPTERS
 
+    def _give(self, adapters: Params) -> None:
+        """Give the server adapters in place of those that it has. adapters: on the host."""
+        config, source = self._setup.config, pretrained.find_source_folder(self._setup.config)
+        base, folder = config.model.pretrained, self._folder / self._name
+        origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base))
+        family = huggingface.choose_adapter_family(config.model, source)
+        own_device = NamedSharding(make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]), PartitionSpec())
+        self._remove_old()
+        adapters = jax.device_put(adapters, own_device)  # the other processes do not write
+        write_adapter_folder(folder, adapters, family, config.model, config.lora, origin)
+        self._client.load_adapter(self._name, str(folder))
+
     def _remove_old(self) -> None:
         """Unload the adapters that the server has of this run, also of an earlier start, and remove their folders."""
         for name in self._client.list_models():
@@ -229,19 +252,12 @@ class ServedSampler:
         if self._folder.exists():
             shutil.rmtree(self._folder)
 
-    def _write(self, path: Path, state: TrainState) -> None:
-        config, source = self._setup.config, pretrained.find_source_folder(self._setup.config)
-        base = config.model.pretrained
-        origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base))
-        family = huggingface.choose_adapter_family(config.model, source)
-        write_adapter_folder(path, self._read_adapters(state), family, config.model, config.lora, origin)
-
     def close(self) -> None:
         """Remove the adapters from the server, if it is still there, and their folder."""
-        if self._loaded:
+        if self._loaded and self._setup.processes.first:
             with contextlib.suppress(CommandError):  # the next start of the run removes them
                 self._remove_old()
-            self._loaded = ""
+        self._loaded = ""
 
     # --- probes
 
@@ -251,9 +267,8 @@ class ServedSampler:
         prompts = [prompt.ids for prompt in self._setup.prompts.training[:PROBES]]
         most = min(PROBE_TOKENS, self._setup.config.grpo.max_new_tokens)
         wanted = [self._make_draw(ids, 1, (place,), most) for place, ids in enumerate(prompts)]
-        drawn = self._client.map(
-            lambda each: self._client.draw(self._name, each)[0], wanted, self._setup.processes.main.beat
-        )
+        beat = self._setup.processes.main.beat
+        drawn = self._share(lambda: self._client.map(lambda each: self._client.draw(self._name, each)[0], wanted, beat))
         pairs = zip(prompts, drawn, strict=True)
         self._probes = [self._make_probe(f"probe {place},", *pair) for place, pair in enumerate(pairs)]
 
@@ -262,8 +277,9 @@ class ServedSampler:
         return Probe(f"{name} {quoted}", [*prompt.tolist(), *(token for token, _ in answer)], prompt.size)
 
     def _ask_scores(self) -> list[Scored]:
-        ask = functools.partial(self._client.score, self._name)
-        return self._client.map(ask, [probe.ids for probe in self._probes], self._setup.processes.main.beat)
+        ask, beat = functools.partial(self._client.score, self._name), self._setup.processes.main.beat
+        found = self._share(lambda: self._client.map(ask, [probe.ids for probe in self._probes], beat))
+        return [Scored(*each) for each in found]
 
     @functools.cached_property
     def _model(self) -> Model:

@@ -141,8 +141,6 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
     assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
-    if requested.training.draws and processes.count > 1:
-        raise InputError("training.objective=grpo draws its answers in one process: start the job on one host")
     check_hub_commits(requested, processes)
     requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 from commands import checkpoint, metrics
+from drawing import make_config, records, run
 from servers import running
-from test_rollouts import make_config, records, run
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.identity import new_identity, write_identity
