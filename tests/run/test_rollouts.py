@@ -151,6 +151,19 @@ def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
         ({"training.ema_decay": 0.9}, "grpo does not support training.ema_decay=0.9: leave it out"),
         ({"evaluation.tasks": ("sums",)}, "grpo does not support evaluation.tasks=('sums',): leave it out"),
         ({"grpo.max_ratio": 1.2}, "grpo.max_ratio=1.2: must be above 1"),
+        (
+            {"rollouts.server": "gpu3:8000"},
+            "rollouts.server=gpu3:8000: must be an address such as http://127.0.0.1:8000",
+        ),
+        (
+            {"rollouts.server": "http://x/v1"},
+            "lora.rank=0 trains all weights: train adapters with --lora.rank",
+        ),
+        ({"rollouts.server": "http://x/v1"}, "model.pretrained is empty: name the model that the server has"),
+        (
+            {"rollouts.server": "http://x/v1", "training.trainable": ("*",)},
+            "trains whole weights: set --training.",
+        ),
     ],
 )
 def test_what_does_not_suit_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

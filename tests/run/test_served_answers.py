@@ -329,7 +329,7 @@ def test_tokens_with_other_texts_are_refused(
 
     def rename(self: AnswerServer, model: str, text: Sequence[int]) -> Any:
         found = score(self, model, text)
-        return replace(found, names=["other"] * len(found.names))
+        return found._replace(names=["other"] * len(found.names))
 
     monkeypatch.setattr(AnswerServer, "score", rename)
     with pytest.raises(InputError, match=r"its token \d+ is 'other', and that of data.tokenizer '.'"):

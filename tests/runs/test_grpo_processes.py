@@ -20,14 +20,14 @@ from jaxopt_llm.inference import models
 def write_config(
     folder: Path,
     name: str,
-    rollouts: RolloutsConfig = RolloutsConfig(),
-    **settings: Any,  # noqa: B008 (frozen)
+    server: str = "",
+    **settings: Any,
 ) -> Path:
     """Write the configuration of a tiny run with adapters, over a base that is a folder."""
     config = make_config(folder, **{"mesh.fsdp": 2, "lora.rank": 4} | settings)
     base, data = ModelConfig(pretrained=str(folder / "base")), replace(config.data, tokenizer=DataConfig().tokenizer)
     config = replace(config, model=base, data=data, run=replace(config.run, directory=str(folder / name)))
-    config = replace(config, rollouts=rollouts)
+    config = replace(config, rollouts=RolloutsConfig(server=server))
     path = folder / f"{name}.json"
     path.write_text(fields.to_json(config))
     return path
@@ -66,7 +66,7 @@ def test_a_server_answers_all_processes_and_errors_end_them_after_a_checkpoint(f
     adapters = server.AdapterFolders(folder, lambda path: models.adapt_loaded(base, folder / "base", path))
     settings = {"grpo.rewards": (f"{folder / 'mine.py'}:fails_in_step_4",), "checkpoint.every": 100}
     with running({"base": base}, folders=adapters) as (address, served):
-        config = write_config(folder, "served", RolloutsConfig(server=f"{address}/v1"), **settings)
+        config = write_config(folder, "served", f"{address}/v1", **settings)
         ended = train_job(2, config, 2)
         assert [*served._worker.models] == ["base"]
     assert all("ZeroDivisionError" in stderr for _, stderr in ended)
