@@ -7,12 +7,13 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from jaxopt_llm.config import cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.inference import flags
-
-TOKEN_VARIABLE = "JAXOPT_LLM_SERVE_TOKEN"
+from jaxopt_llm.run.answer_server import TOKEN_VARIABLE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,6 +26,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     flags.add_model_flags(parser, named_adapters=True)
     flags.add_tokenizer_flags(parser)
+    add(
+        "--load-adapters-from",
+        type=Path,
+        metavar="FOLDER",
+        help="let clients load and unload adapters whose folders lie in this one (/v1/load_lora_adapter)",
+    )
     add("--rows", type=errors.positive, default=16, metavar="N", help="requests that run at a time (default: 16)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: 127.0.0.1)")
     add("--port", type=errors.whole, default=8000, metavar="N", help="port, or 0 for a free one (default: 8000)")
@@ -49,6 +56,9 @@ def main() -> int:
         install = errors.describe_install("serve")
         raise InputError(f"serve requires the packages starlette and uvicorn ({error}); run: {install}") from error
     flags.check_tokenizer_flags(arguments)
+    root = arguments.load_adapters_from
+    if root and arguments.quantise:
+        raise InputError(f"--quantise {arguments.quantise} does not support adapters: leave --load-adapters-from out")
     token = os.environ.get(TOKEN_VARIABLE, "").strip()  # no flag: other users of the machine see flags
     if not token and not server.is_loopback(arguments.host):
         raise InputError(
@@ -63,7 +73,8 @@ def main() -> int:
         address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         print(f"serving {', '.join(loaded)} at {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         with oom.explain_oom("generating", "set a smaller --rows or --context"):
-            server.Server(loaded, arguments.rows, length, token.encode()).serve_on(listener)
+            folders = server.AdapterFolders(root, _make_adapter_loader(arguments, loaded)) if root else None
+            server.Server(loaded, arguments.rows, length, token.encode(), folders).serve_on(listener)
     return 0
 
 
@@ -86,6 +97,14 @@ def _load_models(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
     )
     adapted = {name: models.adapt_loaded(source, directory, path, arguments.family) for name, path in arguments.adapter}
     return {str(directory): source} | adapted
+
+
+def _make_adapter_loader(
+    arguments: argparse.Namespace, loaded: Mapping[str, LoadedModel]
+) -> Callable[[Path], LoadedModel]:
+    """Return the function that returns the model with the adapters of a folder."""
+    source = next(iter(loaded.values()))
+    return lambda path: models.adapt_loaded(source, arguments.checkpoint, path, arguments.family)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -52,6 +52,7 @@ from jaxopt_llm.planning.memory import write_memory
 from jaxopt_llm.planning.oom import STEP, make_explainer
 from jaxopt_llm.planning.search.workload import describe_cluster
 from jaxopt_llm.planning.settings_choice import compile_fitting
+from jaxopt_llm.run.answer_server import check_server
 from jaxopt_llm.run.directory import find_changes, read_started
 from jaxopt_llm.run.initial_weights import open_initial_weights
 from jaxopt_llm.run.loop import train_workload
@@ -144,7 +145,9 @@ def main() -> int:
         return 0
     job = launchers.find_job(config.distributed, os.environ)
     check_inputs(config, first=job.index == 0)
-    check_rewards(config)
+    if job.index == 0:
+        check_rewards(config)
+        check_server(config)
     runtime.configure_mesh(config.mesh, job, cache=not config.run.deterministic)
     with (
         process_group.join_job(job, config.distributed, fields.shared_fields(config)) as processes,

@@ -352,15 +352,36 @@ class Config:
             "training.ema_decay": (training.ema_decay, 0),
             "training.on_spike": (training.on_spike, "off"),
             "data.weights": (self.data.weights, ()),
-            "distributed.processes": (self.distributed.processes > 1 and self.distributed.processes, False),
             "checkpoint.replicate_every": (self.checkpoint.replicate_every, 0),
             "evaluation.samples": (self.evaluation.samples, 0),
             "evaluation.tasks": (self.evaluation.tasks, ()),
         }
-        return found + [
-            f"{name} does not support {each}={value}: leave it out"
-            for each, (value, only) in refused.items()
-            if value != only
+        return (
+            found
+            + self._server_problems()
+            + [
+                f"{name} does not support {each}={value}: leave it out"
+                for each, (value, only) in refused.items()
+                if value != only
+            ]
+        )
+
+    def _server_problems(self) -> list[str]:
+        """List the settings that do not suit answers that a server draws, which gets only adapters."""
+        if not self.rollouts.server:
+            return []
+        name, itself = f"rollouts.server={self.rollouts.server}", "leave it out, so that the run draws its own answers"
+        trainable, resized = self.training.trainable, self.model.resize_vocabulary
+        refused = {
+            "lora.rank=0 trains all weights": (not self.lora.rank, "train adapters with --lora.rank"),
+            "model.pretrained is empty": (not self.model.pretrained, "name the model that the server has"),
+            f"training.trainable={trainable} trains whole weights": (bool(trainable), "set --training.trainable ()"),
+            f"model.resize_vocabulary={resized} changes whole weights": (resized > 0, "set it to 0"),
+        }
+        return [
+            f"{name}: the server gets the adapters of this run, and {problem}: {remedy}, or {itself}"
+            for problem, (applies, remedy) in refused.items()
+            if applies
         ]
 
     def _grpo_problems(self) -> list[str]:

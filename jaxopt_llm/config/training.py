@@ -385,11 +385,24 @@ class RolloutsConfig:
     reward_seconds: float = setting(60.0, resume="freely", bounds=POSITIVE)
     """Time limit of the rewards of a step, in seconds. A run whose functions take longer ends with exit code 2."""
 
+    server: str = setting("", resume="freely")
+    """Server with OpenAI's API that draws the answers, such as http://127.0.0.1:8000/v1: vLLM or jaxopt-llm
+    serve (TRL: vllm_server_base_url; docs/grpo.md). It serves the model of model.pretrained, and gets the adapters of
+    the run whenever they have changed. Empty = the run draws them itself."""
+    server_seconds: float = setting(600.0, resume="freely", bounds=POSITIVE)
+    """Time limit of each request to the server, in seconds. A run whose server takes longer ends with exit code 74."""
+    server_tolerance: float = setting(0.1, resume="freely", bounds=POSITIVE)
+    """Largest difference between the log-probabilities that server and run give the tokens of a probe, in nats, mean
+    over the tokens. Above it the run ends with exit code 2. 0.1 is several times what bfloat16 rounds; a server with
+    weights in 8 or 4 bits may need more."""
+
     def problems(self) -> list[str]:
         wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]
-        return find_out_of_range("rollouts", self) + [
-            f"rollouts.rewards: {each}: must be FILE:FUNCTION, as in rewards.py:is_right" for each in wrong
-        ]
+        found = find_out_of_range("rollouts", self)
+        found += [f"rollouts.rewards: {each}: must be FILE:FUNCTION, as in rewards.py:is_right" for each in wrong]
+        if self.server and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", self.server):
+            found.append(f"rollouts.server={self.server}: must be an address such as http://127.0.0.1:8000/v1")
+        return found
 
 
 @dataclass(frozen=True)

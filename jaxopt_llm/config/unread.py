@@ -167,6 +167,7 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("rollouts.*", f"training.objective={objective}", not config.draws),
         ("rollouts.reward_seconds", "rollouts.rewards=()", not config.rollouts.rewards),
         ("grpo.*", f"training.objective={objective}", objective != GRPO),
+        ("rollouts.server_seconds rollouts.server_tolerance", "rollouts.server=", not config.rollouts.server),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
         (

@@ -81,6 +81,15 @@ class StorageFailed(CheckpointError):
     exit_code = IO_ERROR
 
 
+class ServerFailed(InputError):
+    """Error for a server of another program that does not answer.
+
+    This may pass by itself. The same command then continues from the last checkpoint.
+    """
+
+    exit_code = IO_ERROR
+
+
 class ProcessLost(CommandError):
     """Error for a job in which another process died or does not answer.
 

@@ -29,12 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.distributed import global_state  # its key-value store has no public name
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
 from jaxopt_llm.config import Config, DistributedConfig
 from jaxopt_llm.core import errors, json_files, stop_signals
-from jaxopt_llm.core.errors import InputError, Preempted, ProcessLost, ProcessMissing
+from jaxopt_llm.core.errors import CommandError, InputError, Preempted, ProcessLost, ProcessMissing
 from jaxopt_llm.distributed import rendezvous, runtime, wire
 from jaxopt_llm.distributed.activity import Activity, write_stacks
 from jaxopt_llm.distributed.launchers import Job, find_job
@@ -319,6 +320,30 @@ class Channel:
         if call:  # all processes have read the message of the call before
             store.key_value_delete(f"{self._name}/{call - 1}/{self._index}")
         return messages
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        """Return, in all processes, what process 0 makes: a value that JSON can hold. Only there `make` is called.
+
+        A CommandError that it raises there is raised in all processes.
+        """
+        if self._count == 1:
+            return make()
+        made, head = b"", ""
+        if self._index == 0:
+            try:
+                made = json.dumps(make()).encode()
+                head = json.dumps({"bytes": len(made)})
+            except CommandError as error:
+                head = json.dumps({"error": type(error).__name__, "message": str(error)})
+        found = json_files.parse(self.exchange(head)[0])
+        if "error" in found:
+            raise getattr(errors, found["error"])(found["message"])
+        # By the devices, because the store is no place for megabytes. Few sizes need few programs.
+        padded = np.zeros(1 << max(found["bytes"] - 1, 0).bit_length(), np.uint8)
+        padded[: len(made)] = np.frombuffer(made, np.uint8)
+        with self._activity.wait():
+            sent = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+        return json_files.parse(sent[: found["bytes"]].tobytes())
 
 
 class Vote:

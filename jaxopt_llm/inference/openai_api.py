@@ -27,6 +27,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "suffix": ("",),
+    "load_inplace": (False,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -65,6 +66,8 @@ class Options:
         streams: whether parts are sent as soon as they exist.
         counts_at_end: whether a stream ends with the numbers of tokens.
         lists_ids: whether choices have the ids of their tokens.
+        ending_ids: ids that end a continuation.
+        ignores_eos: whether those that end it by themselves do not.
     """
 
     model: str
@@ -77,6 +80,13 @@ class Options:
     streams: bool
     counts_at_end: bool
     lists_ids: bool
+    ending_ids: frozenset[int]
+    ignores_eos: bool
+
+
+def is_ids(value: Any) -> bool:
+    """Return whether a value is a list of whole numbers."""
+    return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 class Fields:
@@ -149,6 +159,8 @@ class Fields:
             streams=streams,
             counts_at_end=of_stream.get("include_usage") is True,
             lists_ids=self.flag("return_token_ids"),
+            ending_ids=frozenset(self.take("stop_token_ids", [], is_ids, "a list of token ids")),
+            ignores_eos=self.flag("ignore_eos"),
         )
         self.finish()
         return options
@@ -163,11 +175,8 @@ class Fields:
     def take_prompts(self) -> list[str | list[int]]:
         """Take the prompts of a completion: texts, or lists of ids."""
 
-        def is_ids(value: Any) -> bool:
-            return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
-
         def is_prompt(value: Any) -> bool:
-            return isinstance(value, str) or is_ids(value)
+            return isinstance(value, str) or (is_ids(value) and bool(value))
 
         def is_valid(value: Any) -> bool:
             many = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES and all(map(is_prompt, value))
@@ -178,6 +187,17 @@ class Fields:
         if prompts is None:
             raise ApiError(f"prompt: is missing; give {needed}", "prompt")
         return [prompts] if is_prompt(prompts) else prompts
+
+    def take_text(self, name: str) -> str:
+        """Take a text that must be there."""
+
+        def is_text(value: Any) -> bool:
+            return isinstance(value, str) and bool(value)
+
+        text: str = self.take(name, "", is_text, "a text")
+        if not text:
+            raise ApiError(f"{name}: is missing", name)
+        return text
 
     def take_messages(self) -> list[Json]:
         """Take the messages of a conversation, with texts as their contents."""
@@ -225,6 +245,14 @@ def read_chat(body: bytes) -> tuple[list[Json], Options]:
     older = fields.whole("max_tokens", None, 1, 2**31 - 1)
     tokens = fields.whole("max_completion_tokens", older, 1, 2**31 - 1)
     return messages, fields.take_options((most_likely or 0) if lists else None, tokens)
+
+
+def read_adapter(body: bytes, loads: bool) -> tuple[str, str]:
+    """Return the name of an adapter and the path of its folder, given a request to load or to unload it."""
+    fields = Fields(body)
+    name, path = fields.take_text("lora_name"), fields.take_text("lora_path") if loads else ""
+    fields.finish()
+    return name, path
 
 
 # --- answers

@@ -24,8 +24,8 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.pieces import IndexedPiece
 from jaxopt_llm.data.tokens.scored import LogProbabilityWriter, TeacherWriter
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxopt_llm.execution.log_probabilities import DocumentReader
 from jaxopt_llm.inference import models
-from jaxopt_llm.inference.log_probabilities import DocumentReader
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.run.directory import read_base_digest, read_tokenizer_digest
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
 import numpy as np
 import uvicorn
@@ -25,7 +26,7 @@ from starlette.datastructures import URL, Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -66,15 +67,38 @@ COMPLETION = Form("cmpl", "text_completion", "text_completion", openai_api.write
 CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", openai_api.write_message)
 
 
+@dataclass(frozen=True)
+class AdapterFolders:
+    """Adapters that clients may load.
+
+    Attributes:
+        root: the folder that their folders lie in.
+        load: returns the model with the adapters of a folder. Only the worker's thread calls it.
+    """
+
+    root: Path
+    load: Callable[[Path], LoadedModel]
+
+    def find(self, path: str) -> Path:
+        """Return the folder of adapters. Raises ApiError if it is elsewhere, also by a link or `..`."""
+        folder = Path(path).resolve()
+        if not folder.is_relative_to(self.root.resolve()):
+            raise ApiError(
+                f"lora_path: {path} is not in {self.root}; the server reads adapters only there", "lora_path", 403
+            )
+        return folder
+
+
 class Api:
     """The endpoints.
 
     Args:
         worker: generates. The first of its models is the base, which a request without a model gets.
+        folders: adapters that clients may load; None: they may not.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker, self._started = worker, int(time.time())
+    def __init__(self, worker: Worker, folders: AdapterFolders | None = None) -> None:
+        self._worker, self._started, self._folders = worker, int(time.time()), folders
         self._base, *_ = worker.models
         self._source: LoadedModel = worker.models[self._base]
         self._names = Names(self._source.tokenizer)
@@ -84,6 +108,8 @@ class Api:
             Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
         ]
 
     async def _check_health(self, request: Request) -> Response:
@@ -102,9 +128,39 @@ class Api:
 
     def _find_model(self, name: str) -> str:
         if name and name not in self._worker.models:
-            known = ", ".join(self._worker.models)
-            raise ApiError(f"model: there is no {name}; choose one of {known}", "model", 404, "model_not_found")
+            raise _no_model(name, self._worker)
         return name or self._base
+
+    async def _load_adapter(self, request: Request) -> Response:
+        folders = self._find_folders()
+        name, path = openai_api.read_adapter(await request.body(), loads=True)
+        load = functools.partial(folders.load, folders.find(path))
+        try:
+            await asyncio.wrap_future(self._worker.add_model(name, load))
+        except ValueError as error:
+            raise ApiError(f"lora_name: {error}", "lora_name") from error
+        return PlainTextResponse(f"loaded {name}")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        self._find_folders()
+        name, _ = openai_api.read_adapter(await request.body(), loads=False)
+        if name == self._base:
+            raise ApiError(f"lora_name: {name} is the model itself", "lora_name")
+        try:
+            await asyncio.wrap_future(self._worker.remove_model(name))
+        except KeyError as error:
+            raise _no_model(name, self._worker) from error
+        except ValueError as error:
+            raise ApiError(f"lora_name: {error}", "lora_name", 409) from error
+        return PlainTextResponse(f"unloaded {name}")
+
+    def _find_folders(self) -> AdapterFolders:
+        if self._folders is None:
+            raise ApiError(
+                "clients may not change the adapters of this server; start it with --load-adapters-from FOLDER",
+                status=403,
+            )
+        return self._folders
 
     async def _complete(self, request: Request) -> Response:
         prompts, options = openai_api.read_completion(await request.body())
@@ -151,6 +207,7 @@ class Api:
     ) -> Query:
         """Return the query of a request: several choices of each prompt, which draw different random numbers."""
         model, choices = self._find_model(options.model), list[Choice]()
+        ends = options.ending_ids | (frozenset() if options.ignores_eos else ends)
         if len(prompts) * options.choices > openai_api.MAX_CHOICES:
             raise ApiError(f"n: {len(prompts)} prompts with {options.choices} choices each are too many", "n")
         for prompt, text in zip(prompts, texts, strict=True):
@@ -244,6 +301,8 @@ class Api:
                 part = await arrived.get()
                 if isinstance(part, ClientDisconnect):
                     raise part
+                if isinstance(part, KeyError):  # it was unloaded meanwhile
+                    raise _no_model(query.model, self._worker)
                 if isinstance(part, Exception):
                     raise ApiError("the server has failed, and ends; its own output says why", status=500) from part
                 left -= part.end is not None
@@ -251,6 +310,11 @@ class Api:
         finally:
             watching.cancel()
             self._worker.end(query)
+
+
+def _no_model(name: str, worker: Worker) -> ApiError:
+    known = ", ".join(worker.models)
+    return ApiError(f"model: there is no {name}; choose one of {known}", "model", 404, "model_not_found")
 
 
 def _list_prompts(query: Query) -> list[list[int]]:
@@ -314,11 +378,16 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             )
 
 
-def make_app(worker: Worker, token: bytes) -> Starlette:
-    """Return the application. token: what clients send; empty: none is needed."""
+def make_app(worker: Worker, token: bytes, folders: AdapterFolders | None = None) -> Starlette:
+    """Return the application.
+
+    Args:
+        token: what clients send; empty: none is needed.
+        folders: see `Api`.
+    """
     handled = (ApiError, InputError, HTTPException, ClientDisconnect, Exception)
     return Starlette(
-        routes=Api(worker).routes,
+        routes=Api(worker, folders).routes,
         middleware=[Middleware(Guard, token=token)],
         exception_handlers=dict.fromkeys(handled, _answer_error),
     )
@@ -331,11 +400,19 @@ class Server(uvicorn.Server):
         models: the models by name, first the base.
         rows, length: see `Worker`.
         token: see `make_app`.
+        folders: see `Api`.
     """
 
-    def __init__(self, models: Mapping[str, LoadedModel], rows: int, length: int, token: bytes) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, LoadedModel],
+        rows: int,
+        length: int,
+        token: bytes,
+        folders: AdapterFolders | None = None,
+    ) -> None:
         self._worker = Worker(models, rows, length)
-        app = make_app(self._worker, token)
+        app = make_app(self._worker, token, folders)
         wait = SHUTDOWN_SECONDS
         # A `log_config` would close the handlers that other packages have, and their streams.
         super().__init__(

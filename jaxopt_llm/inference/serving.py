@@ -2,31 +2,22 @@
 
 Other threads hand over queries. Each choice of a query is a request to the generator of its model, and joins the rows
 that run. What is new of it goes back part by part.
-
-Letters: B rows, S tokens of a row, V vocabulary, K most likely tokens.
 """
 
 import functools
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import jax
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from jaxopt_llm.data.tokens.continuation import Continuation
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
-from jaxopt_llm.execution.decode import MAX_FILL_TOKENS, MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
-from jaxopt_llm.execution.sampling import read_log_probabilities
-from jaxopt_llm.inference import log_probabilities
-from jaxopt_llm.inference.log_probabilities import DocumentReader
+from jaxopt_llm.execution.decode import MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
+from jaxopt_llm.execution.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 from jaxopt_llm.inference.models import LoadedModel
-from jaxopt_llm.kernels.support import map_chunks
-from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Params
 
-CHUNKS = 16  # of a row; the logits of only one chunk exist at a time
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,6 +97,58 @@ class Query:
     send: Callable[[Part | Exception], None] = lambda part: None
 
 
+class Engine:
+    """Generator and reader of a model, each made when it is first asked for.
+
+    A model with the same specs, such as one with the next adapters, can take them over with their compiled programs.
+
+    Args:
+        rows, length: see `Worker`.
+    """
+
+    def __init__(self, source: LoadedModel, rows: int, length: int) -> None:
+        self._source, self._rows, self._length = source, rows, length
+        self._generator: TokenGenerator | None = None
+        self._reader: DocumentReader | None = None
+
+    @property
+    def generator(self) -> TokenGenerator:
+        if self._generator is None:
+            loaded = self._source.model, self._source.params, self._source.placement
+            size = self._source.config.model.vocabulary_size
+            self._generator = TokenGenerator(*loaded, size, self._rows, self._length)
+        return self._generator
+
+    @property
+    def is_busy(self) -> bool:
+        return self._generator is not None and self._generator.is_busy
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Token, ...]]:
+        """Return the tokens of prompts with their log-probabilities."""
+        source = self._source
+        if self._reader is None:
+            size = source.config.model.vocabulary_size
+            self._reader = make_prompt_reader(source.model, source.placement, size, MAX_MOST_LIKELY)
+        found = self._reader.read_each(source.params, make_requests(prompts), self._length)
+        return [list_tokens(source.tokenizer, *each) for each in zip(prompts, found, strict=True)]
+
+    def suits(self, source: LoadedModel) -> bool:
+        """Return whether a model can take the engine over."""
+        return bool(source.model.specs == self._source.model.specs)
+
+    def load(self, source: LoadedModel) -> None:
+        """Serve another model from now on."""
+        self._source = source
+        if self._generator is not None:
+            self._generator.load(source.params)
+
+    def unload(self) -> None:
+        """Free the parameters and the cache, until `load` is called."""
+        self._source = replace(self._source, params={})
+        if self._generator is not None:
+            self._generator.unload()
+
+
 class Worker:
     """The thread that generates. Only `run` uses the devices; the other methods may be called from any thread.
 
@@ -115,14 +158,15 @@ class Worker:
         length: maximum tokens of a prompt with its continuation.
 
     Attributes:
+        models: models by name. Another thread sees the models of before or after a change.
         failure: what ended `run` before `stop` was called.
     """
 
     def __init__(self, models: Mapping[str, LoadedModel], rows: int, length: int) -> None:
-        self.models, self._rows, self.length = models, rows, length
+        self.models, self._rows, self.length = dict(models), rows, length
         self._inbox = queue.SimpleQueue[Callable[[], None] | None]()
-        self._generators = dict[str, TokenGenerator]()
-        self._readers = dict[str, DocumentReader]()
+        self._engines = dict[str, Engine]()
+        self._free: Engine | None = None  # of the model that was removed last
         self._running = dict[Request, tuple[int, Query]]()  # the index of the choice
         self.failure: Exception | None = None
 
@@ -134,6 +178,31 @@ class Worker:
         """End all choices of a query that have not ended, and free their rows."""
         self._inbox.put(functools.partial(self._end, query))
 
+    def add_model(self, name: str, load: Callable[[], LoadedModel]) -> Future[None]:
+        """Load a model, and serve it under a name that no other has. The result is an error if it cannot be loaded."""
+
+        def add() -> None:
+            if name in self.models:
+                raise ValueError(f"there is a model {name} already")
+            self.models = self.models | {name: load()}
+
+        return self._call(add)
+
+    def remove_model(self, name: str) -> Future[None]:
+        """Stop to serve a model, and free its arrays. The result is an error if there is none, or it has requests."""
+
+        def remove() -> None:
+            if name not in self.models:
+                raise KeyError(name)
+            if any(query.model == name for _, query in self._running.values()):
+                raise ValueError(f"requests for {name} are running; end them first")
+            self.models = {each: model for each, model in self.models.items() if each != name}
+            if name in self._engines:
+                self._free = self._engines.pop(name)
+                self._free.unload()
+
+        return self._call(remove)
+
     def stop(self) -> None:
         """Let `run` return."""
         self._inbox.put(None)
@@ -142,13 +211,26 @@ class Worker:
         """Work until `stop` is called."""
         try:
             while self._read_inbox():
-                for generator in self._generators.values():
-                    for drawn in generator.advance() if generator.is_busy else ():
-                        self._add(generator, drawn)
+                for engine in self._engines.values():
+                    for drawn in engine.generator.advance() if engine.is_busy else ():
+                        self._add(engine.generator, drawn)
         except Exception as error:
             self.failure = error
             for query in {id(query): query for _, query in self._running.values()}.values():
                 query.send(error)
+
+    def _call(self, act: Callable[[], T]) -> Future[T]:
+        """Call a function in the worker's thread. Its error is the caller's, and does not end the worker."""
+        future = Future[T]()
+
+        def call() -> None:
+            try:
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(call)
+        return future
 
     def _read_inbox(self) -> bool:
         """Do what was asked for; wait for it if nothing runs. Return False if the end was asked for."""
@@ -163,31 +245,38 @@ class Worker:
             act()
             waits = False
 
+    def _find_engine(self, name: str) -> Engine:
+        source = self.models[name]
+        if name not in self._engines:
+            if self._free is not None and self._free.suits(source):
+                self._engines[name], self._free = self._free, None
+                self._engines[name].load(source)
+            else:
+                self._engines[name] = Engine(source, self._rows, self.length)
+        return self._engines[name]
+
     def _begin(self, query: Query) -> None:
-        source, name = self.models[query.model], query.model
+        if query.model not in self.models:
+            query.send(KeyError(query.model))
+            return
+        engine = self._find_engine(query.model)
         read: Mapping[int, tuple[Token, ...]] = {}
         if query.reads_prompts:
-            reader = self._readers.setdefault(name, make_prompt_reader(source))
             prompts = {id(choice.request.prompt): choice.request.prompt.tolist() for choice in query.choices}
-            asked = [log_probabilities.Request(prompt, len(prompt) - 1) for prompt in prompts.values()]
-            found = zip(prompts.items(), reader.read_each(source.params, asked, self.length), strict=True)
-            read = {key: list_tokens(source.tokenizer, prompt, values) for (key, prompt), values in found}
+            read = dict(zip(prompts, engine.read([*prompts.values()]), strict=True))
         for index, choice in enumerate(query.choices):
             if choice.prompt_text is not None:
                 query.send(Part(index, choice.prompt_text, prompt=read.get(id(choice.request.prompt), ())))
             if not choice.request.count:
                 query.send(Part(index, "", end="length"))
                 continue
-            if name not in self._generators:
-                loaded = source.model, source.params, source.placement, source.config.model.vocabulary_size
-                self._generators[name] = TokenGenerator(*loaded, self._rows, self.length)
             self._running[choice.request] = index, query
-            self._generators[name].add(choice.request)
+            engine.generator.add(choice.request)
 
     def _end(self, query: Query) -> None:
         for request in [request for request, (_, owner) in self._running.items() if owner is query]:
             del self._running[request]
-            self._generators[query.model].end(request)
+            self._engines[query.model].generator.end(request)
 
     def _add(self, generator: TokenGenerator, drawn: Drawn) -> None:
         """Add a token to its choice, and send what is new."""
@@ -203,23 +292,6 @@ class Worker:
             generator.end(drawn.request)
         token = Token(drawn.token, offset, drawn.log_probability, drawn.most_likely)
         query.send(Part(index, text.take_new_text(), (token,), end=end))
-
-
-def make_prompt_reader(source: LoadedModel) -> DocumentReader:
-    """Return the reader of the tokens of prompts, by what `read_log_probabilities` returns of each.
-
-    The logits of a row exist only in chunks.
-    """
-    size, model = source.config.model.vocabulary_size, source.model
-
-    def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
-        def read_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-            logits = model.logits(non_layer, x, context)[..., :size]
-            return read_log_probabilities(logits, targets, min(MAX_MOST_LIKELY, size))
-
-        return map_chunks(read_chunk, -(-x.shape[1] // CHUNKS), x, batch.targets)
-
-    return DocumentReader(model, source.placement, size, MAX_FILL_TOKENS, read, waits=True)
 
 
 def list_tokens(tokenizer: Tokenizer, prompt: Sequence[int], read: Any) -> tuple[Token, ...]:

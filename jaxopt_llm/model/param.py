@@ -3,6 +3,7 @@
 A model is a pytree of ParamSpecs. Initial values, shardings, checkpoint targets, counts and masks are derived from it.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -20,6 +21,7 @@ FLOAT32 = np.dtype(np.float32)
 Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]  # (key, shape, fan-in) -> float32 array
 
 
+@functools.cache  # specs with the same initializer compare as equal
 def normal(scale: float = 1.0) -> Initializer:
     """Return a normal initializer with deviation scale / sqrt(fan-in), so that a matmul keeps its input's variance."""
 
@@ -37,6 +39,7 @@ def zeros(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
+@functools.cache
 def constant(value: float) -> Initializer:
     """Return an initializer that gives every element this value."""
     return lambda key, shape, fan_in: jnp.full(shape, value, jnp.float32)

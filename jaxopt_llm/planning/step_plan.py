@@ -455,7 +455,7 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         less_remat=None
         if "remat.policy" in step.chosen
         else advise_less_remat(resolved, cluster, leave_free(figures["limit"]) - figures["memory"].peak),
-        rollout_bytes=count_rollout_bytes(resolved) if resolved.draws else 0,
+        rollout_bytes=count_rollout_bytes(resolved) if resolved.draws and not resolved.rollouts.server else 0,
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
         pcie_seconds=pcie_bytes / chip.host_bytes_per_second,

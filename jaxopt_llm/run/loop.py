@@ -107,6 +107,7 @@ def run_steps(
         profiler.before_step(steps.current + 1)
         with saver.saved_before_exit():
             batch, waited = steps.take_batch()
+        with saver.saved_before_exit(agreed=True):
             batch, drawn = steps.draw(batch)
         metrics = steps.run(batch) | drawn
         step = steps.current
@@ -116,7 +117,7 @@ def run_steps(
         due, last = saver.is_due(failed), step == config.training.steps
         evaluates = config.evaluation.every > 0 and (last or step % config.evaluation.every == 0)
         if evaluates or due or stop or last:
-            with saver.saved_before_exit():
+            with saver.saved_before_exit(agreed=config.draws):
                 recorder.read(steps.state if evaluates else None)
         if back := spikes.find_return():
             return back
@@ -273,13 +274,16 @@ class Saver:
             check_end(last, self._workload.config)
 
     @contextlib.contextmanager
-    def saved_before_exit(self) -> Iterator[None]:
-        """Write the checkpoint of the last step if there is no next batch, or answers cannot be rewarded."""
+    def saved_before_exit(self, agreed: bool = False) -> Iterator[None]:
+        """Write the checkpoint of the last step if there is no next batch, or answers cannot be drawn or rewarded.
+
+        agreed: whether such an error occurs in all processes. Otherwise, in a job of several, the others already run
+            the next step.
+        """
         try:
             yield
         except (InputError, Preempted):
-            # In a job of several processes, the others already run the next step.
-            if self._recorder.has_steps and self._workload.processes.count == 1:
+            if self._recorder.has_steps and (agreed or self._workload.processes.count == 1):
                 self._recorder.read()
                 self.save(Save.AT_STOP)
             raise

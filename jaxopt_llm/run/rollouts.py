@@ -9,9 +9,11 @@ Letters: P prompts of a step, G answers to each, S sequence.
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import grain
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +29,10 @@ from jaxopt_llm.execution.decode import MAX_ROWS, Request, TokenGenerator
 from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.observe.dashboards import MetricsLog
+from jaxopt_llm.run.answer_server import Drawn
 from jaxopt_llm.run.rewards import Rewards
 from jaxopt_llm.run.samples import make_generator, make_sampling_placement
+from jaxopt_llm.run.served_answers import ServedSampler
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.state import TrainState, make_weight_reader
 from jaxopt_llm.step.step import Metrics
@@ -135,6 +139,74 @@ def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
+class Sampler(Protocol):
+    """What draws answers.
+
+    Attributes:
+        difference: see `ServedSampler`; None if the run draws the answers itself.
+    """
+
+    @property
+    def difference(self) -> float | None: ...
+
+    def identify(self, state: TrainState) -> str:
+        """Return what tells the weights of a state from others, if their answers may differ when drawn again."""
+
+    def draw(
+        self, state: TrainState, prompts: Sequence[NDArray[np.int32]], count: int, key: tuple[int, int]
+    ) -> list[Drawn]:
+        """Return this number of answers to each prompt. key: of the random numbers, besides the seed of the run."""
+
+    def close(self) -> None:
+        """Free what it has."""
+
+
+class OwnSampler:
+    """Sampler on the devices of the run. Nothing is compiled before the first call."""
+
+    difference = None
+
+    def __init__(self, setup: Setup, ends: frozenset[int]) -> None:
+        """Take over the setup of a run. ends: ids that end an answer."""
+        self._setup, self._ends = setup, ends
+        self._placement = make_sampling_placement(setup)
+        self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
+        self._generator: TokenGenerator | None = None
+
+    def identify(self, state: TrainState) -> str:
+        return ""  # the same weights draw the same answers
+
+    def draw(
+        self, state: TrainState, prompts: Sequence[NDArray[np.int32]], count: int, key: tuple[int, int]
+    ) -> list[Drawn]:
+        seed = int(np.random.SeedSequence([self._setup.config.run.seed, *key]).generate_state(1)[0])
+        sampling, most = Sampling(temperature=1.0, seed=seed), self._setup.config.rollouts.max_new_tokens
+        requests = [
+            Request(ids, most, sampling, number)
+            for number, ids in enumerate(ids for ids in prompts for _ in range(count))
+        ]
+        generator = self._load(state)
+        drawn: list[Drawn] = [[] for _ in requests]
+        for each in generator.run(requests, lambda request: drawn[request.number][-1][0] in self._ends):
+            drawn[each.request.number].append((each.token, each.log_probability))
+        generator.unload()
+        return drawn
+
+    def _load(self, state: TrainState) -> TokenGenerator:
+        assert self._setup.prompts is not None
+        weights, settings = self._read_weights(state), self._setup.config.rollouts
+        if self._generator is None:
+            rows = min(settings.prompts * settings.group_size, MAX_ROWS)
+            length = self._setup.prompts.longest + settings.max_new_tokens
+            self._generator = make_generator(self._setup, weights, self._placement, rows, length)
+        else:
+            self._generator.load(weights)
+        return self._generator
+
+    def close(self) -> None:
+        self._generator = None
+
+
 class Rollouts:
     """Maker of the batches of a run whose model draws the answers that it trains on."""
 
@@ -152,38 +224,52 @@ class Rollouts:
         if any(prompt.is_chat for prompt in (*self._prompts.training, *self._prompts.held_out)):
             turn_end = Renderer(find_template(config.data, tokenizer)).find_turn_end()
         self._ends = find_eos_ids(config.data, tokenizer, turn_end)
-        self._placement = make_sampling_placement(setup)
-        self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
-        self._generator: TokenGenerator | None = None
+        self._sampler: Sampler = (ServedSampler if config.rollouts.server else OwnSampler)(setup, self._ends)
+        self._kept: list[dict[str, Any]] = []  # records of steps after the start
         self._groups: list[Group] = []  # of the last step that drew
+        # Process 0 rewards the answers, and has the log.
+        self._share = setup.processes.channel("rollouts").share
         self._log: MetricsLog | None = None
-        names = self._settings.rewards
-        self._rewards = Rewards(names, self._settings.reward_seconds) if names else None
+        self._rewards: Rewards | None = None
+        if setup.processes.first and self._settings.rewards:
+            self._rewards = Rewards(self._settings.rewards, self._settings.reward_seconds)
 
     def read_steps(self, start: int, say: Callable[[str], None] = print) -> Generator[tuple[int, float], None, None]:
-        """Yield the steps after `start`, counted from 0. Rollouts of later steps are removed from the log."""
-        self._log = MetricsLog(self._setup.directory / f"{ROLLOUTS}.jsonl", start, say)
+        """Yield the steps after `start`, counted from 0. Rollouts of later steps are removed from the log.
+
+        Those that a server drew are kept: it may draw others from the same weights.
+        """
+        if self._setup.processes.first:
+            if self._setup.config.rollouts.server:
+                self._kept = [record for record in self._read_records() if record["step"] > start]
+            self._log = MetricsLog(self._path, start, say)
         step = start
         while True:
             yield step, 0.0
             step += 1
 
     def make_batch(self, state: TrainState, step: int) -> tuple[Batch, Metrics]:
-        """Return the batch of a step, counted from 0, and metrics of its answers. Most steps draw them with the state.
+        """Return this process's rows of the batch of a step, counted from 0, and metrics of the answers of all.
+
+        Most steps draw them with the state.
 
         Raises:
-            InputError: a function that rewards answers fails.
+            InputError: a function that rewards answers fails, or a server that draws them.
         """
         first = step - step % self._settings.updates
         clock, seconds = time.perf_counter(), 0.0
         if step == first:
-            self._groups = self._draw(state, self._choose_prompts(first), self._settings.group_size, (first, 0))
-            self._write(first + 1)
+            prompts, weights = self._choose_prompts(first), self._sampler.identify(state)
+            kept = self._find_kept(first + 1, prompts, weights)
+            self._groups = kept or self._draw(state, prompts, self._settings.group_size, (first, 0))
+            self._write(first + 1, weights)
             seconds = time.perf_counter() - clock
         elif not self._groups:
             self._groups = self._read(first + 1)
-        batch = pack_answers(self._groups, self._setup.config)
-        return batch, measure_answers(self._groups) | {"rollout_seconds": np.float64(seconds)}
+        batch = self._pack(self._groups)
+        found = measure_answers(self._groups) | {"rollout_seconds": np.float64(seconds)}
+        difference = self._sampler.difference
+        return batch, found if difference is None else found | {"probe_difference": np.float64(difference)}
 
     def _choose_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a step that draws. Every epoch has each prompt once, in another order."""
@@ -204,7 +290,12 @@ class Rollouts:
             return {"eval_loss": 0.0 - found["eval_rewards/mean"]} | of_answers
         size = self._settings.prompts * self._settings.group_size  # answers that fit into a batch
         parts = (groups[first : first + size] for first in range(0, len(groups), size))
-        return measure_loss(pack_answers(part, self._setup.config) for part in parts) | of_answers
+        return measure_loss(map(self._pack, parts)) | of_answers
+
+    def _pack(self, groups: Sequence[Group]) -> Batch:
+        """Return this process's rows of a batch of answers."""
+        rows = self._setup.local_rows.indices
+        return jax.tree.map(lambda field: field[rows], pack_answers(groups, self._setup.config))
 
     def sync(self) -> None:
         """Wait until all rollouts are on disk."""
@@ -212,37 +303,19 @@ class Rollouts:
             self._log.sync()
 
     def close(self) -> None:
-        """End the process of the rewards, and bring the rollouts to the disk."""
+        """End the process of the rewards and the sampler, and bring the rollouts to the disk."""
         if self._rewards is not None:
             self._rewards.close()
+        self._sampler.close()
         if self._log is not None:
             self._log.close()
 
     def _draw(self, state: TrainState, prompts: Sequence[Prompt], count: int, key: tuple[int, int]) -> list[Group]:
         """Draw this number of answers to each prompt, and reward them. key: of the random numbers, besides the seed."""
-        seed = int(np.random.SeedSequence([self._setup.config.run.seed, *key]).generate_state(1)[0])
-        requests = [
-            Request(prompt.ids, self._settings.max_new_tokens, Sampling(temperature=1.0, seed=seed), number)
-            for number, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
-        ]
-        generator = self._load(state)
-        drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
-        for each in generator.run(requests, lambda request: drawn[request.number][-1][0] in self._ends):
-            drawn[each.request.number].append((each.token, each.log_probability))
-        generator.unload()
+        drawn = self._sampler.draw(state, [prompt.ids for prompt in prompts], count, key)
         answers = [self._make_answer(tokens) for tokens in drawn]
         groups = [(prompt, answers[i * count : (i + 1) * count]) for i, prompt in enumerate(prompts)]
         return self._reward(groups)
-
-    def _load(self, state: TrainState) -> TokenGenerator:
-        weights = self._read_weights(state)
-        if self._generator is None:
-            rows = min(self._settings.prompts * self._settings.group_size, MAX_ROWS)
-            length = self._prompts.longest + self._settings.max_new_tokens
-            self._generator = make_generator(self._setup, weights, self._placement, rows, length)
-        else:
-            self._generator.load(weights)
-        return self._generator
 
     def _make_answer(self, drawn: Sequence[tuple[int, float]]) -> Answer:
         """Return an answer of tokens and their log-probabilities, without rewards."""
@@ -253,16 +326,21 @@ class Rollouts:
 
     def _reward(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with rewards, if there are any, and the advantages of these."""
-        if self._rewards is None:
+        if not self._settings.rewards:
             return list(groups)
         pairs = [(prompt, answer) for prompt, answers in groups for answer in answers]
         names = dict.fromkeys(name for prompt, _ in groups for name in prompt.row if name != "prompt")
-        rewards = self._rewards.compute(
-            [prompt.row["prompt"] for prompt, _ in pairs],
-            [[{"role": "assistant", "content": a.text}] if p.is_chat else a.text for p, a in pairs],
-            completion_ids=[answer.ids.tolist() for _, answer in pairs],
-            **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in names},
-        )
+
+        def compute() -> dict[str, Any]:
+            assert self._rewards is not None
+            return self._rewards.compute(
+                [prompt.row["prompt"] for prompt, _ in pairs],
+                [[{"role": "assistant", "content": a.text}] if p.is_chat else a.text for p, a in pairs],
+                completion_ids=[answer.ids.tolist() for _, answer in pairs],
+                **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in names},
+            )
+
+        rewards = self._share(compute)
         rewarded = [
             replace(answer, rewards={name: found[index] for name, found in rewards.items()})
             for index, (_, answer) in enumerate(pairs)
@@ -274,11 +352,20 @@ class Rollouts:
         rewarded = [replace(answer, advantage=value) for answer, value in zip(rewarded, advantages, strict=True)]
         return [(prompt, rewarded[i * size : (i + 1) * size]) for i, (prompt, _) in enumerate(groups)]
 
-    def _write(self, step: int) -> None:
-        """Write what was drawn for a step, counted from 1, one line for each prompt."""
-        assert self._log is not None
+    @property
+    def _path(self) -> Path:
+        return self._setup.directory / f"{ROLLOUTS}.jsonl"
+
+    def _write(self, step: int, weights: str) -> None:
+        """Write what was drawn for a step, counted from 1, one line for each prompt.
+
+        weights: see `Sampler.identify`.
+        """
+        if self._log is None:
+            return
         for prompt, answers in self._groups:
             record = {"step": step, "row": prompt.row, "prompt_tokens": prompt.ids.tolist()}
+            record |= {"weights": weights} if weights else {}
             self._log.write(record | {"answers": [answer.to_record() for answer in answers]})
 
     def _read(self, step: int) -> list[Group]:
@@ -287,17 +374,38 @@ class Rollouts:
         Raises:
             InputError: the log does not hold it.
         """
-        path = self._setup.directory / f"{ROLLOUTS}.jsonl"
-        records = [json_files.parse(line) for line in path.read_text().splitlines()]
-        found = [record for record in records if record["step"] == step]
-        if len(found) != self._settings.prompts:
-            raise InputError(
-                f"{path}: it holds {len(found)} of {self._settings.prompts} prompts of step {step}; restore it"
-            )
-        return [
-            (
-                Prompt(np.array(record["prompt_tokens"], np.int32), record["row"]),
-                [Answer.from_record(each) for each in record["answers"]],
-            )
-            for record in found
-        ]
+
+        def find() -> list[dict[str, Any]]:
+            found = [record for record in self._read_records() if record["step"] == step]
+            if len(found) != (count := self._settings.prompts):
+                raise InputError(f"{self._path}: it holds {len(found)} of {count} prompts of step {step}; restore it")
+            return found
+
+        return [_make_group(record) for record in self._share(find)]
+
+    def _find_kept(self, step: int, prompts: Sequence[Prompt], weights: str) -> list[Group]:
+        """Return what an earlier start drew with the same weights for a step, counted from 1; nothing if it did not."""
+
+        def find() -> list[dict[str, Any]]:
+            found = [each for each in self._kept if each["step"] == step and each.get("weights") == weights]
+            answers = [answer for each in found for answer in each["answers"]]
+            same_prompts = [each["prompt_tokens"] for each in found] == [prompt.ids.tolist() for prompt in prompts]
+            names = self._rewards.names if self._rewards else []
+            same_rewards = all([*answer["rewards"]] == names for answer in answers)
+            is_whole = all(len(each["answers"]) == self._settings.group_size for each in found)
+            return found if same_prompts and same_rewards and is_whole else []
+
+        return [_make_group(record) for record in self._share(find)]
+
+    def _read_records(self) -> list[dict[str, Any]]:
+        """Return the whole lines of the log; nothing if there is none."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text().splitlines(keepends=True)
+        return [json_files.parse(line) for line in lines if line.endswith("\n")]
+
+
+def _make_group(record: Mapping[str, Any]) -> Group:
+    """Return the prompt and the answers of a line of the log."""
+    answers = [Answer.from_record(each) for each in record["answers"]]
+    return Prompt(np.array(record["prompt_tokens"], np.int32), record["row"]), answers

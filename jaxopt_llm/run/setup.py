@@ -150,9 +150,6 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     is_open = requested.mesh.context > 1 and requested.sharding.context_exchange == AUTO
     assert not is_open, "planning/exchanges.py resolves `auto` before"
     processes.check_shared(Path(requested.run.directory))
-    if requested.draws and processes.count > 1:
-        name = f"training.objective={requested.training.objective}"
-        raise InputError(f"{name} draws its answers in one process: start the job on one host")
     check_hub_commits(requested, processes)
     requested = resolve_label_names(requested, processes.main)
     documents = open_documents(requested, processes)

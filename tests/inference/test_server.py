@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import toy
 from chats import write_tokenizer
+from servers import running
 
 from jaxopt_llm import load_pretrained, serve
 from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
@@ -63,19 +63,6 @@ def loaded(folder: Path) -> dict[str, LoadedModel]:
     adapters.write_adapters(folder.parent / "adapter", params, CONFIG)
     source = models.load_model(folder)
     return {"base": source, "mine": models.adapt_loaded(source, folder, folder.parent / "adapter")}
-
-
-@contextmanager
-def running(loaded: dict[str, LoadedModel], token: bytes = b"") -> Iterator[tuple[str, Any]]:
-    """Yield the address of a server, and the server. At the end it raises what it failed with."""
-    served = server.Server(loaded, rows=4, length=CONTEXT, token=token)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(served.serve_on, listener)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", served
-        finally:
-            served.should_exit = True
-            ended.result()
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +272,113 @@ def test_a_token_is_asked_for(loaded: dict[str, LoadedModel]) -> None:
         assert urllib.request.urlopen(f"{address}/health").status == 200
 
 
+@pytest.fixture(scope="module")
+def loading(loaded: dict[str, LoadedModel], folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the address of a server whose clients may load adapters, and the server."""
+    root = folder.parent / "allowed"
+    folders = server.AdapterFolders(root, lambda path: models.adapt_loaded(loaded["base"], folder, path))
+    for name, targets in (("mine", "attention/query mlp/down head/table"), ("other", "mlp/up")):
+        params = adapters.add_adapters(CONFIG, targets)
+        adapters.write_adapters(root / name, params, CONFIG)
+    (root / "link").symlink_to(folder.parent / "adapter")
+    with running({"base": loaded["base"]}, folders=folders) as found:
+        yield found
+
+
+def load_adapter(address: str, name: str, path: Path) -> int:
+    return ask(f"{address}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})[0]
+
+
+def ask(url: str, body: Any) -> tuple[int, str]:
+    """Return the status and the text of the answer."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_clients_load_and_unload_adapters(
+    loading: tuple[str, Any], loaded: dict[str, LoadedModel], folder: Path
+) -> None:
+    """Adapters for the same matrices take over the programs of those that were unloaded."""
+    address, served = loading
+    client, worker = connect(address), served._worker
+    (expected,) = generate(loaded["mine"], [PROMPT], 12, Sampling(), ())
+
+    def complete(model: str) -> Any:
+        return client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=12).choices[0].text
+
+    engines = []
+    for name in ("first", "second"):
+        assert load_adapter(address, name, folder.parent / "allowed" / "mine") == 200
+        assert [each.id for each in client.models.list()] == ["base", name]
+        assert complete(name) == expected != complete("base")
+        engines.append(worker._engines[name])
+        assert ask(f"{address}/v1/unload_lora_adapter", {"lora_name": name})[0] == 200
+        with pytest.raises(openai.NotFoundError, match=f"there is no {name}; choose one of base"):
+            complete(name)
+    assert engines[0] is engines[1] and engines[0].generator._caches is None  # free memory
+    assert load_adapter(address, "third", folder.parent / "allowed" / "other") == 200
+    assert complete("third") != expected and worker._engines["third"] is not engines[0]
+    assert ask(f"{address}/v1/unload_lora_adapter", {"lora_name": "third"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "base"}, 403, "base is not in"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/../adapter"}, 403, "reads adapters only there"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/link"}, 403, "reads adapters only there"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/none"}, 400, "allowed/none"),
+        ("load_lora_adapter", {"lora_name": "base", "lora_path": "allowed/mine"}, 400, "there is a model base already"),
+        ("load_lora_adapter", {"lora_path": "allowed/mine"}, 400, "lora_name: is missing"),
+        (
+            "load_lora_adapter",
+            {"lora_name": "x", "lora_path": "allowed/mine", "load_inplace": True},
+            400,
+            "load_inplace",
+        ),
+        ("unload_lora_adapter", {"lora_name": "base"}, 400, "base is the model itself"),
+        ("unload_lora_adapter", {"lora_name": "x"}, 404, "there is no x"),
+    ],
+)
+def test_adapters_that_cannot_be_loaded(
+    path: str, body: dict[str, Any], status: int, said: str, loading: tuple[str, Any], folder: Path
+) -> None:
+    given = body | ({"lora_path": str(folder.parent / body["lora_path"])} if "lora_path" in body else {})
+    found, text = ask(f"{loading[0]}/v1/{path}", given)
+    assert found == status and said in text, text
+    assert [*loading[1]._worker.models] == ["base"]
+
+
+def test_adapters_with_requests_stay(loading: tuple[str, Any], folder: Path) -> None:
+    address, served = loading
+    assert load_adapter(address, "busy", folder.parent / "allowed" / "mine") == 200
+    with ThreadPoolExecutor(1) as pool:
+        options = {"model": "busy", "prompt": "x", "temperature": 0, "max_tokens": CONTEXT - 8}
+        answer = pool.submit(lambda: connect(address).completions.create(**options).choices[0])
+        wait_until(lambda: bool(served._worker._running))
+        status, text = ask(f"{address}/v1/unload_lora_adapter", {"lora_name": "busy"})
+        assert (status, "requests for busy are running" in text) == (409, True)
+        assert answer.result().finish_reason == "length"
+    assert ask(f"{address}/v1/unload_lora_adapter", {"lora_name": "busy"})[0] == 200
+
+
+def test_clients_load_nothing_unless_the_server_is_started_for_it(address: tuple[str, Any], folder: Path) -> None:
+    status, text = ask(f"{address[0]}/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(folder)})
+    assert status == 403 and "start it with --load-adapters-from FOLDER" in text
+    assert ask(f"{address[0]}/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 403
+
+
+def test_the_ids_that_end_an_answer_may_be_given(complete: Callable[..., Any]) -> None:
+    ids = complete(extra_body={"return_token_ids": True}).token_ids
+    place = next(place for place, each in enumerate(ids) if place and each not in ids[:place])
+    ended = complete(extra_body={"return_token_ids": True, "stop_token_ids": [ids[place]]})
+    assert ended.token_ids == ids[: place + 1] and ended.finish_reason == "stop"
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not is_so():
@@ -302,7 +396,7 @@ def test_a_client_that_leaves_frees_its_row(streams: bool, address: tuple[str, A
         wait_until(lambda: bool(worker._running))
         (query,) = {id(query): query for _, query in [*worker._running.values()]}.values()
         wait_until(lambda: any(choice.drawn for choice in query.choices))
-    wait_until(lambda: not worker._running and not worker._generators["base"].is_busy)
+    wait_until(lambda: not worker._running and not worker._engines["base"].is_busy)
     assert all(choice.drawn < choice.request.count for choice in query.choices)
 
 
@@ -327,6 +421,7 @@ def test_a_failure_of_the_worker_is_said_and_ends_the_server(
         ("--port 0 --adapter mine", "must be a name and a folder, such as mine=adapters/mine"),
         ("--port 0 --adapter a=x --adapter a=y", "--adapter a=...: two models have this name"),
         ("--port 0 --adapter a=x --quantise int8", "--quantise int8 does not support --adapter"),
+        ("--port 0 --load-adapters-from x --quantise int8", "--quantise int8 does not support adapters"),
         ("--port 0 --context 1", "--context 1: must lie between 2 and"),
     ],
 )

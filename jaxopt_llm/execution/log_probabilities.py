@@ -16,12 +16,17 @@ from jaxopt_llm.data.rows.loader import read_in_order
 from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.tokens.pieces import IndexedPiece, join_all
 from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.decode import MAX_FILL_TOKENS
 from jaxopt_llm.execution.executor import ReadTokens
+from jaxopt_llm.execution.sampling import read_log_probabilities
+from jaxopt_llm.kernels.support import map_chunks
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
 
 Advance = Callable[[int], Any]  # receives numbers of tokens as they are read
+CHUNKS = 16  # of a row whose logits are read; those of only one chunk exist at a time
 SHORTEST_ROW = 128  # tokens; rows are this long, or 2, 4, 8, ... times as long, so that few programs are compiled
 
 
@@ -155,6 +160,31 @@ class DocumentReader:
                     is_own = np.flatnonzero(row.loss_mask)[own == place]
                     found[members[place]] = jax.tree.map(lambda each, is_own=is_own: each[is_own], values)
         return found
+
+
+def make_prompt_reader(
+    model: Model, placement: Placement, vocabulary_size: int, most_likely: int = 0
+) -> DocumentReader:
+    """Return the reader of the tokens of prompts, by what `read_log_probabilities` returns of each.
+
+    The logits of a row exist only in chunks.
+
+    most_likely: number of the most likely tokens that are read in the place of each.
+    """
+
+    def read(non_layer: Params, x: jax.Array, batch: Batch, context: Context) -> tuple[jax.Array, ...]:
+        def read_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+            logits = model.logits(non_layer, x, context)[..., :vocabulary_size]
+            return read_log_probabilities(logits, targets, min(most_likely, vocabulary_size))
+
+        return map_chunks(read_chunk, -(-x.shape[1] // CHUNKS), x, batch.targets)
+
+    return DocumentReader(model, placement, vocabulary_size, MAX_FILL_TOKENS, read, waits=True)
+
+
+def make_requests(prompts: Sequence[Sequence[int]]) -> list[Request]:
+    """Return requests for all tokens of prompts but the first ones, which nothing predicts."""
+    return [Request(prompt, len(prompt) - 1) for prompt in prompts]
 
 
 def _group(requests: Sequence[Request], length: int) -> list[tuple[int, list[int]]]:

@@ -1,0 +1,314 @@
+"""Answers that a server draws with the adapters of the run, and the proof that it has them.
+
+Whenever the adapters have changed, they are written as a PEFT folder under a new name, and the server is told to read
+it. A server may say that it has done so and still compute with older weights, with others, or with none. So fixed
+probes, texts of a prompt and an answer, are scored on both sides after each hand-over, and some answers of each step.
+"""
+
+import contextlib
+import functools
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from jaxopt_llm.checkpoint import pretrained
+from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.native.identity import read_identity
+from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapter_folder
+from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.config import MeshConfig
+from jaxopt_llm.core import hub, tree
+from jaxopt_llm.core.errors import CommandError, InputError
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
+from jaxopt_llm.execution.log_probabilities import DocumentReader, make_prompt_reader, make_requests
+from jaxopt_llm.model.linear import leaves
+from jaxopt_llm.model.model import Model, Params
+from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.run.answer_server import AnswerServer, Draw, Drawn, Scored
+from jaxopt_llm.run.directory import read_token_rows
+from jaxopt_llm.run.samples import make_sampling_model, make_sampling_placement
+from jaxopt_llm.run.setup import Setup
+from jaxopt_llm.step.state import TrainState, make_weight_reader
+
+ADAPTERS = "adapters"  # folder of the run directory, in which the server reads
+PROBES = 8
+PROBE_TOKENS = 32  # of the answer in a probe
+FEWEST_TOKENS = 16  # that a mean is over: the difference of a single unlikely token may be larger than any bound
+# A change of the scores is larger than rounding if its norm is this multiple of the rest of the difference, the part
+# that it does not explain. The server's share of the change is then 1 or 0 within 1/12, and 1/2 is 6 deviations away.
+CERTAIN = 12.0
+Scores = Sequence[NDArray[np.float64]]  # of the tokens of each probe
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A text that both sides score.
+
+    Attributes:
+        name: what an error calls it.
+        ids: its tokens, a prompt and an answer.
+        begin: number of tokens of the prompt.
+    """
+
+    name: str
+    ids: list[int]
+    begin: int
+
+    def select(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """Return the log-probabilities of the answer, given those of all tokens after the first one."""
+        return np.array(values[self.begin - 1 :], np.float64)
+
+
+def measure_differences(server: Scores, own: Scores) -> NDArray[np.float64]:
+    """Return the mean difference of each probe, in nats a token, over at least FEWEST_TOKENS tokens."""
+    pairs = zip(server, own, strict=True)
+    return np.array([np.abs(theirs - ours).sum() / max(ours.size, FEWEST_TOKENS) for theirs, ours in pairs])
+
+
+def find_older(server: Scores, own: Scores, older: Mapping[str, Scores]) -> str | None:
+    """Return the weights whose scores the server's are, rather than those of the run's present weights, if it is sure.
+
+    The server's scores are written as older + share · (own - older) + rest. The share is 1 for a server with the
+    present weights and 0 for one with the older ones, up to what both sides round differently, which the rest measures.
+
+    Args:
+        older: scores by older weights, by what these are called.
+    """
+    theirs, ours = np.concatenate(server), np.concatenate(own)
+    for name, scores in older.items():
+        before = np.concatenate(scores)
+        change = ours - before
+        size = float(np.linalg.norm(change))
+        if not size:
+            continue
+        share = float((theirs - before) @ change) / size**2
+        rest = float(np.linalg.norm(theirs - before - share * change)) / np.sqrt(max(ours.size - 1, 1))
+        if share < 0.5 and size > CERTAIN * rest:
+            return name
+    return None
+
+
+def check_names(probes: Sequence[Probe], scored: Sequence[Scored], tokenizer: Tokenizer) -> None:
+    """Raise InputError if the server's tokens have other texts than the run's.
+
+    Only tokens are compared that are whole characters on both sides. Servers differ in the space before a word.
+    """
+    for probe, found in zip(probes, scored, strict=True):
+        for token, name in zip(probe.ids, found.names, strict=True):
+            own, theirs = tokenizer.decode([token]).strip(), name.strip()
+            is_text = own and theirs and "\N{REPLACEMENT CHARACTER}" not in own + theirs
+            if is_text and own != theirs and not theirs.startswith("token_id:"):
+                raise InputError(
+                    f"rollouts.server: its token {token} is {theirs!r}, and that of data.tokenizer {own!r}: let it "
+                    "serve the model of model.pretrained"
+                )
+
+
+class ServedSampler:
+    """Sampler whose answers a server draws.
+
+    Attributes:
+        difference: largest difference of the probes after the last hand-over, in nats a token; None before the first.
+    """
+
+    def __init__(self, setup: Setup, ends: frozenset[int]) -> None:
+        """Take over the setup of a run. Nothing is asked or compiled before the first call.
+
+        ends: ids that end an answer.
+        """
+        config, self._setup, self._ends = setup.config, setup, ends
+        self._share = setup.processes.channel("answers").share  # process 0 asks the server
+        self._client = AnswerServer(
+            config.rollouts.server, config.rollouts.server_seconds, config.model.vocabulary_size
+        )
+        self._placement = make_sampling_placement(setup)
+        self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
+        self._loaded = ""  # digest of the adapters that the server has
+        self._known: tuple[TrainState, str] | None = None  # the last state with the digest of its adapters
+        self._probes: list[Probe] = []
+        self._older: dict[str, Scores] = {}
+        self.difference: float | None = None
+
+    # --- answers
+
+    def draw(
+        self, state: TrainState, prompts: Sequence[NDArray[np.int32]], count: int, key: tuple[int, int]
+    ) -> list[Drawn]:
+        """Return this number of answers to each prompt, by the adapters of the state.
+
+        key: of the random numbers, besides the seed of the run.
+
+        Raises:
+            InputError: the server does not answer as it should, or has other weights.
+        """
+        params, seed, beat = self._read_weights(state), self._setup.config.run.seed, self._setup.processes.main.beat
+        self._hand_over(state, params)
+        wanted = [self._make_draw(ids, count, (seed, *key, place)) for place, ids in enumerate(prompts)]
+        groups = self._share(lambda: self._client.map(lambda each: self._client.draw(self._name, each), wanted, beat))
+        self._check_answers(params, prompts, groups)
+        return [answer for group in groups for answer in group]
+
+    def _make_draw(self, prompt: NDArray[np.int32], count: int, entropy: tuple[int, ...], most: int = 0) -> Draw:
+        """Return a request for answers, with a seed of its own: vLLM adds the number of an answer to it."""
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
+        return Draw(prompt.tolist(), count, most or self._setup.config.rollouts.max_new_tokens, seed, self._ends)
+
+    def _check_answers(
+        self, params: Params, prompts: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[Drawn]]
+    ) -> None:
+        """Raise InputError if the model gives some answers other log-probabilities than those that they came with."""
+        answers = [group[0] for group in groups[:PROBES]]
+        probes = [self._make_probe("the answer to", ids, answer) for ids, answer in zip(prompts, answers, strict=False)]
+        reported = [np.array([value for _, value in answer], np.float64) for answer in answers]
+        self._check_differences(probes, reported, self._score(self._reader, params, probes))
+
+    # --- weights
+
+    @property
+    def _name(self) -> str:
+        return self._prefix + self._loaded
+
+    @functools.cached_property
+    def _prefix(self) -> str:
+        """Start of the names of the adapters of this run, which no other run has."""
+        return f"{self._setup.directory.name}-{read_identity(self._setup.directory).run[:8]}-"
+
+    def identify(self, state: TrainState) -> str:
+        """Return the digest of the adapters of a state."""
+        if self._known is not None and self._known[0] is state:
+            return self._known[1]
+        digest = hashlib.sha256()
+        for path, leaf in tree.leaves_with_path(self._read_adapters(state)):
+            digest.update(path.encode())
+            digest.update(np.ascontiguousarray(leaf).tobytes())
+        self._known = state, digest.hexdigest()[:16]
+        return self._known[1]
+
+    def _read_adapters(self, state: TrainState) -> Params:
+        """Return the adapters of a state as arrays on the host."""
+        adapters = self._setup.program.to_checkpoint(state)["masters"]
+        if self._setup.processes.count > 1:
+            return multihost_utils.process_allgather(adapters, tiled=True)
+        return jax.tree.map(np.asarray, adapters)
+
+    def _hand_over(self, state: TrainState, params: Params) -> None:
+        """Give the server the adapters of a state, if it has others, and check that it uses them."""
+        digest = self.identify(state)
+        if digest == self._loaded:
+            return
+        first = not self._loaded
+        if first and read_token_rows(self._setup.directory):
+            raise InputError(
+                "rollouts.server: the run began with single rows of a table (trainable_token_indices), which no server "
+                "reads: leave it out, so that the run draws its own answers"
+            )
+        self._loaded, adapters = digest, self._read_adapters(state)
+        self._share(lambda: self._give(adapters))
+        if first:
+            self._choose_probes()
+        own, scored = self._score(self._reader, params, self._probes), self._ask_scores()
+        if first:
+            base = leaves.remove_adapters(params)
+            check_names(self._probes, scored, self._setup.data.tokenizer)
+            self._older = {"the model without adapters": self._score(self._base_reader, base, self._probes)}
+        server = [probe.select(each.values) for probe, each in zip(self._probes, scored, strict=True)]
+        if name := find_older(server, own, self._older):
+            probe = self._probes[int(np.argmax(measure_differences(own, self._older[name])))]
+            raise InputError(
+                f"rollouts.server={self._setup.config.rollouts.server}: {probe.name}: it says that it has loaded "
+                f"{self._name}, and its log-probabilities are those of {name}: restart the server, and see whether it "
+                "applies adapters to this model (docs/grpo.md)"
+            )
+        self.difference = self._check_differences(self._probes, server, own)
+        self._older |= {"the adapters before": own} | ({"the first adapters": own} if first else {})
+
+    @property
+    def _folder(self) -> Path:
+        return self._setup.directory.resolve() / ADAPTERS
+
+    def _give(self, adapters: Params) -> None:
+        """Give the server adapters in place of those that it has. adapters: on the host."""
+        config, source = self._setup.config, pretrained.find_source_folder(self._setup.config)
+        base, folder = config.model.pretrained, self._folder / self._name
+        origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base))
+        family = huggingface.choose_adapter_family(config.model, source)
+        own_device = NamedSharding(make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]), PartitionSpec())
+        self._remove_old()
+        adapters = jax.device_put(adapters, own_device)  # the other processes do not write
+        write_adapter_folder(folder, adapters, family, config.model, config.lora, origin)
+        self._client.load_adapter(self._name, str(folder))
+
+    def _remove_old(self) -> None:
+        """Unload the adapters that the server has of this run, also of an earlier start, and remove their folders."""
+        for name in self._client.list_models():
+            if name.startswith(self._prefix):
+                self._client.unload_adapter(name)
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+
+    def close(self) -> None:
+        """Remove the adapters from the server, if it is still there, and their folder."""
+        if self._loaded and self._setup.processes.first:
+            with contextlib.suppress(CommandError):  # the next start of the run removes them
+                self._remove_old()
+        self._loaded = ""
+
+    # --- probes
+
+    def _choose_probes(self) -> None:
+        """Let the server answer the first prompts of the data. These texts stay the probes of this start."""
+        assert self._setup.prompts is not None
+        prompts = [prompt.ids for prompt in self._setup.prompts.training[:PROBES]]
+        most = min(PROBE_TOKENS, self._setup.config.rollouts.max_new_tokens)
+        wanted = [self._make_draw(ids, 1, (place,), most) for place, ids in enumerate(prompts)]
+        beat = self._setup.processes.main.beat
+        drawn = self._share(lambda: self._client.map(lambda each: self._client.draw(self._name, each)[0], wanted, beat))
+        pairs = zip(prompts, drawn, strict=True)
+        self._probes = [self._make_probe(f"probe {place},", *pair) for place, pair in enumerate(pairs)]
+
+    def _make_probe(self, name: str, prompt: NDArray[np.int32], answer: Drawn) -> Probe:
+        quoted = repr(self._setup.data.tokenizer.decode(prompt.tolist())[-60:])
+        return Probe(f"{name} {quoted}", [*prompt.tolist(), *(token for token, _ in answer)], prompt.size)
+
+    def _ask_scores(self) -> list[Scored]:
+        ask, beat = functools.partial(self._client.score, self._name), self._setup.processes.main.beat
+        found = self._share(lambda: self._client.map(ask, [probe.ids for probe in self._probes], beat))
+        return [Scored(*each) for each in found]
+
+    @functools.cached_property
+    def _model(self) -> Model:
+        return make_sampling_model(self._setup, self._placement)
+
+    @functools.cached_property
+    def _reader(self) -> DocumentReader:
+        return make_prompt_reader(self._model, self._placement, self._setup.config.model.vocabulary_size)
+
+    @functools.cached_property
+    def _base_reader(self) -> DocumentReader:
+        model = self._model.with_specs(leaves.remove_adapters(self._model.specs))
+        return make_prompt_reader(model, self._placement, self._setup.config.model.vocabulary_size)
+
+    def _score(self, reader: DocumentReader, params: Params, probes: Sequence[Probe]) -> Scores:
+        requests = make_requests([probe.ids for probe in probes])
+        found = reader.read_each(params, requests, max(len(probe.ids) for probe in probes))
+        return [probe.select(scores[0]) for probe, scores in zip(probes, found, strict=True)]
+
+    def _check_differences(self, probes: Sequence[Probe], server: Scores, own: Scores) -> float:
+        """Return the largest difference. Raises InputError if it is above `rollouts.server_tolerance`."""
+        rollouts, differences = self._setup.config.rollouts, measure_differences(server, own)
+        worst, limit = int(np.argmax(differences)), rollouts.server_tolerance
+        if not differences[worst] <= limit:
+            raise InputError(
+                f"rollouts.server={rollouts.server}: {probes[worst].name}: its log-probabilities differ from those of "
+                f"the run by {differences[worst]:.3g} nats a token, above rollouts.server_tolerance={limit:g}: "
+                "let it serve the model of model.pretrained, in the run's precision"
+            )
+        return float(differences[worst])
