@@ -19,7 +19,7 @@ from servers import running
 
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.native.identity import new_identity, write_identity
-from jaxopt_llm.config import Config, DataConfig, ModelConfig, RolloutsConfig
+from jaxopt_llm.config import Config, DataConfig, ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError, ServerFailed
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
@@ -72,7 +72,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def make_served_config(folder: Path, served: Served, **settings: Any) -> Config:
     config = make_config(folder, **{"lora.rank": 4}, **settings)
-    data, rollouts = replace(config.data, tokenizer=DataConfig().tokenizer), RolloutsConfig(server=served.address)
+    data, rollouts = (
+        replace(config.data, tokenizer=DataConfig().tokenizer),
+        replace(config.rollouts, server=served.address),
+    )
     config = replace(config, data=data, model=ModelConfig(pretrained=str(served.folder)), rollouts=rollouts)
     assert not config.problems()
     return pretrained.resolve_pretrained(config)
