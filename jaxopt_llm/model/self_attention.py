@@ -13,7 +13,13 @@ import jax.numpy as jnp
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend, select_implementation
+from jaxopt_llm.kernels.attention import (
+    IMPLEMENTATIONS,
+    Implementation,
+    attend,
+    select_for_ring,
+    select_implementation,
+)
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
@@ -220,11 +226,12 @@ def attend_to_cache(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend to the keys that `write` returns."""
-    # Few queries read a cache: attention is bound by memory, and XLA partitions its own operations over any mesh.
     parameters, ranges = AttentionParameters(options.scale, options.softcap), _find_ranges(context, options)
     if q.shape[1] == 1:
-        parameters = replace(parameters, ring=True)
-    elif (limit := options.last_keys) is not None:  # the query in row s has its own key in row T + s
+        kernel = select_for_ring(context.placement.mesh.devices.flat[0], q, v)
+        implementation = kernel if kernel is attention_xla else PerDevice(kernel, context.placement)
+        return attend(implementation, replace(parameters, ring=True), q, k, v, ranges, sinks)
+    if (limit := options.last_keys) is not None:  # the query in row s has its own key in row T + s
         slots = k.shape[1] - q.shape[1]
         ranges = KeyRanges(*(x + (slots - context.cache_index)[:, None] for x in ranges))
         parameters = replace(parameters, keys_before=limit - 1 - slots, keys_after=slots)
