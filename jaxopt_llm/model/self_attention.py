@@ -228,14 +228,20 @@ def attend_to_cache(
     """Attend to the keys that `write` returns."""
     parameters, ranges = AttentionParameters(options.scale, options.softcap), _find_ranges(context, options)
     if q.shape[1] == 1:
-        kernel = select_for_ring(context.placement.mesh.devices.flat[0], q, v)
-        implementation = kernel if kernel is attention_xla else PerDevice(kernel, context.placement)
+        implementation = _select_for_ring(context.placement, q, v)
         return attend(implementation, replace(parameters, ring=True), q, k, v, ranges, sinks)
     if (limit := options.last_keys) is not None:  # the query in row s has its own key in row T + s
         slots = k.shape[1] - q.shape[1]
         ranges = KeyRanges(*(x + (slots - context.cache_index)[:, None] for x in ranges))
         parameters = replace(parameters, keys_before=limit - 1 - slots, keys_after=slots)
     return attend(attention_xla, parameters, q, k, v, ranges, sinks)
+
+
+def _select_for_ring(placement: Placement, q: jax.Array, v: jax.Array) -> Implementation:
+    kernel = select_for_ring(placement.mesh.devices.flat[0], q, v)
+    # XLA divides its own operations over any mesh, also those of latents, which devices hold whole.
+    divides = v.shape[2] % count_head_shards(placement) == 0
+    return PerDevice(kernel, placement) if divides and kernel is not attention_xla else attention_xla
 
 
 def _find_ranges(context: Context, options: AttentionOptions) -> KeyRanges:
