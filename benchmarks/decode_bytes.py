@@ -58,6 +58,7 @@ CASES = (
     Case("8b, 256, tensor 2", "llama3_8b.py", 256, 2048, {"tensor": 2}),
     Case("8b, 32, tensor 8", "llama3_8b.py", 32, 4096, {"tensor": 8}),
     Case("8b, 32, fsdp 8", "llama3_8b.py", 32, 4096, {"fsdp": 8}),
+    Case("gemma 27b, 8", "gemma3_27b_lora.py", 8, 8192),  # 5 of 6 layers have a window of 1024
     Case("70b, 32, tensor 8", "llama2_70b.py", 32, 4096, {"tensor": 8}),
 )
 

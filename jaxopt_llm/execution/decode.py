@@ -633,7 +633,7 @@ class _Place:
     lost: int = 0
 
     def first(self, size: int, slots: int) -> int:
-        """Return the slot of the first of `size` tokens: earlier than `begin`, if they would extend beyond the cache."""
+        """Return the slot of the first of `size` tokens: before `begin`, if they would extend beyond the cache."""
         return max(min(self.begin, slots - size), 0)
 
     def fits(self, size: int, slots: int) -> bool:

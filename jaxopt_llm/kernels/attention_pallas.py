@@ -6,8 +6,8 @@ or documents. A block of keys that all queries of a block see is not masked.
 
 One query over a ring of keys, as a token of generation has, is a kernel of its own: the scores never leave the chip.
 
-Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, N blocks of rows, P parts of the
-keys.
+Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, N blocks of rows, P parts of
+the keys.
 """
 
 import functools
@@ -99,7 +99,8 @@ def _forward_over_ring(
     rows, tile = batch * groups, _choose_ring_tile(heads // groups, size * q.dtype.itemsize)
     parts = min(-(-RING_PROGRAMS // rows), -(-slots // tile.keys))
     queries = q.reshape(rows, heads // groups, size)
-    keys, values = (jnp.swapaxes(x, 1, 2).reshape(rows, slots, size) for x in (k, v))  # in memory, they are as they were
+    # In memory, a cache is in this order.
+    keys, values = (jnp.swapaxes(x, 1, 2).reshape(rows, slots, size) for x in (k, v))
     row = pl.BlockSpec((None, 1), lambda part, row: (lax.div(row, groups), 0))
     whole = [pl.BlockSpec((None, *x.shape[1:]), lambda part, row: (row, 0, 0)) for x in (queries, keys, values)]
     by_part = pl.BlockSpec((None, None, *queries.shape[1:]), lambda part, row: (part, row, 0, 0))

@@ -72,6 +72,6 @@ def keep_rings(caches: Any) -> Any:
     """Return the caches of all layers, after the last one has read them."""
 
     def keep(cache: Any) -> Any:
-        return cache.replace(in_order=None) if isinstance(cache, Cache) else cache
+        return Cache(cache.key, cache.value) if isinstance(cache, Cache) else cache
 
     return jax.tree.map(keep, caches, is_leaf=lambda cache: isinstance(cache, Cache))

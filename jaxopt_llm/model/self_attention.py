@@ -175,9 +175,9 @@ def _write_caches(
         return Cache(*(jnp.swapaxes(new, 1, 2) for new in (k, v)))
     if cache is None:
         return None
-    pairs = (cache.key, k), (cache.value, v)
-    rings, in_order = zip(*(write(ring, new, context, options.last_keys) for ring, new in pairs), strict=True)
-    return Cache(*rings, in_order=None if in_order[0] is rings[0] else in_order)
+    key, keys = write(cache.key, k, context, options.last_keys)
+    value, values = write(cache.value, v, context, options.last_keys)
+    return Cache(key, value, None if keys is key else (keys, values))
 
 
 def constrain_heads(placement: Placement, x: jax.Array, heads: str) -> jax.Array:

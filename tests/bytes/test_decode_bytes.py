@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.config import MeshConfig, ModelConfig
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution.decode import TokenGenerator, empty_rows
 from jaxopt_llm.model import cache
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.planning.step_plan import count_rollout_bytes
 
 ROWS, LENGTH, LAYERS = 4, 2048, 16
 CONFIG = ModelConfig(vocabulary_size=512, width=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, mlp_width=256)
@@ -93,6 +94,25 @@ def test_a_layer_with_a_window_keeps_and_reads_the_window() -> None:
     assert memory.alias_size_in_bytes == windows.cache
     moved = [decode_bytes.count_work(each.program, "h100")[0] for each in (whole, windows)]
     assert moved[0] - moved[1] > 0.97 * saved
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_the_planned_cache_of_rollouts_is_that_of_the_program(axes: dict[str, int]) -> None:
+    """The program changes the caches in place, and nothing else."""
+    config = replace_fields(
+        Config(model=replace_fields(CONFIG, {"pattern": ("sliding", "global"), "window": 512})),
+        {
+            "mesh": MeshConfig(**axes),
+            "grpo.prompts": 2,
+            "grpo.group_size": 2,
+            "training.sequence_length": LENGTH - 1,
+            "precision.compute_dtype": "bfloat16",
+        },
+    )
+    planned = count_rollout_bytes(config)
+    assert planned == compiled(config.model, axes).memory_analysis().alias_size_in_bytes
+    whole = count_rollout_bytes(replace_fields(config, {"model.pattern": ("global",)}))
+    assert 2 * planned == whole * (1 + (512 + cache.REWIND) / LENGTH)
 
 
 def test_a_token_reads_latents_as_keys_and_as_values_and_copies_nothing() -> None:
