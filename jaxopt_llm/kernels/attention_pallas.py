@@ -137,7 +137,7 @@ def _choose_ring_tile(heads: int, row_bytes: int) -> Tile:
 def supports_ring(q: jax.Array, v: jax.Array, capability: tuple[int, int]) -> bool:
     """Return whether the kernel supports queries [B, 1, H, K] over rings with values [B, T, G, V]."""
     size, row_bytes = q.shape[3], q.shape[3] * q.dtype.itemsize
-    if v.shape[3] != size or problems(size, q.dtype, capability):
+    if v.shape[3] != size or v.size >= 2**31 or problems(size, q.dtype, capability):  # Pallas's offsets have 32 bits
         return False
     return _choose_ring_tile(q.shape[2] // v.shape[2], row_bytes).queries * row_bytes <= RING_BLOCK_BYTES
 

@@ -465,6 +465,7 @@ def test_the_kernel_over_rings_fits_into_shared_memory(chip: str, head_dim: int,
     )
     assert kernel.supports_ring(q, k, (8, 0))
     assert not kernel.supports_ring(jax.ShapeDtypeStruct((8, 1, 4 * heads, head_dim), dtype), k, (8, 0))
+    assert not kernel.supports_ring(q, jax.ShapeDtypeStruct((8, 2**20, 2, head_dim), dtype), (8, 0))
 
     def run(q: Any, k: Any, v: Any, first: Any, last: Any) -> Any:
         return kernel.forward(dataclasses.replace(PLAIN, ring=True), q, k, v, KeyRanges(first, last))
