@@ -342,19 +342,19 @@ def test_nothing_is_written_after_the_last_row() -> None:
 # ---- One query over a ring.
 
 RINGS = {  # B, H, G, T
-    "in parts": (2, 8, 1, 300),
+    "in parts": (3, 8, 1, 300),
     "in one part": (300, 2, 1, 70),
-    "more heads than a tile has at least": (1, 40, 2, 64),
+    "more heads than a tile has at least": (3, 40, 2, 64),
 }
 
 
 def ring_case(batch: int, heads: int, groups: int, slots: int, size: int = 16, dtype: Any = np.float32) -> list[Any]:
-    """Make q, k, v, first and last. Of the queries, some see keys on both sides of the end, some all, one none."""
+    """Make q, k, v, first and last. The first query sees keys on both sides of the ring's end, the last one none."""
     random = np.random.default_rng(slots)
     shapes = ((1, heads), (slots, groups), (slots, groups))
     last = random.integers(0, 3 * slots, (batch, 1)).astype(np.int32)
     count = np.minimum(random.integers(1, slots + 1, last.shape), last + 1).astype(np.int32)
-    count[-1] = 0
+    last[0], count[0], count[-1] = slots + slots // 4, slots // 2, 0
     return [
         *(random.normal(size=(batch, *shape, size)).astype(dtype) for shape in shapes),
         last - count + 1,
