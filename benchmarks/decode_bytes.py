@@ -54,10 +54,11 @@ class Case:
 CASES = (
     Case("8b, 1", "llama3_8b.py", 1, 4096),
     Case("8b, 32", "llama3_8b.py", 32, 4096),
-    Case("8b, 256", "llama3_8b.py", 256, 2048),  # does not fit into 80 GB
+    Case("8b, 256, h200", "llama3_8b.py", 256, 2048, gpu="h200"),  # does not fit into 80 GB
     Case("8b, 256, tensor 2", "llama3_8b.py", 256, 2048, {"tensor": 2}),
     Case("8b, 32, tensor 8", "llama3_8b.py", 32, 4096, {"tensor": 8}),
     Case("8b, 32, fsdp 8", "llama3_8b.py", 32, 4096, {"fsdp": 8}),
+    Case("gemma 27b, 8", "gemma3_27b_lora.py", 8, 8192),  # 5 of 6 layers have a window of 1024
     Case("70b, 32, tensor 8", "llama2_70b.py", 32, 4096, {"tensor": 8}),
 )
 
@@ -168,7 +169,7 @@ def format_row(row: Mapping[str, Any]) -> str:
 def save(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     replace_durably(file, json.dumps({"jax": jax.__version__, "rows": rows}, indent=2) + "\n")
     lines = [
-        f"by a roofline of the programs compiled for H100s, jax {jax.__version__}; nothing is measured",
+        f"by a roofline of the programs compiled for H100s, or the GPU that a case names, jax {jax.__version__}; nothing is measured",
         "of one device and one token of every row; collectives are left out",
         HEADER,
     ]

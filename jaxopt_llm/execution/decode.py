@@ -27,6 +27,7 @@ from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.sampling import Draws, Sampling, draw_tokens, make_draws
 from jaxopt_llm.kernels.attention_types import KeyRanges
+from jaxopt_llm.model import cache
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
@@ -276,11 +277,11 @@ class TokenGenerator:
         self._make_caches = jax.jit(
             lambda slots: scan.make_caches(model, self._row_count, slots, dtype, placement), static_argnums=0
         )
-        one_slot = jax.eval_shape(functools.partial(self._make_caches, 1))
-        slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_slot))
         # Devices divide the rows of the cache. The weights are gathered.
         weights = sum(x.nbytes for x in {id(x): x for x in jax.tree.leaves(params)}.values())
-        self._small = int(SMALL_SHARE * weights * self._groups // slot)
+        self._small = self._choose_slots(SMALL_SHARE * weights * self._groups)
+        # Slots of the smallest ring. A row with as many tokens may have lost the key of its first one.
+        self._ring = min(x.shape[2] for x in jax.tree.leaves(self._shape_caches(length)))
         self._samples = self._filters = self._penalises = self._ranks = False  # whether any request did so far
         self.load(params)
         self._programs = make_programs(model, placement, vocabulary_size, self._caches)
@@ -296,6 +297,16 @@ class TokenGenerator:
         self._caches: tree.Tree = self._make_caches(self._slots)
         # On the devices, as the programs return it: otherwise they would be compiled again after their first call.
         self._state = jax.tree.map(self._replicate, empty_rows(self._row_count))
+
+    def _shape_caches(self, slots: int) -> tree.Tree:
+        return jax.eval_shape(functools.partial(self._make_caches, slots))
+
+    def _choose_slots(self, least: float) -> int:
+        """Return the slots of the smallest cache of at least so many bytes, or of the largest cache."""
+        slots = choose_slots(1, self._length)
+        while slots < self._length and _count_bytes(self._shape_caches(slots)) < least:
+            slots = choose_slots(slots + 1, self._length)
+        return slots
 
     def unload(self) -> None:
         """Free the cache and the parameters, until `load` is called. The compiled programs stay."""
@@ -456,12 +467,17 @@ class TokenGenerator:
             place = self._find_place(prompt)
             if place is None:
                 break
-            shared = max((_common_prefix(each.row.ids, prompt) for each in places), default=0)
+            shared = max((self._count_shared(each.row.ids, prompt, len(each.row.ids)) for each in places), default=0)
             if shared >= place.begin + MIN_FILL:
                 postponed.append(self._waiting.popleft())
                 continue
             size = _fill_size(max(longest, len(prompt) - place.begin))
-            if places and (size * (len(places) + 1) > MAX_FILL_TOKENS or len(places) == self._count_copied()):
+            slots = choose_slots(max(self._slots, len(prompt), *(len(each.row.ids) for each in places)), self._length)
+            if not place.fits(size, slots):
+                place = _Place(place.row, place.row, 0)
+                size = _fill_size(max(longest, len(prompt)))
+            is_full = size * (len(places) + 1) > MAX_FILL_TOKENS or len(places) == self._count_copied()
+            if places and (is_full or not all(each.fits(size, slots) for each in places)):
                 break
             longest = max(longest, len(prompt) - place.begin)
             places.append(place)
@@ -480,7 +496,9 @@ class TokenGenerator:
 
     def _find_place(self, prompt: list[int]) -> "_Place | None":
         """Return the free row whose group of devices holds the longest beginning of a prompt; None: no row is free."""
-        size, best, best_key = self._row_count // self._groups, None, None
+        size = self._row_count // self._groups
+        best: _Place | None = None
+        best_key: tuple[int, int] | None = None
         for group in range(self._groups):
             rows = self._rows[group * size : (group + 1) * size]
             free = [row for row in rows if row.request is None]
@@ -491,7 +509,7 @@ class TokenGenerator:
             row = source if source.request is None else min(free, key=lambda row: len(row.ids))
             key = begins[id(source)], len(free)
             if best_key is None or key > best_key:
-                best, best_key = _Place(row, source, begins[id(source)]), key
+                best, best_key = _Place(row, source, begins[id(source)], self._count_lost(source.length)), key
         return best
 
     def _count_cached(self, row: _Row, prompt: list[int]) -> int:
@@ -499,8 +517,23 @@ class TokenGenerator:
         if row.request is not None and not row.launched:  # it is filled together with this prompt
             return 0
         cached = row.ids if row.request is None else row.ids[: row.length]
-        same = min(_common_prefix(cached, prompt), len(prompt) - 1)
+        same = self._count_shared(cached, prompt, row.length)
         return same if self._rope.same_frequencies(len(row.ids), len(prompt)) else 0
+
+    def _count_shared(self, cached: list[int], prompt: list[int], filled: int) -> int:
+        """Return the number of first tokens of a prompt that need not be computed again.
+
+        cached: the ids that a row holds. filled: the slots that it has filled by then.
+        """
+        same = min(_common_prefix(cached, prompt), len(prompt) - 1)
+        return same if same >= self._count_lost(filled) else 0
+
+    def _count_lost(self, filled: int) -> int:
+        """Return the number of first slots after which a row cannot be continued, given the slots that it has filled.
+
+        Later tokens have taken the slots of keys that the next query would see.
+        """
+        return 0 if filled < self._ring else filled - cache.REWIND
 
     def _fill(self, places: list["_Place"]) -> None:
         """Fill rows with the ids that the host knows of them, and draw the token after them."""
@@ -544,8 +577,7 @@ class TokenGenerator:
         numbers = {id(row): number % per_group for number, row in enumerate(self._rows)}
         tokens, first, last = np.zeros((len(places), size), np.int32), [], []
         for ids, place in zip(tokens, places, strict=True):
-            # If the computation would extend beyond the cache, it starts earlier.
-            begin = min(place.begin, self._slots - size)
+            begin = place.first(size, self._slots)
             rest = place.row.ids[begin:]
             ids[: len(rest)] = rest
             first.append(begin)
@@ -575,21 +607,38 @@ class TokenGenerator:
         """Let the cache grow until it has this number of slots."""
         if slots > self._slots:
             self._slots = choose_slots(slots, self._length)
-            # Array by array, so that only one is there twice.
+            larger = jax.tree.leaves(self._shape_caches(self._slots))
+            # Array by array, so that only one is there twice. No ring that grows has come round.
             arrays, structure = jax.tree.flatten(self._caches)
             self._caches = None
-            for i, x in enumerate(arrays):
-                arrays[i] = _grow(x.sharding)(x, self._slots)
+            for i, (x, shape) in enumerate(zip(arrays, larger, strict=True)):
+                arrays[i] = _grow(x.sharding)(x, shape.shape[2])
             self._caches = jax.tree.unflatten(structure, arrays)
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A row that is filled, the row whose cache it begins with, and the number of slots that are taken from there."""
+    """A row that is filled.
+
+    Attributes:
+        row: the row.
+        source: the row whose cache it begins with.
+        begin: number of slots that are taken from there.
+        lost: see `_count_lost` of the source.
+    """
 
     row: _Row
     source: _Row
     begin: int
+    lost: int = 0
+
+    def first(self, size: int, slots: int) -> int:
+        """Return the slot of the first of `size` tokens: before `begin`, if they would extend beyond the cache."""
+        return max(min(self.begin, slots - size), 0)
+
+    def fits(self, size: int, slots: int) -> bool:
+        """Return whether so many tokens can be computed with the keys that the source still has."""
+        return self.begin == 0 or self.first(size, slots) >= self.lost
 
 
 @functools.cache
@@ -600,6 +649,10 @@ def _grow(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, int], jax.Arr
         return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
 
     return jax.jit(grow, static_argnums=1, out_shardings=sharding)
+
+
+def _count_bytes(arrays: tree.Tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def _fill_size(tokens: int) -> int:

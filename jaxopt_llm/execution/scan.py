@@ -33,6 +33,7 @@ from jaxopt_llm.execution.segments import (
     run_segments,
 )
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.cache import keep_rings
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import (
     AUXILIARY_LOSS,
@@ -230,7 +231,7 @@ def forward(
     )
     if only is not None:
         x = jnp.take_along_axis(x, only[:, None, None], axis=1)
-    return model.logits(non_layer, x, context), caches
+    return model.logits(non_layer, x, context), keep_rings(caches)
 
 
 def make_caches(model: Model, batch: int, slots: int, dtype: Any, placement: Placement) -> tree.Tree:

@@ -121,6 +121,15 @@ def find_unsupported(call: AttentionCall, capability: tuple[int, int] | None) ->
     return {"xla": []} | found
 
 
+def select_for_ring(device: Any, q: jax.Array, v: jax.Array) -> Kernel:
+    """Return the implementation for one query over a ring of keys: a kernel, where it supports the device and the call.
+
+    Its time is that of reading the keys; XLA writes and reads the scores, too, five times 16 or 32 bits.
+    """
+    capability = get_compute_capability(device)
+    return attention_pallas if capability and attention_pallas.supports_ring(q, v, capability) else attention_xla
+
+
 def exclude_sizes(head_dim: int, value_dim: int) -> dict[str, str]:
     """Return, for each kernel, why it does not support the head size of the values; nothing if it is the same."""
     if value_dim == head_dim:

@@ -4,7 +4,10 @@ The forward uses online softmax; the backward computes the scores again from the
 arXiv:2307.08691). A block of keys that no query of a block sees is never read, whether due to the causal mask, a window
 or documents. A block of keys that all queries of a block see is not masked.
 
-Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, N blocks of rows.
+One query over a ring of keys, as a token of generation has, is a kernel of its own: the scores never leave the chip.
+
+Letters: B batch, S queries, T keys, H heads, G key-value heads, R = H / G, K head size, N blocks of rows, P parts of
+the keys.
 """
 
 import functools
@@ -20,7 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxopt_llm.kernels import support
-from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, Tile, Tiles
+from jaxopt_llm.kernels.attention_types import (
+    ALL_KEYS,
+    AttentionParameters,
+    AttentionResiduals,
+    KeyRanges,
+    Tile,
+    Tiles,
+)
 
 # By head size and bytes of an element; powers of two, at least 16. The same blocks serve A100, RTX 4090, H100 and B200:
 # they fit into the smallest shared memory of these (101,376 bytes per block), also at float32's highest precision, and
@@ -35,6 +45,8 @@ BLOCKS = {
 }
 reads_out = False
 skips_keys = True
+RING_PROGRAMS = 256  # of the kernel over rings, at least: about two for each multiprocessor
+RING_BLOCK_BYTES = 2**14  # of the queries, and of a block of keys: with more, an RTX 4090 has too little shared memory
 LOG2_E = math.log2(math.e)  # GPUs have an instruction for exp2
 MASKED = float(jnp.finfo(jnp.float32).min)  # finite: score - peak of a query that sees nothing must not be NaN
 # Specs of the kernels' operands: bounds, first and last, q, k, v; in the backward also d_out, log_sum and delta.
@@ -66,11 +78,68 @@ def forward(
 
     blocks: BLOCKS by default. interpret: run without Triton, slowly, on any device.
     """
+    if parameters.ring:
+        return _forward_over_ring(parameters, q, k, v, key_ranges, interpret)
     tile = (blocks or _default_blocks(q)).forward
     statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     results = ("queries", q), ("statistics", statistics)
     out, log_sum = _call(attention_forward, parameters, tile, interpret, key_ranges, (q, k, v), results)
     return out, log_sum
+
+
+def _forward_over_ring(
+    parameters: AttentionParameters, q: jax.Array, k: jax.Array, v: jax.Array, key_ranges: KeyRanges, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of one query [B, 1, H, K] over rings [B, T, G, K]; see KeyRanges.make_ring_mask.
+
+    Few rows have few programs, so that the keys are divided into P parts. Each part has an output and a sum of its own,
+    which are joined by their sums (flash-decoding, Dao et al. 2023).
+    """
+    (batch, _, heads, size), (_, slots, groups, _) = q.shape, k.shape
+    rows, tile = batch * groups, _choose_ring_tile(heads // groups, size * q.dtype.itemsize)
+    parts = min(-(-RING_PROGRAMS // rows), -(-slots // tile.keys))
+    queries = q.reshape(rows, heads // groups, size)
+    # In memory, a cache is in this order.
+    keys, values = (jnp.swapaxes(x, 1, 2).reshape(rows, slots, size) for x in (k, v))
+    row = pl.BlockSpec((None, 1), lambda part, row: (lax.div(row, groups), 0))
+    whole = [pl.BlockSpec((None, *x.shape[1:]), lambda part, row: (row, 0, 0)) for x in (queries, keys, values)]
+    by_part = pl.BlockSpec((None, None, *queries.shape[1:]), lambda part, row: (part, row, 0, 0))
+    sums = pl.BlockSpec((None, None, queries.shape[1]), lambda part, row: (part, row, 0))
+    with jax.named_scope(ALL_KEYS):
+        out, log_sum = pl.pallas_call(
+            functools.partial(attention_over_ring, parameters, tile),
+            name=attention_over_ring.__name__,
+            grid=(parts, rows),
+            in_specs=[row, row, *whole],
+            out_specs=[by_part, sums],
+            out_shape=[
+                jax.ShapeDtypeStruct((parts, *queries.shape), q.dtype if parts == 1 else jnp.float32),
+                jax.ShapeDtypeStruct((parts, *queries.shape[:2]), jnp.float32),
+            ],
+            compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+            interpret=interpret,
+        )(*key_ranges, queries, keys, values)
+    if parts == 1:
+        joined, whole_sum = out, log_sum
+    else:
+        whole_sum = jax.nn.logsumexp(log_sum, axis=0)  # [B · G, R]
+        shares = jnp.exp(log_sum - jnp.where(whole_sum == -jnp.inf, 0.0, whole_sum))
+        joined = jnp.sum(out * shares[..., None], axis=0).astype(q.dtype)
+    whole_sum = jnp.where(whole_sum == -jnp.inf, jnp.inf, whole_sum)  # of a query that sees nothing
+    return joined.reshape(q.shape), whole_sum.reshape(batch, heads, 1)
+
+
+def _choose_ring_tile(heads: int, row_bytes: int) -> Tile:
+    """Return the tile for R = `heads` queries and keys of `row_bytes` each. As BLOCKS, it fits everywhere."""
+    return Tile(max(16, 1 << (heads - 1).bit_length()), min(64, RING_BLOCK_BYTES // row_bytes), 4, 3)
+
+
+def supports_ring(q: jax.Array, v: jax.Array, capability: tuple[int, int]) -> bool:
+    """Return whether the kernel supports queries [B, 1, H, K] over rings with values [B, T, G, V]."""
+    size, row_bytes = q.shape[3], q.shape[3] * q.dtype.itemsize
+    if v.shape[3] != size or v.size >= 2**31 or problems(size, q.dtype, capability):  # Pallas's offsets have 32 bits
+        return False
+    return _choose_ring_tile(q.shape[2] // v.shape[2], row_bytes).queries * row_bytes <= RING_BLOCK_BYTES
 
 
 def backward(
@@ -236,6 +305,45 @@ def attention_forward(parameters: AttentionParameters, tile: Tile, *refs: Any) -
     sees = block_first <= block_last
     _store(out, rows.slice, summed / jnp.where(sees, total, jnp.inf)[:, None], row_mask)
     _store(log_sum, rows.slice, jnp.where(sees, peak * _score_unit(parameters) + jnp.log(total), jnp.inf), row_mask)
+
+
+def attention_over_ring(parameters: AttentionParameters, tile: Tile, *refs: Any) -> None:
+    """Compute what one part of a ring gives to the queries of a group of heads, [R, K], and the log of its sum."""
+    first, last, q, k, v, out, log_sum = refs
+    part, slots = pl.program_id(0), k.shape[0]
+    row_mask = jnp.arange(tile.queries) < q.shape[0]
+    block_q = _load(q, pl.ds(0, tile.queries), row_mask)
+    newest, count = lax.rem(last[0], slots), last[0] - first[0] + 1
+    oldest = newest - count + 1
+    # Blocks of this part with a visible key. If the visible keys come round the end of the ring, those of the whole.
+    blocks = pl.cdiv(slots, tile.keys)
+    size = pl.cdiv(blocks, pl.num_programs(0))
+    begin = jnp.maximum(part * size, jnp.where(oldest < 0, 0, lax.div(jnp.maximum(oldest, 0), tile.keys)))
+    stop = jnp.minimum((part + 1) * size, jnp.where(oldest < 0, blocks, lax.div(newest, tile.keys) + 1))
+
+    def step(block: Any, carry: Any) -> Any:
+        total, peak, summed = carry
+        key_rows = _Rows(block, tile.keys)
+        mask = key_rows.mask_within(slots)
+        products = triton.dot(block_q, _load(k, key_rows.slice, mask), trans_b=True)  # [R, T]
+        age = newest - key_rows.indices()[None]
+        visible = (jnp.where(age < 0, age + slots, age) < count) & (key_rows.indices()[None] < slots)
+        scores = jnp.where(visible, _scores_per_unit(parameters, products), MASKED)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        unit = _score_unit(parameters) * LOG2_E
+        weights = jnp.where(visible, jnp.exp2((scores - new_peak[:, None]) * unit), 0.0)
+        decay = jnp.exp2((peak - new_peak) * unit)
+        values = _load(v, key_rows.slice, mask)
+        summed = summed * decay[:, None] + triton.dot(weights.astype(values.dtype), values)
+        return total * decay + jnp.sum(weights, axis=1), new_peak, summed
+
+    nothing = jnp.zeros((tile.queries,), jnp.float32)
+    carry = nothing, nothing + MASKED, jnp.zeros(block_q.shape, jnp.float32)
+    total, peak, summed = lax.fori_loop(begin, stop, step, carry)
+    sees = total > 0
+    _store(out, pl.ds(0, tile.queries), summed / jnp.where(sees, total, jnp.inf)[:, None], row_mask)
+    own = peak * _score_unit(parameters) + jnp.log(jnp.where(sees, total, 1.0))
+    _store(log_sum, pl.ds(0, tile.queries), jnp.where(sees, own, -jnp.inf), row_mask)
 
 
 def attention_d_queries(parameters: AttentionParameters, tile: Tile, *refs: Any) -> None:

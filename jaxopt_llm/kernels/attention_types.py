@@ -51,6 +51,14 @@ class KeyRanges(NamedTuple):
         """Return the mask of the keys in rows `keys`, int [T]: bool [B, S, T], True where the key is visible."""
         return (self.first[:, :, None] <= keys) & (keys <= self.last[:, :, None])
 
+    def make_ring_mask(self, slots: int) -> jax.Array:
+        """Return the mask of a ring of T = `slots` keys, bool [B, S, T]: that of position p is in row p mod T.
+
+        A query sees fewer than T keys, or all that there are.
+        """
+        age = (self.last % slots)[:, :, None] - jnp.arange(slots)  # of the key in each row, from the query's own on
+        return jnp.where(age < 0, age + slots, age) <= (self.last - self.first)[:, :, None]
+
 
 def make_document_ranges(segment_ids: jax.Array, causal: bool = True) -> KeyRanges:
     """Return the key ranges of packed documents.
@@ -99,6 +107,7 @@ class AttentionParameters:
         any number is possible.
     rectangles: the visible pairs of a row are one rectangle, of its first queries and its last keys; all of them if
         `segments` is 1.
+    ring: keys and values are a ring; see KeyRanges.make_ring_mask. Only xla supports it.
     """
 
     scale: float
@@ -108,6 +117,7 @@ class AttentionParameters:
     window: int | None = None
     segments: int | None = None
     rectangles: bool = False
+    ring: bool = False
 
     def kernel_name(self, kernel: str) -> str:
         return kernel if self.window is None else f"{kernel}_within_{self.window}"

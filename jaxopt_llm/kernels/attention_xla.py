@@ -94,7 +94,8 @@ def _forward_part(
     def block(_: None, arrays: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
         index, q, key_ranges = arrays
         key_block = _KeyBlock.select(parameters, index, q.shape[3], k.shape[1])
-        visible = key_ranges.make_mask(key_block.rows)[:, None, None]
+        mask = key_ranges.make_ring_mask(k.shape[1]) if parameters.ring else key_ranges.make_mask(key_block.rows)
+        visible = mask[:, None, None]
         scores = _compute_scores(parameters, "BGRSK,BGTK->BGRST", q, key_block.take(keys_by_head))
         scores = jnp.where(visible, scores, MASKED)
         peak = jnp.max(scores, axis=-1)

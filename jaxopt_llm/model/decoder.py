@@ -20,6 +20,7 @@ from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
 from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.cache import Cache, count_slots
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.head import Head
 from jaxopt_llm.model.layers import Function
@@ -29,7 +30,7 @@ from jaxopt_llm.model.model import AUXILIARY_LOSS, TEACHER_HEAD, Params, Segment
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.rotary import Rotary
-from jaxopt_llm.model.self_attention import AttentionOptions, Cache, find_implementation, self_attention
+from jaxopt_llm.model.self_attention import AttentionOptions, find_implementation, self_attention
 from jaxopt_llm.parallel.activations import (
     all_gather_sequence,
     count_key_parts,
@@ -191,10 +192,10 @@ class Decoder:
         return self._head(non_layer, x, batch, context).read_most_likely(count)
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
-        config = self.config.of_layers(kind)
+        config, window = self.config.of_layers(kind), self.config.window if kind in WINDOWED else None
 
         def zeros(heads: int, size: int) -> jax.Array:
-            empty = jnp.zeros((batch, heads, slots, size), dtype)
+            empty = jnp.zeros((batch, heads, count_slots(slots, window), size), dtype)
             return placement.constrain(empty, "batch", "kv_heads", None, "head_dim")
 
         if config.mla.kv_rank:

@@ -19,6 +19,7 @@ from flax import struct
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.model import cache as rings
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed
 from jaxopt_llm.model.linear import weights
@@ -30,7 +31,6 @@ from jaxopt_llm.model.self_attention import (
     attend_to_sequence,
     constrain_heads,
     keep_projection,
-    write_cache,
 )
 from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_sequence
 from jaxopt_llm.parallel.placement import Placement, constrain, mark
@@ -109,11 +109,13 @@ def latent_attention(
         out = attend_to_sequence(q, k, value, context, options)
     else:
         normed = norms["latent_norm"](latent)[:, :, None]
-        cache = LatentCache(write_cache(cache.key, jnp.concatenate([normed, rotary_key], -1), context))
+        both = jnp.concatenate([normed, rotary_key], -1)
+        ring, seen = rings.write(cache.key, both, context, options.last_keys)
+        cache = LatentCache(ring)
         to_latent, to_value = (weights.gather_merged(params[name], (0,)) for name in ("key", "value"))
         latent_query = by_head(jnp.einsum("BSHN,RHN->BSHR", plain_query, to_latent), "heads")
         q = jnp.concatenate([latent_query, rotary_query], -1)
-        k = _pin_layout(jnp.swapaxes(cache.key, 1, 2), placement)
+        k = _pin_layout(jnp.swapaxes(seen, 1, 2), placement)
         # Rotary keys are mixed, too, and left out: XLA would copy the latents out of the cache.
         mixed = attend_to_cache(q, k, k, context, options)[..., : latent.shape[-1]]
         out = jnp.einsum("BSHR,RHV->BSHV", by_head(mixed, "heads"), to_value)

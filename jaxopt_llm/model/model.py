@@ -149,7 +149,7 @@ class Model(Protocol):
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         """Return the empty cache of a layer of this kind, for `batch` sequences of up to `slots` tokens.
 
-        Its arrays are [batch, heads, slots, size].
+        Its arrays are [batch, heads, T, size], where T is `slots`, or less in a layer with a window; see cache.py.
         """
 
     def zero_auxiliary(self) -> Sums:

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention with its projections and its KV cache.
+"""Grouped-query self-attention with its projections.
 
 Letters: B batch, S sequence, T slots of the cache, D width, H heads, G key-value heads, K head size.
 """
@@ -6,19 +6,25 @@ Letters: B batch, S sequence, T slots of the cache, D width, H heads, G key-valu
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
 from jaxopt_llm.kernels import attention_xla
-from jaxopt_llm.kernels.attention import IMPLEMENTATIONS, Implementation, attend, select_implementation
+from jaxopt_llm.kernels.attention import (
+    IMPLEMENTATIONS,
+    Implementation,
+    attend,
+    select_for_ring,
+    select_implementation,
+)
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
+from jaxopt_llm.model.cache import Cache, write
 from jaxopt_llm.model.context import Context, NewCache
 from jaxopt_llm.model.layers import Function, project, project_all, recomputed, with_biases
 from jaxopt_llm.model.linear import weights
@@ -56,17 +62,10 @@ class AttentionOptions:
     chunk: int | None = None
     growth: RopeConfig | None = None
 
-
-@struct.dataclass
-class Cache:
-    """Keys and values of the tokens so far in one layer, [B, G, T, K], one slot per token.
-
-    The order of dimensions is the one in which attention reads. In another order XLA would transpose the whole cache,
-    twice for every token.
-    """
-
-    key: jax.Array
-    value: jax.Array
+    @property
+    def last_keys(self) -> int | None:
+        """Number of the last keys, its own included, after which a query sees no other; None if it may see all."""
+        return self.window or self.chunk
 
 
 def attention_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
@@ -141,11 +140,11 @@ def self_attention(
     if "key" in params:
         k, v, *gates = others
         k, v = place(k, norms["key_norm"]), norms["value_norm"](v)
-        cache = _write_caches(cache, k, v, context)
+        cache = _write_caches(cache, k, v, context, options)
     else:
         gates = others
     if isinstance(cache, Cache):
-        k, v = (jnp.swapaxes(written, 1, 2) for written in (cache.key, cache.value))
+        k, v = (jnp.swapaxes(written, 1, 2) for written in cache.in_order or (cache.key, cache.value))
     k, v = (_copy_heads(x, context.placement) for x in (k, v))
     attend_to = attend_to_sequence if context.cache_index is None else attend_to_cache
     sinks = weights.materialise(params["sinks"], jnp.dtype(jnp.float32)) if "sinks" in params else None
@@ -168,13 +167,17 @@ def _copy_heads(x: jax.Array, placement: Placement) -> jax.Array:
     return constrain_heads(placement, jnp.repeat(x, copies, axis=2), "kv_heads")
 
 
-def _write_caches(cache: Cache | NewCache | None, k: jax.Array, v: jax.Array, context: Context) -> Cache | None:
+def _write_caches(
+    cache: Cache | NewCache | None, k: jax.Array, v: jax.Array, context: Context, options: AttentionOptions
+) -> Cache | None:
     """Return the cache with keys and values [B, S, G, K] written; None without one."""
     if isinstance(cache, NewCache):
         return Cache(*(jnp.swapaxes(new, 1, 2) for new in (k, v)))
     if cache is None:
         return None
-    return Cache(write_cache(cache.key, k, context), write_cache(cache.value, v, context))
+    key, keys = write(cache.key, k, context, options.last_keys)
+    value, values = write(cache.value, v, context, options.last_keys)
+    return Cache(key, value, None if keys is key else (keys, values))
 
 
 def constrain_heads(placement: Placement, x: jax.Array, heads: str) -> jax.Array:
@@ -197,7 +200,7 @@ def attend_to_sequence(
 ) -> jax.Array:
     # No token sees a key after its own row. These bounds are the part of the window that is known at compile time.
     window, segments = options.window, count_chunks(options.max_segments, options.chunk, q.shape[1])
-    limit = window or options.chunk
+    limit = options.last_keys
     parameters = AttentionParameters(
         options.scale,
         options.softcap,
@@ -222,9 +225,23 @@ def attend_to_cache(
     options: AttentionOptions,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    # Few queries read a cache: attention is bound by memory, and XLA partitions its own operations over any mesh.
-    parameters = AttentionParameters(options.scale, options.softcap)
-    return attend(attention_xla, parameters, q, k, v, _find_ranges(context, options), sinks)
+    """Attend to the keys that `write` returns."""
+    parameters, ranges = AttentionParameters(options.scale, options.softcap), _find_ranges(context, options)
+    if q.shape[1] == 1:
+        implementation = _select_for_ring(context.placement, q, v)
+        return attend(implementation, replace(parameters, ring=True), q, k, v, ranges, sinks)
+    if (limit := options.last_keys) is not None:  # the query in row s has its own key in row T + s
+        slots = k.shape[1] - q.shape[1]
+        ranges = KeyRanges(*(x + (slots - context.cache_index)[:, None] for x in ranges))
+        parameters = replace(parameters, keys_before=limit - 1 - slots, keys_after=slots)
+    return attend(attention_xla, parameters, q, k, v, ranges, sinks)
+
+
+def _select_for_ring(placement: Placement, q: jax.Array, v: jax.Array) -> Implementation:
+    kernel = select_for_ring(placement.mesh.devices.flat[0], q, v)
+    # XLA divides its own operations over any mesh, also those of latents, which devices hold whole.
+    divides = v.shape[2] % count_head_shards(placement) == 0
+    return PerDevice(kernel, placement) if divides and kernel is not attention_xla else attention_xla
 
 
 def _find_ranges(context: Context, options: AttentionOptions) -> KeyRanges:
@@ -303,13 +320,3 @@ def _select_implementation(name: str, placement: Placement, head_dim: int, value
     if placement.size("context") > 1:
         return PerDevice((Ring if placement.sharding.has_ring else AllToAll)(kernel, "context"), placement)
     return kernel if name == "xla" else PerDevice(kernel, placement)
-
-
-def write_cache(cache: jax.Array, new: jax.Array, context: Context) -> jax.Array:
-    """Write [B, S, G, K] into the slots of [B, G, T, K] from `context.cache_index` on."""
-    by_head = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-
-    def write(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(cache, new, (0, index, 0))
-
-    return jax.vmap(write)(cache, by_head, context.cache_index)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import toy
 
-from jaxopt_llm.config import MeshConfig, ModelConfig
+from jaxopt_llm.config import Config, MeshConfig, ModelConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.execution.decode import TokenGenerator, empty_rows
+from jaxopt_llm.model import cache
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.planning.step_plan import count_rollout_bytes
 
 ROWS, LENGTH, LAYERS = 4, 2048, 16
 CONFIG = ModelConfig(vocabulary_size=512, width=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, mlp_width=256)
@@ -57,30 +59,60 @@ def test_of_latents_nothing_else_is_kept_and_no_key_is_formed(axes: dict[str, in
     assert memory.alias_size_in_bytes == LATENT_CACHE * rows // ROWS
     assert memory.temp_size_in_bytes < 4 * LATENT_CACHE * rows // ROWS // LAYERS
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"bf16\[([0-9,]+)\]", program.as_text())}
-    cache = rows, 1, LENGTH, 48 + 16
-    assert cache in shapes
+    latents = rows, 1, LENGTH, 48 + 16
+    assert latents in shapes
     keys = rows * LENGTH * LATENT.heads // axes.get("tensor", 1) * min(LATENT.key_dim, LATENT.value_dim)
-    assert max(math.prod(shape) for shape in shapes - {cache}) < keys
+    assert max(math.prod(shape) for shape in shapes - {latents}) < keys
 
 
 @pytest.mark.parametrize(
-    ("config", "axes", "rows", "slots"),
+    ("config", "axes", "rows", "slots", "most"),
     [
-        (LLAMA, {}, 1, 4096),
-        (LLAMA, {}, 32, 4096),
-        (LLAMA, {}, 256, 2048),
-        (WINDOWS, {}, 32, 4096),
-        (LLAMA, {"tensor": 2}, 256, 2048),
+        (LLAMA, {}, 1, 4096, 1.1),
+        (LLAMA, {}, 32, 4096, 1.1),
+        (LLAMA, {}, 256, 2048, 1.1),
+        (WINDOWS, {}, 32, 4096, 1.1),
+        (LLAMA, {"tensor": 2}, 256, 2048, 1.15),  # what `tensor` does not divide: inputs and outputs of products
     ],
     ids=["1", "32", "256", "windows", "tensor"],
 )
 def test_a_token_reads_each_weight_and_each_filled_slot_about_once(
-    config: ModelConfig, axes: dict[str, int], rows: int, slots: int
+    config: ModelConfig, axes: dict[str, int], rows: int, slots: int, most: float
 ) -> None:
-    """The rest are the scores of attention and activations. Out of stacks, XLA moves 2.9 to 4.8 times the bytes."""
+    """The rest are activations. With scores in memory, XLA moves 1.17 times the bytes; out of stacks, 2.9 to 4.8."""
     step = decode_bytes.compile_step(config, "h100", MeshConfig(**axes), rows, slots)
     moved, _ = decode_bytes.count_work(step.program, "h100")
-    assert step.weights + step.cache <= moved <= 1.25 * (step.weights + step.cache)
+    assert step.weights + step.cache <= moved <= most * (step.weights + step.cache)
+
+
+def test_a_layer_with_a_window_keeps_and_reads_the_window() -> None:
+    layers, slot = WINDOWS.layers // 2, 2 * 32 * WINDOWS.kv_heads * WINDOWS.head_dim * 2
+    whole, windows = (decode_bytes.compile_step(each, "h100", MeshConfig(), 32, 4096) for each in (LLAMA, WINDOWS))
+    saved = layers * (4096 - WINDOWS.window - cache.REWIND) * slot
+    assert whole.cache - windows.cache == saved
+    memory = windows.program.memory_analysis()
+    assert memory.alias_size_in_bytes == windows.cache
+    moved = [decode_bytes.count_work(each.program, "h100")[0] for each in (whole, windows)]
+    assert moved[0] - moved[1] > 0.97 * saved
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_the_planned_cache_of_rollouts_is_that_of_the_program(axes: dict[str, int]) -> None:
+    """The program changes the caches in place, and nothing else."""
+    config = replace_fields(
+        Config(model=replace_fields(CONFIG, {"pattern": ("sliding", "global"), "window": 512})),
+        {
+            "mesh": MeshConfig(**axes),
+            "grpo.prompts": 2,
+            "grpo.group_size": 2,
+            "training.sequence_length": LENGTH - 1,
+            "precision.compute_dtype": "bfloat16",
+        },
+    )
+    planned = count_rollout_bytes(config)
+    assert planned == compiled(config.model, axes).memory_analysis().alias_size_in_bytes
+    whole = count_rollout_bytes(replace_fields(config, {"model.pattern": ("global",)}))
+    assert 2 * planned == whole * (1 + (512 + cache.REWIND) / LENGTH)
 
 
 def test_a_token_reads_latents_as_keys_and_as_values_and_copies_nothing() -> None:

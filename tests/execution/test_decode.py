@@ -17,6 +17,7 @@ from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.execution.decode import Drawn, Request, TokenGenerator, choose_slots
 from jaxopt_llm.execution.sampling import Draws, Sampling, draw_tokens, make_draws
 from jaxopt_llm.kernels.attention_types import make_document_ranges
+from jaxopt_llm.model import cache
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.placement import Placement
@@ -139,11 +140,11 @@ def test_sharded_parameters_and_cache_give_the_same_tokens(axes: dict[str, int],
     np.testing.assert_array_equal(generate(generator, PROMPTS, 6), greedy)
     split, rows = axes.get("tensor", 1), axes.get("fsdp", 1)
     heads = toy.CONFIG.kv_heads // split or toy.CONFIG.kv_heads  # fewer heads than devices: each device has all of them
-    for cache in jax.tree.leaves(generator._caches):
-        batch = cache.shape[0]
+    for array in jax.tree.leaves(generator._caches):
+        batch = array.shape[0]
         assert batch >= len(PROMPTS) and batch % rows == 0
         shape = (batch // rows, heads, 12, toy.CONFIG.head_dim)
-        assert {part.data.shape for part in cache.addressable_shards} == {shape}
+        assert {part.data.shape for part in array.addressable_shards} == {shape}
 
 
 @pytest.mark.parametrize("axes", [{"expert": 4, "fsdp": 2}, {"expert": 2, "tensor": 2}], ids=str)
@@ -305,9 +306,19 @@ def alone(prompt: np.ndarray) -> np.ndarray:
     return generate(unwatched(1), [prompt], 9)[0]
 
 
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_a_request_takes_the_row_of_one_that_ended(axes: dict[str, int]) -> None:
-    """Every request gets the tokens that it gets alone, whichever rows it shares the devices with."""
+@pytest.mark.parametrize(
+    ("axes", "rewind"), [({}, 0), ({}, 128), ({"fsdp": 2}, 4), ({"fsdp": 2, "tensor": 2}, 4)], ids=str
+)
+def test_a_request_takes_the_row_of_one_that_ended(
+    axes: dict[str, int], rewind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request gets the tokens that it gets alone, whichever rows it shares the devices with.
+
+    Its layers with a window have rings of 3 slots and `rewind`, which are written several times over.
+    """
+    expected = functools.cache(lambda begin: alone(LONG[begin : begin + 3 + 4 * begin]))
+    expected(0)  # by a generator with larger rings
+    monkeypatch.setattr(cache, "REWIND", rewind)
     placement = toy.placement(3, **axes)
     params = jax.tree.map(
         lambda leaf, spec: jax.device_put(leaf, parameter_sharding(spec, placement)), PARAMS, PARTS.specs
@@ -322,8 +333,45 @@ def test_a_request_takes_the_row_of_one_that_ended(axes: dict[str, int]) -> None
     for each in generator.run(requests, lambda request: len(drawn[request.number]) == ends.get(request.number)):
         drawn[each.request.number].append(each)
     assert [len(each) for each in drawn] == [9, 2, 5, 1, 2, 3, 4]
-    for prompt, found in zip(prompts, drawn, strict=True):
-        np.testing.assert_array_equal([each.token for each in found], alone(prompt)[: len(found)])
+    for begin, found in enumerate(drawn):
+        np.testing.assert_array_equal([each.token for each in found], expected(begin)[: len(found)])
+
+
+@pytest.fixture
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of 7 slots."""
+    unwatched(1), unwatched(4)  # with whole caches
+    monkeypatch.setattr(cache, "REWIND", 4)
+
+
+@pytest.mark.usefixtures("small_rings")
+def test_a_ring_is_continued_near_its_end_only() -> None:
+    generator = watched()
+    first = generate(generator, [LONG[:20]], 4)[0]
+    assert {x.shape[2] for x in jax.tree.leaves(generator._caches)} == {7, 80}
+    for prompt, filled in (
+        (np.concatenate([LONG[:20], first, LONG[30:35]]), (23, 16)),
+        (np.concatenate([LONG[:20], first, LONG[30:34], LONG[:4]]), (28, 16)),  # 4 of 32 slots are written again
+        (np.concatenate([LONG[:20], first, LONG[40:46]]), (0, 32)),  # 11 of 35: keys that 24 would see are lost
+        (LONG[:6], (0, 16)),
+        (LONG[:59], (6, 64)),
+        (np.concatenate([LONG[:59], LONG[:17]]), (0, 80)),  # 32 from 59 on extend beyond the cache, and 48 is lost
+    ):
+        generator.filled.clear()
+        found = generate(generator, [prompt], 4)
+        assert generator.filled == [filled]
+        np.testing.assert_array_equal(found, afresh([prompt]))
+
+
+@pytest.mark.usefixtures("small_rings")
+@pytest.mark.parametrize(("rest", "filled"), [(4, [(0, 64), (30, 16), (30, 16)]), (9, [(0, 64)] * 3)])
+def test_a_beginning_is_copied_if_the_ring_still_has_its_end(rest: int, filled: list[tuple[int, int]]) -> None:
+    """Otherwise the prompts are computed whole, and together."""
+    prompts = [np.concatenate([LONG[:30], LONG[40 + row : 40 + row + rest]]) for row in range(3)]
+    generator = watched(rows=4)
+    found = generate(generator, prompts, 4)
+    assert generator.filled == filled
+    np.testing.assert_array_equal(found, np.concatenate([afresh([prompt]) for prompt in prompts]))
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
@@ -362,13 +410,14 @@ def test_a_growing_cache_gives_the_same_tokens(axes: dict[str, int], monkeypatch
     expected = generate(make(), prompts, 30)
     monkeypatch.setattr(decode, "SMALLEST_CACHE", 8)
     monkeypatch.setattr(decode, "SMALL_SHARE", 0)
+    monkeypatch.setattr(cache, "REWIND", 17)  # rings of 20 slots: they grow, and then come round
     generator = make()
     tokens: list[list[int]] = [[] for _ in prompts]
     slots = []
     for each in generator.run([Request(prompt, 30, number=row) for row, prompt in enumerate(prompts)], lambda _: False):
         tokens[each.request.number].append(each.token)
         if each.request.number == 0:
-            slots.append(jax.tree.leaves(generator._caches)[0].shape[2])
+            slots.append(count_slots(generator))
     np.testing.assert_array_equal(tokens, expected)
     # The first token and the next step are on their way when the first one is yielded; the last one needs no step.
     assert slots == [choose_slots(9 + written, 50) for written in [*range(1, 30), 29]]
@@ -376,7 +425,13 @@ def test_a_growing_cache_gives_the_same_tokens(axes: dict[str, int], monkeypatch
     # What is in the cache is used again after it has grown, and by the next call.
     longer = [np.concatenate([prompt, row[:-1]]) for prompt, row in zip(prompts, expected, strict=True)]
     np.testing.assert_array_equal(generate(generator, longer, 4), generate(make(), longer, 4))
-    assert jax.tree.leaves(generator._caches)[0].shape[2] == 48
+    assert count_slots(generator) == 48
+    assert {x.shape[2] for x in jax.tree.leaves(generator._caches)} == {20, 48}
+
+
+def count_slots(generator: TokenGenerator) -> int:
+    """Return the slots of the layers without a window."""
+    return max(x.shape[2] for x in jax.tree.leaves(generator._caches))
 
 
 def test_weights_that_are_read_anyway_allow_for_a_larger_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,9 +439,8 @@ def test_weights_that_are_read_anyway_allow_for_a_larger_cache(monkeypatch: pyte
     monkeypatch.setattr(decode, "SMALLEST_CACHE", 2)
     weights = sum(x.nbytes for x in jax.tree.leaves(BY_LAYER))
     generator = TokenGenerator(PARTS, BY_LAYER, PLACEMENT, SIZE, 1, 100_000)
-    caches = jax.tree.leaves(generator._caches)
-    cache, slots = sum(x.nbytes for x in caches), caches[0].shape[2]
-    assert weights / 8 * (1 - 1 / slots) < cache < 1.5 * weights / 8
+    held, slots = sum(x.nbytes for x in jax.tree.leaves(generator._caches)), count_slots(generator)
+    assert weights / 8 * (1 - 1 / slots) < held < 1.5 * weights / 8
 
 
 def test_requests_with_other_numbers_draw_other_tokens() -> None:

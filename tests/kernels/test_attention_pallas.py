@@ -4,6 +4,7 @@ The interpreter runs the kernels' Python, masks and loops, not Triton. Only a GP
 registers and speed.
 """
 
+import dataclasses
 import functools
 import math
 import shutil
@@ -338,6 +339,78 @@ def test_nothing_is_written_after_the_last_row() -> None:
     assert len(masks) == len(NAMES) and all(mask is not None for mask in masks)
 
 
+# ---- One query over a ring.
+
+RINGS = {  # B, H, G, T
+    "in parts": (3, 8, 1, 300),
+    "in one part": (300, 2, 1, 70),
+    "more heads than a tile has at least": (3, 40, 2, 64),
+}
+
+
+def ring_case(batch: int, heads: int, groups: int, slots: int, size: int = 16, dtype: Any = np.float32) -> list[Any]:
+    """Make q, k, v, first and last. The first query sees keys on both sides of the ring's end, the last one none."""
+    random = np.random.default_rng(slots)
+    shapes = ((1, heads), (slots, groups), (slots, groups))
+    last = random.integers(0, 3 * slots, (batch, 1)).astype(np.int32)
+    count = np.minimum(random.integers(1, slots + 1, last.shape), last + 1).astype(np.int32)
+    last[0], count[0], count[-1] = slots + slots // 4, slots // 2, 0
+    return [
+        *(random.normal(size=(batch, *shape, size)).astype(dtype) for shape in shapes),
+        last - count + 1,
+        last,
+    ]
+
+
+def attend_in_order(parameters: AttentionParameters, *case: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the results for keys that are sorted by position, and given without those that are not visible."""
+    q, k, v, first, last = case
+    results = []
+    for row, (begin, end) in enumerate(zip(first[:, 0], last[:, 0], strict=True)):
+        slots = np.arange(begin, end + 1) % k.shape[1]
+        if slots.size == 0:
+            slots = np.zeros(1, int)
+        everything = KeyRanges(jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), end - begin, jnp.int32))
+        arrays = (jnp.asarray(x) for x in (q[row : row + 1], k[row : row + 1, slots], v[row : row + 1, slots]))
+        results.append(attention_xla.forward(parameters, *arrays, everything))
+    outs, sums = zip(*results, strict=True)
+    return np.concatenate(outs), np.concatenate(sums)
+
+
+@pytest.mark.parametrize("parameters", [PLAIN, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("ring", [name for name in RINGS if name != "in one part"])
+def test_a_query_over_a_ring_sees_its_last_keys(ring: str, parameters: AttentionParameters) -> None:
+    case = ring_case(*RINGS[ring])
+    wanted = attend_in_order(parameters, *case)
+    for implementation, settings in ((kernel, {"interpret": True}), (attention_xla, {})):
+        q, k, v, *key_ranges = map(jnp.asarray, case)
+        over_ring = dataclasses.replace(parameters, ring=True)
+        found = implementation.forward(over_ring, q, k, v, KeyRanges(*key_ranges), **settings)
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_many_queries_over_rings_are_one_part_each() -> None:
+    q, k, v, *key_ranges = map(jnp.asarray, ring_case(*RINGS["in one part"]))
+    over_ring, key_ranges = dataclasses.replace(PLAIN, ring=True), KeyRanges(*key_ranges)
+    found = kernel.forward(over_ring, q, k, v, key_ranges, interpret=True)
+    for got, want in zip(found, attention_xla.forward(over_ring, q, k, v, key_ranges), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-3), ("bfloat16", 1e-2)])
+def test_a_query_over_a_ring_on_a_gpu(gpu: jax.Device, ring: str, dtype: str, tolerance: float) -> None:
+    case = ring_case(*RINGS[ring], size=128, dtype=jnp.dtype(dtype))
+    q, k, v, *key_ranges = map(jnp.asarray, case)
+    run = functools.partial(kernel.forward, dataclasses.replace(CAPPED, ring=True), interpret=gpu.platform == "cpu")
+    for got, want in zip(jax.jit(run)(q, k, v, KeyRanges(*key_ranges)), attend_in_order(CAPPED, *case), strict=True):
+        assert (np.isfinite(got) == np.isfinite(want)).all()
+        finite = np.isfinite(want)
+        assert toy.distance(np.where(finite, got, 0), np.where(finite, want, 0)) < tolerance
+
+
 def test_unsupported_calls() -> None:
     assert not kernel.problems(128, jnp.bfloat16, (8, 0))
     (head_dim, dtype, capability) = kernel.problems(96, jnp.float64, (7, 5))
@@ -376,6 +449,30 @@ def test_output_and_gradients_on_a_gpu_match_the_reference(
 
 
 # ---- Programs for GPUs, compiled but not run.
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "dtype"), [(128, 64, "bfloat16"), *slow((256, 32, "bfloat16"), (128, 32, "float32"))]
+)
+@pytest.mark.parametrize("chip", ["4090", "h100", *slow("a100", "b200")])
+def test_the_kernel_over_rings_fits_into_shared_memory(chip: str, head_dim: int, heads: int, dtype: str) -> None:
+    """Each case has the most heads of a group that are supported."""
+    mesh = Mesh(np.array(gpu_topology(chip, gpus_per_host=1)), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    q, k, row = (
+        jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+        for shape, kind in (((8, 1, 2 * heads, head_dim), dtype), ((8, 4000, 2, head_dim), dtype), ((8, 1), jnp.int32))
+    )
+    assert kernel.supports_ring(q, k, (8, 0))
+    assert not kernel.supports_ring(jax.ShapeDtypeStruct((8, 1, 4 * heads, head_dim), dtype), k, (8, 0))
+    assert not kernel.supports_ring(q, jax.ShapeDtypeStruct((8, 2**20, 2, head_dim), dtype), (8, 0))
+
+    def run(q: Any, k: Any, v: Any, first: Any, last: Any) -> Any:
+        return kernel.forward(dataclasses.replace(PLAIN, ring=True), q, k, v, KeyRanges(first, last))
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    lowered = jax.jit(mapped).trace(q, k, k, row, row).lower(lowering_platforms=("cuda",))
+    assert str(topology.compile_without_gpu(lowered).as_text()).count("__gpu$xla.gpu.triton") == 1
 
 
 def program(
