@@ -7,11 +7,13 @@
     python -m jaxopt_llm.train --config on_policy.py
 
 The second command makes a student that writes sums with random results, and the third one a teacher that adds. The last
-one teaches the student to add (docs/distillation.md). For models of your own, name rows with `prompt`; adapters
-(--lora.rank) save memory, and real models want a rate of about 1e-5, or 1e-4 with adapters:
+one teaches the student to add (docs/distillation.md). For models of your own, name rows with `prompt`, and no functions
+that measure answers; adapters (--lora.rank) save memory, and real models want a rate of about 1e-5, or 1e-4 with
+adapters:
 
     python -m jaxopt_llm.train --config on_policy.py --model.pretrained STUDENT --distillation.teacher TEACHER \\
-        --data.paths prompts.jsonl --rollouts.rewards () --rollouts.max-new-tokens 512 --optimizer.learning-rate 1e-5
+        --data.paths prompts.jsonl --optimizer.learning-rate 1e-5 --rollouts.rewards --rollouts.max-new-tokens 512 \\
+        --training.sequence-length 1024 --training.batch-size 56 --training.accumulation 7
 
 Hardware: 2 CPU cores. Expected: from 10% of the sums right to 90 to 100%, by the seed.
 """

@@ -238,3 +238,12 @@ def test_the_rest_is_one_of_the_outcomes() -> None:
     loss = np.mean((beta * kl(q) + (1 - beta) * kl(p))[batch.loss_mask])
     assert of_some_tokens()[0]["divergence"] == pytest.approx(loss, abs=1e-6)
     assert loss < 0.9 * expected(**SETTINGS | {"temperature": 1.0})[0]["divergence"]
+
+
+def test_updates_in_the_backward_learn_the_same() -> None:
+    masters = []
+    for in_backward in (False, True):
+        given = {"optimizer.in_backward": in_backward, "optimizer.clip_norm": 0.0, "training.accumulation": 1}
+        program, _, state, batch = start(configure(Path(), **STORED, **given), 6)
+        masters.append(jax.tree.map(np.asarray, program.step(state, batch)[0].masters))
+    jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, atol=1e-6), *reversed(masters))
