@@ -372,11 +372,20 @@ def test_clients_load_nothing_unless_the_server_is_started_for_it(address: tuple
     assert ask(f"{address[0]}/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 403
 
 
-def test_the_ids_that_end_an_answer_may_be_given(complete: Callable[..., Any]) -> None:
-    ids = complete(extra_body={"return_token_ids": True}).token_ids
-    place = next(place for place, each in enumerate(ids) if place and each not in ids[:place])
-    ended = complete(extra_body={"return_token_ids": True, "stop_token_ids": [ids[place]]})
-    assert ended.token_ids == ids[: place + 1] and ended.finish_reason == "stop"
+def test_the_ids_that_end_an_answer_may_be_given(
+    complete: Callable[..., Any], address: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(**options: Any) -> Any:
+        return complete(extra_body={"return_token_ids": True, **options}).token_ids
+
+    ids = draw()
+    first, second = [place for place, each in enumerate(ids) if place and each not in ids[:place]][:2]
+    assert draw(stop_token_ids=[ids[first]]) == ids[: first + 1]
+    api = address[1].config.app.routes[0].endpoint.__self__
+    monkeypatch.setitem(vars(api), "_ends", frozenset({ids[first]}))
+    assert draw() == draw(stop_token_ids=[ids[second]]) == ids[: first + 1]
+    assert draw(ignore_eos=True) == ids
+    assert draw(ignore_eos=True, stop_token_ids=[ids[second]]) == ids[: second + 1]
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -151,6 +151,9 @@ def test_answers_are_those_of_the_weights_that_were_handed_over(
             np.testing.assert_allclose([value for _, value in theirs], [value for _, value in own], atol=1e-4)
     tokens = [[[token for token, _ in answer] for answer in answers] for answers in drawn]
     assert tokens[0] != tokens[1] == tokens[2] and served.server._worker._free is None  # its programs are used again
+    sampler._loaded = ""  # as at a start after a killed one, whose adapters the server still has
+    sampler.draw(state, prompts(whole), 1, (0, 0))
+    assert [*served.server._worker.models] == ["base", sampler._name]
     sampler.close()
     assert [*served.server._worker.models] == ["base"] and not (whole.directory / "adapters").exists()
 
