@@ -132,9 +132,9 @@ FAMILIES = (
         names.LLAMA | names.QKV_BIASES,
         (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
-        second_names=("qwen2_5_vl_text",),
+        second_names=("qwen2_5_vl_text", "qwen2_vl_text"),
         classifier="Qwen2ForSequenceClassification",
-        models="Qwen2, Qwen2.5, text of Qwen2.5-VL",
+        models="Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
     ),
     Family(
         "qwen3",
