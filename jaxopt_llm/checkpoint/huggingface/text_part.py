@@ -105,13 +105,13 @@ def spell_name(name: str, prefix: str) -> str:
     return prefix + alone.removeprefix(ALONE) if alone.startswith(ALONE) else alone
 
 
-def find_spelling(names: Iterable[str]) -> str | None:
-    """Return the start of the names of modules: that of the whole model, of an older version of it, or of the text alone.
+def find_spelling(names: Iterable[str], default: str = ALONE) -> str:
+    """Return the start of the names of modules: that of the whole model, of an older version of it, or of text alone.
 
-    None: no name has one.
+    default: for names that have none of them.
     """
     given, starts = list(names), [each for each, alone in PREFIXES.items() if alone == ALONE]
-    return next((each for each in (*starts, ALONE) if any(name.startswith(each) for name in given)), None)
+    return next((each for each in (*starts, ALONE) if any(name.startswith(each) for name in given)), default)
 
 
 def select_text(stored: Mapping[str, StoredTensor], settings: Settings) -> dict[str, StoredTensor]:

@@ -423,9 +423,8 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     tensors, base_config = _open_tensors(path), config
     # Versions of transformers differ in the names of the text model's modules: read them as this folder has them.
     own = text_part.find_spelling(family.names)
-    spelling = text_part.find_spelling(name.removeprefix(PREFIX) for name in tensors) or own
-    if own and spelling != own:
-        family = text_part.spell_modules(family, spelling)
+    spelling = text_part.find_spelling((name.removeprefix(PREFIX) for name in tensors), own)
+    family = text_part.spell_modules(family, spelling)
     if peft_config.trainable_token_indices:
         token_rows.rename(tensors)
     whole, config = split_whole_weights(path / WEIGHTS, tensors, peft_config, family, config)
@@ -470,8 +469,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
         _check_experts(path, several, config.moe.experts)
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
     lora, scale = _lora_fields(path, peft_config, parts, locations)
-    if own and whole.rows:
-        whole = replace(whole, rows={text_part.spell_name(name, own): each for name, each in whole.rows.items()})
+    whole = replace(whole, rows={text_part.spell_name(name, own): each for name, each in whole.rows.items()})
     return AdapterFolder(path, lora, scale, parts, base, whole, config)
 
 
