@@ -181,7 +181,7 @@ FAMILIES = (
             codecs.DIVISIBLE,
             codecs.GEMMA3_WINDOWS,
             codecs.QUERY_SCALAR,
-            codecs.SOFTCAPS,
+            codecs.copy_switches({"logit_softcap": "final_logit_softcapping"}),  # the class ignores that of the scores
             codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
             codecs.require_values(use_bidirectional_attention=False),
             codecs.ROOT_SCALE,

@@ -74,13 +74,14 @@ def _find_caches(
     return {path for path in paths if path.parent == folder and path.suffix == ".arrow"} - {*listed}
 
 
-# The first word of the name of a file or folder that holds a split of a data set, as published ones have it:
-# train-00000-of-00002.parquet, test.jsonl, validation/0000.parquet.
+# The first or last word of the name of a file or folder that holds a split of a data set, as data sets are published and
+# saved: train-00000-of-00002.parquet, chats_test.jsonl, validation/0000.parquet.
 _NAMED_SPLITS = {
     **dict.fromkeys(("train", "training"), _TRAIN),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
+_SHARD = re.compile(r"-\d+-of-\d+$")
 
 
 def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, name: str) -> None:
@@ -88,16 +89,17 @@ def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, na
 
     Args:
         folder: the folder that has the files.
+        paths: the files.
         where: setting and folder, for messages.
         name: what the user calls the folder.
     """
     found: dict[str, str] = {}  # split -> a glob of its files
     for path in paths:
         parts = path.relative_to(folder).parts
-        words = [re.split(r"[^a-z]", part.lower(), maxsplit=1)[0] for part in parts]
-        for word, part in zip(words, parts, strict=True):
-            if word in _NAMED_SPLITS:
-                ending = f"{part[: len(word)]}*" if part == parts[-1] else f"{part}/**/*"
+        for part in parts:
+            words = re.findall("[a-z]+", _SHARD.sub("", part.partition(".")[0].lower()))
+            for word in {*words[:1], *words[-1:]} & _NAMED_SPLITS.keys():
+                ending = f"*{word}*" if part == parts[-1] else f"{part}/**"
                 found.setdefault(_NAMED_SPLITS[word], f"{name.rstrip('/')}/**/{ending}")
     if len(found) > 1:
         listed, example = ", ".join(sorted(found)), found.get(_TRAIN) or min(found.values())
