@@ -74,8 +74,8 @@ def _find_caches(
     return {path for path in paths if path.parent == folder and path.suffix == ".arrow"} - {*listed}
 
 
-# The first or last word of the name of a file or folder that holds a split of a data set, as data sets are published and
-# saved: train-00000-of-00002.parquet, chats_test.jsonl, validation/0000.parquet.
+# The first or last word of the name of a file or folder that holds a split of a data set: in
+# train-00000-of-00002.parquet, chats_test.jsonl, validation/0000.parquet.
 _NAMED_SPLITS = {
     **dict.fromkeys(("train", "training"), _TRAIN),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
