@@ -322,6 +322,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         SIZES
         | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3}
+        | {"attn_logit_softcapping": 2.0}  # which the class does not apply
         | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}},
     ),
     "gemma 3 untied": (

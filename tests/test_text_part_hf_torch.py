@@ -105,6 +105,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": MROPE, "head_dim": None},
         QWEN | {"fullatt_block_indexes": [0], "window_size": 28},
     ),
+    "qwen 2 vl": (
+        "Qwen2VL",
+        IMAGES | {"tie_word_embeddings": False},
+        {"rope_parameters": MROPE, "head_dim": None},
+        {"depth": 1, "embed_dim": 16, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 32},
+    ),
     "llama 4": (
         "Llama4",
         {"image_token_index": 240, "boi_token_index": 241, "eoi_token_index": 242},
@@ -226,6 +232,37 @@ def test_adapters_of_the_text_are_those_of_peft_over_the_whole(name: str, tmp_pa
     assert np.abs(logits(again) - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("start", ["language_model.model.", "model."])
+def test_adapters_with_other_names_of_the_text_are_read(start: str, tmp_path: Path) -> None:
+    """Those of an older version of transformers, and those that were trained over the text alone."""
+    from safetensors.torch import load_file, save_file
+
+    peft = pytest.importorskip("peft")
+    model, read = make("mistral small 3", tmp_path / "there"), pretrained.open_adapter
+    spelt = "0.self_attn.v_proj"
+    settings = peft.LoraConfig(
+        r=2, init_lora_weights=False, target_modules=r"model\.language_model\..*(v_proj|embed_tokens)"
+    )
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "new", save_embedding_layers=True)
+    tensors = load_file(tmp_path / "new" / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    (tmp_path / "other").mkdir()
+    renamed = {key.replace("model.language_model.", start): value for key, value in tensors.items()}
+    save_file(renamed, tmp_path / "other" / "adapter_model.safetensors")
+    for folder, name in (("new", "model.language_model."), ("other", start)):
+        changed = {"target_modules": ["v_proj", "embed_tokens"], "alpha_pattern": {f"{name}layers.{spelt}": 2}}
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(settings | changed))
+
+    there = huggingface.open_model_folder(tmp_path / "there")
+    new, other = (read(tmp_path / name, there.adapter_family, there.config, "") for name in ("new", "other"))
+    other.check_base(there)
+    assert other.lora == new.lora and other.parts.keys() == new.parts.keys() and other.base.keys()
+    for key, (part,) in new.parts.items():
+        (found,) = other.parts[key]
+        assert found.factors.has_values_of(part.factors)
+    assert len({part.factors.scale for (part,) in other.parts.values()}) == 2
+
+
 def test_experts_in_the_order_of_published_folders_are_read_and_written(tmp_path: Path) -> None:
     """Qwen3-VL-MoE's are [experts, in, out] there; transformers 5 turns them, and saves [experts, out, in]."""
     from safetensors.torch import save_file
@@ -269,3 +306,39 @@ def test_the_names_of_published_folders_are_read(name: str, prefix: str, tmp_pat
     assert safetensors.open_folder(tmp_path / "back").keys() == renamed.keys()
     settings = json.loads((tmp_path / "back" / "config.json").read_text())
     assert settings["text_config"]["hidden_size"] == 32 and "vision_config" in settings
+
+
+@pytest.mark.parametrize("name", ["qwen 2 vl", "qwen 2.5 vl", "qwen 3 vl"])
+def test_the_older_form_of_the_settings_is_read_and_written(name: str, tmp_path: Path) -> None:
+    """In published folders the fields of Qwen2-VL's and Qwen2.5-VL's text lie beside `vision_config`.
+
+    The sections of RoPE are for positions of images: a written folder needs them, though text does not.
+    """
+    from safetensors.torch import save_file
+
+    model, flat = make(name, tmp_path / "there"), name != "qwen 3 vl"
+    names = {"model.language_model.": "model.", "model.visual.": "visual."} if flat else {}
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    for new, old in names.items():
+        tensors = {key.replace(new, old): value for key, value in tensors.items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    settings = json.loads((tmp_path / "there" / "config.json").read_text())
+    text = settings.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": "mrope"} if flat else rope}
+    settings = {**text, **settings} if flat else settings | {"text_config": text}
+    (tmp_path / "published").mkdir()
+    save_file(tensors, tmp_path / "published" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "published" / "config.json").write_text(json.dumps(settings))
+
+    here, published = (jaxopt_llm.load_pretrained(tmp_path / folder) for folder in ("there", "published"))
+    jax.tree.map(np.testing.assert_array_equal, published.params, here.params)
+    published.save_pretrained(tmp_path / "back")
+    assert safetensors.open_folder(tmp_path / "back").keys() == tensors.keys()
+    again, said = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(said.values()), said
+    found = again.config.text_config.rope_parameters
+    assert (found["mrope_section"], found["rope_theta"]) == ([2, 1, 1], 100.0)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back["vision_config"] == settings["vision_config"] and ("text_config" in back) == (not flat)

@@ -310,12 +310,18 @@ def _write_multipliers(config: ModelConfig) -> Settings:
     return {"attention_multiplier": scale, "logits_scaling": 1 / config.logit_scale}
 
 
+def _read_divisor(settings: Settings, name: str) -> float:
+    if (value := read_value(settings, name, float)) <= 0:
+        raise unsupported(f"{name}={value}", "must be above 0", CORRECT)
+    return value
+
+
 MULTIPLIERS = (
     copy_fields({"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}),
     Codec(
         lambda settings: {
             "attention_scale": read_value(settings, "attention_multiplier", float),
-            "logit_scale": 1 / read_value(settings, "logits_scaling", float),
+            "logit_scale": 1 / _read_divisor(settings, "logits_scaling"),
         },
         _write_multipliers,
     ),

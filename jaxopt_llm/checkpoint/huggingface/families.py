@@ -132,9 +132,9 @@ FAMILIES = (
         names.LLAMA | names.QKV_BIASES,
         (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
         UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
-        second_names=("qwen2_5_vl_text",),
+        second_names=("qwen2_5_vl_text", "qwen2_vl_text"),
         classifier="Qwen2ForSequenceClassification",
-        models="Qwen2, Qwen2.5, text of Qwen2.5-VL",
+        models="Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
     ),
     Family(
         "qwen3",
@@ -181,7 +181,7 @@ FAMILIES = (
             codecs.DIVISIBLE,
             codecs.GEMMA3_WINDOWS,
             codecs.QUERY_SCALAR,
-            codecs.SOFTCAPS,
+            codecs.copy_switches({"logit_softcap": "final_logit_softcapping"}),  # the class ignores that of the scores
             codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
             codecs.require_values(use_bidirectional_attention=False),
             codecs.ROOT_SCALE,

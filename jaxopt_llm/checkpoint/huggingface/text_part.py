@@ -6,7 +6,7 @@ written from it keeps them as they are.
 """
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,16 +25,27 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+ALONE = "model."  # start of the names of modules of a text model
 MODULES = "model.language_model."  # start of the names of its modules in the classes of transformers
 PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # of a text model without a prefix
 OUTSIDE = ("tie_word_embeddings", formats.FIELD)  # fields of the text model beside `text_config`
+# model_type of published folders without `text_config`, where the fields of the text model lie beside those of the
+# vision tower -> that of the text model.
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffix in safetensors.PICKLE_SUFFIXES))
+
+
+def is_part(settings: Settings) -> bool:
+    """Return whether the model of a config.json has more parts than the text model."""
+    return TEXT in settings or settings.get("model_type") in FLAT
 
 
 def read_text(settings: Settings) -> Settings:
     """Return the fields of the text model of a config.json."""
     if not isinstance(text := settings.get(TEXT), dict):
-        return settings
+        if not is_part(settings):
+            return settings
+        return settings | {"model_type": FLAT.get(str(settings.get("model_type"))), "architectures": None}
     return text | {name: settings[name] for name in OUTSIDE if settings.get(name) is not None}
 
 
@@ -43,16 +54,22 @@ def write_text(settings: Settings, written: Settings) -> Settings:
 
     settings: those of the source; {} without one.
     """
-    if not isinstance(text := settings.get(TEXT), dict):
+    if not is_part(settings):
         return written
     name_of_class = ("architectures", "model_type")
     changed = {name: value for name, value in written.items() if name not in name_of_class}
+    text = settings[TEXT] if isinstance(settings.get(TEXT), dict) else settings
+    given = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if sections := {name: value for name, value in given.items() if name.startswith("mrope")}:
+        # How RoPE divides a head between the positions of images, which the model of text does not have.
+        changed["rope_scaling"] = (changed.get("rope_scaling") or {"rope_type": "default"}) | sections
     outside = {name: changed[name] for name in (*OUTSIDE, "torch_dtype") if name in changed}
+    # What is written has another form of the RoPE parameters.
     kept, text = (
-        {name: value for name, value in each.items() if name not in ("dtype", formats.FIELD)}
+        {name: value for name, value in each.items() if name not in ("dtype", "rope_parameters", formats.FIELD)}
         for each in (settings, text)
     )
-    return kept | outside | {TEXT: text | changed}
+    return kept | (outside | {TEXT: text | changed} if TEXT in settings else changed)
 
 
 def rename(name: str) -> str | None:
@@ -68,25 +85,38 @@ def name_modules(family: Family, settings: Settings) -> Family:
 
     settings: config.json of the base model.
     """
-    if TEXT not in settings:
-        return family
-    return replace(
-        family,
-        names={_name_module(name): leaves for name, leaves in family.names.items()},
-        in_memory_names={
-            _name_module(name): " ".join(map(_name_module, published.split()))
-            for name, published in family.in_memory_names.items()
-        },
-    )
+    return spell_modules(family, MODULES) if is_part(settings) else family
 
 
-def _name_module(name: str) -> str:
-    return MODULES + name.removeprefix("model.") if name.startswith("model.") else name
+def spell_modules(family: Family, prefix: str) -> Family:
+    """Return the family with this start of the names of its modules."""
+
+    def spell(names: str) -> str:
+        return " ".join(spell_name(name, prefix) for name in names.split(" "))
+
+    names = {spell(name): leaves for name, leaves in family.names.items()}
+    in_memory = {spell(name): spell(published) for name, published in family.in_memory_names.items()}
+    return replace(family, names=names, in_memory_names=in_memory)
+
+
+def spell_name(name: str, prefix: str) -> str:
+    """Return the name of a tensor or a module with another start, such as `model.language_model.`."""
+    alone = rename(name) or name
+    return prefix + alone.removeprefix(ALONE) if alone.startswith(ALONE) else alone
+
+
+def find_spelling(names: Iterable[str], default: str = ALONE) -> str:
+    """Return the start of the names of modules: that of the whole model, of an older version of it, or of text alone.
+
+    default: for names that have none of them.
+    """
+    given, starts = list(names), [each for each, alone in PREFIXES.items() if alone == ALONE]
+    return next((each for each in (*starts, ALONE) if any(name.startswith(each) for name in given)), default)
 
 
 def select_text(stored: Mapping[str, StoredTensor], settings: Settings) -> dict[str, StoredTensor]:
     """Return the tensors of the text model, by the names that they have there."""
-    if TEXT not in settings:
+    if not is_part(settings):
         return dict(stored)
     return {alone: tensor for name, tensor in stored.items() if (alone := rename(name)) is not None}
 
@@ -109,7 +139,7 @@ class Rest:
         Raises InputError if the folder has a rest, and its weights are not there.
         """
         text = read_text(settings)
-        self.is_part = folder is not None and TEXT in settings
+        self.is_part = folder is not None and is_part(settings)
         counts = {name: text[name] for name in MTP_COUNTS if family.mtp_prefix and text.get(name)}
         has_weights = folder is not None and any(
             (folder / name).is_file() for name in (safetensors.SINGLE, safetensors.INDEX)

@@ -41,7 +41,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA", ROWS_ALONE),
     "task_type": (None, "CAUSAL_LM", OF_SCORES),
     "bias": (None, "none"),
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # others also change the base
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),  # others also change the base
 }
 _MERGED = "merge the adapter with PEFT (merge_and_unload, then save_pretrained), and use the merged model"
 _PLAIN = (

@@ -404,8 +404,8 @@ class AdapterFolder:
                     f"{stored.file}: it has base weights of {module}, which no Hugging Face folder is given to compare "
                     "with; name the folder of the base model, or save the adapter with save_embedding_layers=False"
                 )
-            table = f"{find_table(folder.family)}.weight"
-            name = table if module == HEAD and folder.config.table_is_head else f"{module}.weight"
+            name = f"{find_table(folder.family) if module == HEAD and folder.config.table_is_head else module}.weight"
+            name = text_part.rename(name) or name
             if not huggingface.have_equal_values(stored, folder.stored[name]):
                 raise InputError(
                     f"{stored.file}: the base weights of {module} differ from those in {folder.path}; use the base "
@@ -421,6 +421,10 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
     """
     peft_config = read_peft_config(path, config.scores > 0)
     tensors, base_config = _open_tensors(path), config
+    # Versions of transformers differ in the names of the text model's modules: read them as this folder has them.
+    own = text_part.find_spelling(family.names)
+    spelling = text_part.find_spelling((name.removeprefix(PREFIX) for name in tensors), own)
+    family = text_part.spell_modules(family, spelling)
     if peft_config.trainable_token_indices:
         token_rows.rename(tensors)
     whole, config = split_whole_weights(path / WEIGHTS, tensors, peft_config, family, config)
@@ -465,6 +469,7 @@ def open_adapter_folder(path: Path, family: Family, config: ModelConfig) -> Adap
         _check_experts(path, several, config.moe.experts)
     locations = {(piece.path, piece.layer) for module in modules.values() for piece in module.layout.pieces}
     lora, scale = _lora_fields(path, peft_config, parts, locations)
+    whole = replace(whole, rows={text_part.spell_name(name, own): each for name, each in whole.rows.items()})
     return AdapterFolder(path, lora, scale, parts, base, whole, config)
 
 

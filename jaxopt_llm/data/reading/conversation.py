@@ -396,6 +396,8 @@ def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 def _read_tools(row: dict[str, Any], form: str) -> list[Any]:
     tools = []
     for tool in _parse(row.get("tools", []), list, "tools"):
+        if isinstance(tool, str):  # a column of lists of texts, because tools differ in their fields
+            tool = _parse(tool, dict, "a tool")
         if form == "sharegpt" and isinstance(tool, dict) and "name" in tool and "function" not in tool:
             # The function alone, as LLaMA-Factory's files have it. Templates expect it within an object.
             tool = {"type": "function", "function": tool}
@@ -472,7 +474,8 @@ def _message(message: Any, counter: FieldCounter) -> dict[str, Any]:
         if not all(isinstance(call, dict) for call in message["tool_calls"]):
             raise Malformed("with tool_calls that are not objects")
         message["tool_calls"] = [_check_arguments(call) for call in message["tool_calls"]]
-    if not isinstance(message.get("content", "" if message.get("tool_calls") else None), str):
+    calls = message.get("tool_calls") or message.get("function_call")  # of the second, `take_learned` says what to do
+    if not isinstance(message.get("content", "" if calls else None), str):
         raise Malformed("with a message whose content is not text", f"its role is {message['role']}")
     return message
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,38 @@ def _find_caches(
     return {path for path in paths if path.parent == folder and path.suffix == ".arrow"} - {*listed}
 
 
+# The first or last word of the name of a file or folder that holds a split of a data set: in
+# train-00000-of-00002.parquet, chats_test.jsonl, validation/0000.parquet.
+_NAMED_SPLITS = {
+    **dict.fromkeys(("train", "training"), _TRAIN),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+}
+_SHARD = re.compile(r"-\d+-of-\d+$")
+
+
+def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, name: str) -> None:
+    """Raise InputError if the names of files of rows say that they belong to several splits.
+
+    Args:
+        folder: the folder that has the files.
+        paths: the files.
+        where: setting and folder, for messages.
+        name: what the user calls the folder.
+    """
+    found: dict[str, str] = {}  # split -> a glob of its files
+    for path in paths:
+        parts = path.relative_to(folder).parts
+        for part in parts:
+            words = re.findall("[a-z]+", _SHARD.sub("", part.partition(".")[0].lower()))
+            for word in {*words[:1], *words[-1:]} & _NAMED_SPLITS.keys():
+                ending = f"*{word}*" if part == parts[-1] else f"{part}/**"
+                found.setdefault(_NAMED_SPLITS[word], f"{name.rstrip('/')}/**/{ending}")
+    if len(found) > 1:
+        listed, example = ", ".join(sorted(found)), found.get(_TRAIN) or min(found.values())
+        raise InputError(f"{where}: has files of the splits {listed}; name those of one by a glob, such as '{example}'")
+
+
 SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
@@ -82,6 +115,7 @@ SUFFIXES = {
 # Formats of files that often only describe a folder, such as dataset_info.json. So a search of a folder takes them only
 # if data.format names them.
 _NAMED_FORMATS = {"json", "csv"}
+_CARD = "README.md"  # describes the data beside it
 COMPRESSED = (".gz", ".bz2", ".zst")
 
 
@@ -205,14 +239,21 @@ def _select_in_folder(storage: Storage, config: DataConfig, setting: str, pulse:
         or (config.format == "text" and storage.is_file(path))
         or _guess_format(storage, path) in formats
     ]
-    if "arrow" not in formats:
-        return paths
+    if config.format == "auto" and any(_guess_format(storage, path) not in ("text", None) for path in paths):
+        paths = [path for path in paths if path.name != _CARD]
 
     def read(path: PurePath) -> dict[str, Any]:
         (copy,) = storage.fetch([(path,)], pulse)
         return json_files.read_object(copy, "save the data set again", InputError)
 
-    return _select_saved(paths, read, lambda path: f"{setting} {storage.url(path) or path}")
+    def describe(path: PurePath) -> str:
+        return f"{setting} {storage.url(path) or path}"
+
+    if "arrow" in formats:
+        paths = _select_saved(paths, read, describe)
+    rows = [path for path in paths if _guess_format(storage, path) != "text"]
+    _check_one_split(storage.path, rows, describe(storage.path), storage.url(storage.path) or str(storage.path))
+    return paths
 
 
 def _find_left_out(storage: Storage) -> str | None:

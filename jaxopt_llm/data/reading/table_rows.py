@@ -141,7 +141,11 @@ def _read_rows(batch: Any, form: str, encoder: RowEncoder) -> Iterator[Encoded |
     import pyarrow
 
     decode = _json_decoder(pyarrow.struct(batch.schema))
-    for row in batch.to_pylist():
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="strict")  # a map, such as Spark writes, is an object
+    except (KeyError, ValueError) as error:  # a key of a map, or a field of a struct, twice
+        raise pyarrow.ArrowInvalid(error.args[0]) from error
+    for row in rows:
         try:
             row = _without_nulls(row)
             yield encoder.encode(decode(row) if decode else row, form, counts_columns=False)

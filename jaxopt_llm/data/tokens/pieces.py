@@ -582,7 +582,7 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 
     Each document becomes the tokenizer's prefix (BOS, if there is one), its tokens and the suffix (EOS), in the
     narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them. A prompt
-    gets no suffix.
+    gets no suffix. A text that spells them out, as a chat template wrote it, gets no second ones.
 
     Raises InputError if the tokenizer makes no token of a document of a pair.
     """
@@ -594,16 +594,14 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
         rows = None
         if batch[0].row is not None:
             rows = [document.row or b"" for document in batch]
-            begins = [prefix if document.spans is None else () for document in batch]
-            encoded = [
-                np.array([*begin, *ids], dtype) for begin, ids in zip(begins, tokenizer.encode(texts), strict=True)
-            ]
-            tokens, lengths = np.concatenate(encoded), np.array([ids.size for ids in encoded], np.int64)
-        elif batch[0].spans is None:
             encoded = tokenizer.encode(texts)
-            arrays = [array for ids in encoded for array in (prefix, ids, suffix)]
-            tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
-            lengths = np.array([len(prefix) + ids.size + len(suffix) for ids in encoded], np.int64)
+            framed = [
+                _frame(ids, prefix, ()) if document.spans is None else ((), ids, ())
+                for ids, document in zip(encoded, batch, strict=True)
+            ]
+            tokens, lengths = _join(framed, dtype)
+        elif batch[0].spans is None:
+            tokens, lengths = _join([_frame(ids, prefix, suffix) for ids in tokenizer.encode(texts)], dtype)
         else:
             encoded, offsets = zip(*tokenizer.encode_with_offsets(texts), strict=True)
             tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")
@@ -617,6 +615,21 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
         has_labels = batch[0].label is not None
         labels = np.array([document.label for document in batch], np.float32) if has_labels else None
         yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs, labels, rows)
+
+
+Framed = tuple[Sequence[int], NDArray[Any], Sequence[int]]
+
+
+def _frame(ids: NDArray[Any], prefix: tuple[int, ...], suffix: tuple[int, ...]) -> Framed:
+    """Return the ids of a text between those of the beginning and of the end that it does not have itself."""
+    begins, ends = tuple(ids[: len(prefix)]) == prefix, tuple(ids[max(0, ids.size - len(suffix)) :]) == suffix
+    return () if begins else prefix, ids, () if ends else suffix
+
+
+def _join(framed: Sequence[Framed], dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the ids of all texts, and the number of those of each text."""
+    tokens = np.concatenate([array for each in framed for array in each], dtype=dtype, casting="unsafe")
+    return tokens, np.array([sum(len(part) for part in each) for each in framed], np.int64)
 
 
 def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -326,6 +326,7 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("granite 3.3 8b", {"logits_scaling": 0}, "logits_scaling=0.0: must be above 0"),
         (
             "llama",
             {"model_type": "bert"},

@@ -220,13 +220,17 @@ def test_a_content_beside_calls_is_text(content: Any, config: DataConfig, tmp_pa
         learn(write(tmp_path / "a.jsonl", [row]), config)
 
 
-def test_the_parameters_of_a_tool_as_json_text(config: DataConfig, tmp_path: Path) -> None:
+def test_a_tool_and_its_parameters_as_json_text(config: DataConfig, tmp_path: Path) -> None:
     """Axolotl's files have them, because the types of parameters differ between rows."""
     parameters = {"type": "object", "properties": {}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": each}} for each in (parameters, "")]
     tools[1]["function"]["parameters"] = json.dumps(parameters)
     expected, found = (learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": [tool]}]), config) for tool in tools)
     assert found == expected and '"parameters": {"type": "object"' in found[0]
+    texts = [json.dumps(tools[0])]  # a whole tool, for the same reason
+    assert learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": texts}]), config) == expected
+    with pytest.raises(InputError, match="line 1: with a tool other than an object or its JSON text"):
+        learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": ["add"]}]), config)
     tools[1]["function"]["parameters"] = "object"
     with pytest.raises(InputError, match="line 1: with parameters other than an object"):
         learn(write(tmp_path / "a.jsonl", [{**GOOD, "tools": [tools[1]]}]), config)
@@ -291,7 +295,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "with a part of a message that has train or weight of its own",
     ),
     "openai's old call": (
-        {"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]},
+        {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
         "with a message that has the field function_call, write tool_calls instead",
     ),
     "a refusal": (

@@ -1,6 +1,7 @@
 """Arrow files, and the folders of `datasets.save_to_disk`: the same documents as in other formats."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,28 @@ def test_conversations_are_those_of_jsonl_and_parquet(chats: DataConfig, tmp_pat
         assert ids(path, chats) == expected
 
 
+def test_a_map_is_an_object(chats: DataConfig, tmp_path: Path) -> None:
+    """Spark and DuckDB write objects with any keys so; Arrow returns the pairs of one as a list."""
+    texts = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    function = pyarrow.struct({"name": pyarrow.string(), "arguments": texts})
+    calls = pyarrow.list_(pyarrow.struct({"function": function}))
+    message = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "tool_calls": calls})
+
+    def row(arguments: Any) -> dict[str, Any]:
+        called = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+        return {"messages": [{"role": "user", "content": "Add"}, called]}
+
+    def store(arguments: Any) -> Path:
+        table = pyarrow.Table.from_pylist([row(arguments)], pyarrow.schema({"messages": pyarrow.list_(message)}))
+        parquet.write_table(table, tmp_path / "a.parquet")
+        return tmp_path / "a.parquet"
+
+    expected = ids(write(tmp_path / "a.jsonl", [row({"x": "1", "y": "2"})]), chats)
+    assert ids(store({"x": "1", "y": "2"}), chats) == expected
+    with pytest.raises(InputError, match=r"a.parquet: the conversations cannot be read \(.*duplicate"):
+        ids(store([("x", "1"), ("x", "2")]), chats)
+
+
 @pytest.mark.parametrize("nested", ["messages", "tool_calls"])
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
 def test_values_that_datasets_stores_as_json_text(suffix: str, nested: str, chats: DataConfig, tmp_path: Path) -> None:
@@ -149,8 +172,36 @@ def test_of_several_splits_train_is_read(tmp_path: Path) -> None:
     (folder / "dataset_dict.json").write_text('{"splits": ["test", "validation"]}')
     with pytest.raises(InputError, match="saved: has the splits test, validation, and no train; name the folder of a"):
         found(folder)
+    shutil.rmtree(folder / "train")
     (folder / "dataset_dict.json").write_text('{"splits": ["test"]}')
-    assert f"test/{name}" in found(folder)
+    assert found(folder) == [f"test/{name}"]
+
+
+PUBLISHED = {
+    "beside each other": ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"),
+    "in folders": ("plain/train/0000.parquet", "plain/validation/0000.parquet"),
+    "of several tasks": ("train_sft.jsonl.gz", "eval_sft.jsonl.gz"),
+    "in a cache": ("chats-train-00000-of-00002.arrow", "chats-test.arrow"),
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_splits_of_a_published_folder_are_not_mixed(case: str, tmp_path: Path) -> None:
+    """Nor is the card that lies beside the data a document."""
+    for name in (*PUBLISHED[case], "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=r": has files of the splits .*train.*by a glob, such as") as error:
+        found(tmp_path)
+    pattern = str(error.value).partition("such as ")[2].strip("'")
+    assert [Path(pattern.partition("/**")[0], name).name for name in found(Path(pattern))] == [
+        Path(PUBLISHED[case][0]).name
+    ]
+    (tmp_path / PUBLISHED[case][1]).unlink()
+    assert found(tmp_path) == [PUBLISHED[case][0]]
+    (tmp_path / PUBLISHED[case][0]).unlink()
+    (tmp_path / "test.md").write_text("a page")
+    assert found(tmp_path) == ["README.md", "test.md"]  # a folder of texts
 
 
 @pytest.mark.parametrize("stream", [True, False])

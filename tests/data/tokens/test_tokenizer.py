@@ -1,6 +1,7 @@
 """Tokenizers: bytes, and a tokenizer.json."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,16 @@ def test_documents_lie_between_the_tokens_of_the_post_processor(
     piece = tokenize("x", [Document("x", b"the cat", b"x")], found)
     (text,) = found.encode([b"the cat"])
     assert piece.tokens.tolist() == [*found.prefix, *text, *found.suffix]
+
+    def spell(tokens: Sequence[int]) -> bytes:
+        return "".join(token for token in special_tokens if ids[token] in tokens).encode()
+
+    special_tokens = ("[gMASK]", "<s>", "</s>")
+    # As a chat template writes them: rows that were rendered before, and the prompts of `data.content=prompt`.
+    written = spell(found.prefix) + b"the cat" + spell(found.suffix)
+    assert tokenize("x", [Document("x", written, b"x")], found).tokens.tolist() == piece.tokens.tolist()
+    prompt = Document("x", spell(found.prefix) + b"the cat", b"x", row=b"{}")
+    assert tokenize("x", [prompt], found).tokens.tolist() == [*found.prefix, *text]
 
 
 def test_a_post_processor_that_repeats_the_text_is_refused(file: Path, tmp_path: Path) -> None:
