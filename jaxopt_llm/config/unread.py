@@ -164,6 +164,8 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("preference.*", f"training.objective={objective}", not config.training.pairs),
         ("distillation.*", f"training.objective={objective}", not config.training.distills),
         ("grpo.*", f"training.objective={objective}", not config.training.draws),
+        ("preference.function", f"training.objective={objective}", objective not in ("dpo", "cpo")),
+        ("preference.label_smoothing", "preference.function", bool(config.preference.function)),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
         (
