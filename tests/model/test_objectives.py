@@ -84,24 +84,25 @@ def test_weights_are_the_derivative(name: str) -> None:
     assert float(-jnp.sum(weights * direction)) == pytest.approx(float(after - before) / (2 * step), rel=2e-3)
 
 
-def test_a_function_may_have_an_infinite_derivative_where_no_pair_ends(tmp_path: Path) -> None:
-    """apo_zero of docs/preferences.md, with a term whose derivative is infinite for an answer without tokens."""
+def test_a_function_may_be_infinite_where_no_pair_ends(tmp_path: Path) -> None:
+    """apo_zero of docs/preferences.md, with a term that is infinite for an answer without tokens."""
     text = (Path(__file__).parents[2] / "docs/preferences.md").read_text()
     file = tmp_path / "losses.py"
     file.write_text(re.search(r"```python\n(# losses.py.*?)```", text, re.DOTALL)[1])  # type: ignore[index]
     with file.open("a") as added:
-        added.write("def rooted(chosen, rejected):\n    losses, more = apo_zero(chosen, rejected)\n")
-        added.write("    return losses + jax.numpy.sqrt(-rejected.log_probability), more\n")
+        added.write("def divided(chosen, rejected):\n    losses, more = apo_zero(chosen, rejected)\n")
+        added.write("    return losses + chosen.gain / rejected.tokens, more\n")
     batch = toy.pairs(2, 40)
     found = jnp.asarray(-np.random.default_rng(1).exponential(1.0, batch.tokens.shape), jnp.float32)
-    objective = make_preference("dpo", replace(PreferenceConfig(), function=f"{file}:rooted"))
+    objective = make_preference("dpo", replace(PreferenceConfig(), function=f"{file}:divided"))
     weights, reported = objective.weigh_tokens(found, batch)
     total, ups = 0.0, 0.0
     for row in range(2):
         for pair in range(int(batch.segment_ids[row].max()) // 2):
             answers = [(batch.segment_ids[row] == 2 * pair + 1 + side) & batch.loss_mask[row] for side in (0, 1)]
-            up, down = (1 / (1 + np.exp(-0.1 * (found[row] - batch.reference[row])[each].sum())) for each in answers)
-            total, ups = total + 1 - up + down + np.sqrt(-found[row][answers[1]].sum()), ups + up
+            gains = [(found[row] - batch.reference[row])[each].sum() for each in answers]
+            up, down = (1 / (1 + np.exp(-0.1 * gain)) for gain in gains)
+            total, ups = total + 1 - up + down + gains[0] / answers[1].sum(), ups + up
     assert float(reported[0]) == pytest.approx(float(total), rel=1e-5)
     pairs = int(objective.count(batch))
     assert float(split_loss(objective, reported / pairs)[1]["up"]) == pytest.approx(float(ups) / pairs, rel=1e-5)
