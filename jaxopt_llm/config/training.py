@@ -324,6 +324,9 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 
 @dataclass(frozen=True)
 class PreferenceConfig:
+    function: str = ""
+    """With training.objective dpo, or cpo without a reference: a function of the recipe in place of the formula,
+    FILE:FUNCTION (docs/preferences.md)."""
     beta: float = setting(0.1, bounds=POSITIVE)
     """Strength of the preference (TRL: beta). simpo wants about 2."""
     label_smoothing: float = setting(0.0, bounds=SHARE)

@@ -12,19 +12,18 @@ import contextlib
 import json
 import math
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import InputError, describe_error
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.functions import describe_failure, load_functions
 
 RESERVED = ("mean", "std", "equal_groups")  # names of metrics beside those of the functions (run/rollouts.py)
 START_SECONDS = 120.0  # time limit of the start, which imports the user's files
@@ -114,22 +113,11 @@ def check_rewards(config: Config) -> None:
         Rewards(config.rollouts.rewards, config.rollouts.reward_seconds).close()
 
 
-def load_functions(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by their names, of which each is FILE:FUNCTION.
-
-    Raises:
-        InputError: there is no such file or function.
-    """
-    found, modules = {}, dict[str, Mapping[str, Any]]()
-    for each in names:
-        file, _, name = each.rpartition(":")
-        if not Path(file).is_file():
-            raise InputError(f"{each}: no such file")
-        if file not in modules:
-            modules[file] = runpy.run_path(file)
-        function = modules[file].get(name)
-        if not callable(function):
-            raise InputError(f"{each}: the file defines no function {name}")
+def _load(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Return the functions by their names without the file."""
+    found = dict[str, Callable[..., Any]]()
+    for each, function in zip(names, load_functions(names), strict=True):
+        name = each.rpartition(":")[2]
         if name in found or name in RESERVED:
             taken = "a metric of all rewards" if name in RESERVED else "another function"
             raise InputError(f"{each}: {taken} has the same name; rename the function")
@@ -150,14 +138,6 @@ def _check(name: str, values: Any, count: int) -> list[float | None]:
     return numbers
 
 
-def _describe(error: BaseException) -> str:
-    """Return an error of a user's function in one line, with the place where it was raised."""
-    if isinstance(error, InputError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: {type(error).__name__}: {describe_error(error)}"
-
-
 def main() -> int:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what functions print goes to the screen
@@ -166,14 +146,14 @@ def main() -> int:
         try:
             answer = {"found": compute()}
         except Exception as error:  # functions of the user raise anything
-            answer = {"error": _describe(error)}
+            answer = {"error": describe_failure(error)}
         print(json.dumps(answer), file=replies, flush=True)
         return "found" in answer
 
     functions: dict[str, Callable[..., Any]] = {}
 
     def load() -> list[str]:
-        functions.update(load_functions(sys.argv[1:]))
+        functions.update(_load(sys.argv[1:]))
         return list(functions)
 
     alive = reply(load)

@@ -46,7 +46,7 @@ from jaxopt_llm.model.objectives import NextToken, Objective
 from jaxopt_llm.model.objectives.distillation import Distillation
 from jaxopt_llm.model.objectives.grpo import Grpo
 from jaxopt_llm.model.objectives.judged import Judged
-from jaxopt_llm.model.objectives.preference import Preference
+from jaxopt_llm.model.objectives.preference import make_preference
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
@@ -487,7 +487,7 @@ def _make_objective(config: Config, teacher: Teacher | None, stored: StoredTeach
         return Classify(config.model.scores)
     if name == KTO:
         return Judged(config.preference)
-    return Preference(name, config.preference) if config.training.pairs else NextToken()
+    return make_preference(name, config.preference) if config.training.pairs else NextToken()
 
 
 def utilisation_per_token(config: Config, program: Program, placement: Placement) -> dict[str, float]:

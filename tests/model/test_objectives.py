@@ -1,5 +1,10 @@
 """Objectives over pairs against their papers' formulas, document by document in NumPy."""
 
+import contextlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +12,9 @@ import pytest
 import toy
 
 from jaxopt_llm.config import PreferenceConfig
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.model.objectives import split_loss, weigh_tokens
-from jaxopt_llm.model.objectives.preference import REPORTED, Preference
+from jaxopt_llm.model.objectives.preference import REPORTED, Preference, make_preference
 
 SETTINGS = PreferenceConfig(beta=0.3, label_smoothing=0.1, margin=0.4, nll_weight=0.7)
 NAMES = ("dpo", "ipo", "hinge", "cpo", "simpo", "orpo")
@@ -78,6 +84,49 @@ def test_weights_are_the_derivative(name: str) -> None:
         weigh_tokens(objective.sum_losses, found + sign * step * direction, batch)[1][0] for sign in (1, -1)
     )
     assert float(-jnp.sum(weights * direction)) == pytest.approx(float(after - before) / (2 * step), rel=2e-3)
+
+
+def test_a_function_may_be_infinite_where_no_pair_ends(tmp_path: Path) -> None:
+    """apo_zero of docs/preferences.md, with a term that is infinite for an answer without tokens."""
+    text = (Path(__file__).parents[2] / "docs/preferences.md").read_text()
+    file = tmp_path / "losses.py"
+    file.write_text(re.search(r"```python\n(# losses.py.*?)```", text, re.DOTALL)[1])  # type: ignore[index]
+    with file.open("a") as added:
+        added.write("def divided(chosen, rejected):\n    losses, more = apo_zero(chosen, rejected)\n")
+        added.write("    return losses + chosen.gain / rejected.tokens, more\n")
+    batch = toy.pairs(2, 40)
+    found = jnp.asarray(-np.random.default_rng(1).exponential(1.0, batch.tokens.shape), jnp.float32)
+    objective = make_preference("dpo", replace(PreferenceConfig(), function=f"{file}:divided"))
+    weights, reported = weigh_tokens(objective.sum_losses, found, batch)
+    total, ups = 0.0, 0.0
+    for row in range(2):
+        for pair in range(int(batch.segment_ids[row].max()) // 2):
+            answers = [(batch.segment_ids[row] == 2 * pair + 1 + side) & batch.loss_mask[row] for side in (0, 1)]
+            gains = [(found[row] - batch.reference[row])[each].sum() for each in answers]
+            up, down = (1 / (1 + np.exp(-0.1 * gain)) for gain in gains)
+            total, ups = total + 1 - up + down + gains[0] / answers[1].sum(), ups + up
+    assert float(reported[0]) == pytest.approx(float(total), rel=1e-5)
+    pairs = int(objective.count(batch))
+    assert float(split_loss(objective, reported / pairs)[1]["up"]) == pytest.approx(float(ups) / pairs, rel=1e-5)
+    assert np.isfinite(weights).all() and np.abs(weights).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return chosen.gain", "must return \\(the loss of each pair, "),
+        ("return chosen.gain.sum(), {}", r"the loss is float32\[\] for arguments float32\[2, 3\]"),
+        ("return chosen.gain, {'up': 1.0}", "up is float"),
+        ("return chosen.gain, {'rewards/margin': chosen.gain}", "rewards/margin is a metric of every run"),
+        ("return chosen.score, {}", "losses.py, line 2: AttributeError: 'Answer' object has no attribute 'score'"),
+        ("return -chosen.gain, {}", ""),
+    ],
+)
+def test_a_function_must_return_a_loss_for_each_pair(body: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(f"def lose(chosen, rejected):\n    {body}\n")
+    settings = replace(PreferenceConfig(), function=f"{tmp_path / 'losses.py'}:lose")
+    with contextlib.nullcontext() if not message else pytest.raises(InputError, match=message):
+        make_preference("dpo", settings)
 
 
 def test_padding_and_other_documents_change_nothing() -> None:

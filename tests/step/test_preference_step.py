@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -157,6 +158,24 @@ def test_log_probabilities_of_the_corpus_take_the_place_of_the_forward(
         expected = [each[name] for each in on_one_device[:3]]
         assert [each[name] for each in found] == pytest.approx(expected, rel=2e-4, abs=1e-5)
     assert found[2]["rewards/margin"] > 0.05
+
+
+@pytest.mark.parametrize("mesh", [None, "stages"])
+def test_a_function_takes_the_place_of_the_formula(
+    mesh: str | None, on_one_device: list[dict[str, float]], tmp_path: Path
+) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "import jax\n"
+        "def dpo(chosen, rejected):\n"
+        "    margin = 0.1 * (chosen.gain - rejected.gain)\n"
+        "    return -jax.nn.log_sigmoid(margin), {'margin': 7 * margin}\n"
+    )
+    found = train(3, **{"preference.function": f"{file}:dpo"}, **(ON_MESHES[mesh] if mesh else {}))
+    for name in ("loss", "grad_norm", "rewards/margin"):
+        expected = [each[name] for each in on_one_device[:3]]
+        assert [each[name] for each in found] == pytest.approx(expected, rel=2e-4, abs=1e-5)
+    assert found[2]["margin"] == pytest.approx(7 * found[2]["rewards/margin"], rel=1e-5)
 
 
 def test_judged_answers_are_learned_with_either_reference() -> None:

@@ -18,16 +18,21 @@ reference model, and |c| and |r| the numbers of tokens that count:
 The odds of a mean log-probability p are exp(p)/(1 - exp(p)). With `label_smoothing` ε, -log σ(h) is replaced by
 -(1 - ε)·log σ(h) - ε·log σ(-h). `nll_weight`·(-c/|c|) is added to any of them.
 
+A function of the user can stand in place of the formula of dpo or cpo.
+
 Letters: B batch, S sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.config.training import WITH_REFERENCE, PreferenceConfig
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.core.functions import describe_failure, load_functions
 from jaxopt_llm.core.tree import Leaf
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.head import Head
@@ -45,12 +50,45 @@ REPORTED = (
 )
 
 
+class Answer(NamedTuple):
+    """An answer of each of many pairs: arrays of one shape.
+
+    log_probability: sum over its tokens.
+    tokens: their number, float32.
+    reference: the sum of their log-probabilities by the reference model; 0 without one.
+    """
+
+    log_probability: Leaf
+    tokens: Leaf
+    reference: Leaf
+
+    @property
+    def gain(self) -> Leaf:
+        """Log-probability relative to the reference."""
+        return self.log_probability - self.reference
+
+    @property
+    def mean(self) -> Leaf:
+        """Log-probability per token."""
+        return self.log_probability / jnp.maximum(self.tokens, 1)
+
+
+# (chosen, rejected) -> (the loss of each pair, other numbers of each pair by the names of their metrics)
+PairLoss = Callable[[Answer, Answer], tuple[jax.Array, dict[str, jax.Array]]]
+
+
 @dataclass(frozen=True)
 class Preference:
-    """An objective over pairs. name: one of the formulas above. settings: their numbers."""
+    """An objective over pairs.
+
+    name: one of the formulas above. settings: their numbers.
+    function: loss in place of the formula. metrics: names of the numbers that it returns beside the loss.
+    """
 
     name: str
     settings: PreferenceConfig
+    function: PairLoss | None = None
+    metrics: tuple[str, ...] = ()
 
     @property
     def needs_reference(self) -> bool:
@@ -64,48 +102,79 @@ class Preference:
         return head.cross_entropy(weights, loss_weight)[0], reported
 
     def name_metrics(self, means: Any) -> dict[str, Any]:
-        named = dict(zip(REPORTED[1:], means[1:], strict=True))
+        named = dict(zip((*REPORTED[1:], *self.metrics), means[1:], strict=True))
         return named | {"rewards/margin": named["rewards/chosen"] - named["rewards/rejected"]}
 
     def sum_losses(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return the objective and REPORTED, summed over pairs.
+        """Return the objective, and REPORTED with the function's metrics, summed over pairs.
 
         log_probabilities: of the targets, [B, S]. batch: fields [B, S].
         """
-        chosen, rejected = sum_sides(log_probabilities, batch)
-        lengths = sum_sides(jnp.ones_like(log_probabilities), batch)
-        means = chosen / jnp.maximum(lengths[0], 1), rejected / jnp.maximum(lengths[1], 1)
-        if self.needs_reference:
-            assert batch.reference is not None
-            of_reference = sum_sides(batch.reference, batch)
-        else:
-            of_reference = jnp.zeros_like(chosen), jnp.zeros_like(rejected)
-        gains = chosen - of_reference[0], rejected - of_reference[1]
-        losses = self._lose(gains, means, lengths) - self.settings.nll_weight * means[0]
-        rewards = tuple(self.settings.beta * each for each in (means if self.name in BY_MEANS else gains))
-        reported = (losses, *rewards, (rewards[0] > rewards[1]).astype(jnp.float32), chosen, rejected)
+        of_reference = batch.reference if self.needs_reference else jnp.zeros_like(log_probabilities)
+        assert of_reference is not None
+        values = log_probabilities, jnp.ones_like(log_probabilities), of_reference
         is_end = find_pair_ends(batch)
+        # Elsewhere numbers that no formula and none of its derivatives turns into infinity.
+        chosen, rejected = (
+            Answer(*(jnp.where(is_end, total, fill) for total, fill in zip(side, (-1.0, 1.0, -1.0), strict=True)))
+            for side in zip(*(sum_sides(each, batch) for each in values), strict=True)
+        )
+        losses, metrics = self.function(chosen, rejected) if self.function else (self._lose(chosen, rejected), {})
+        losses = losses - self.settings.nll_weight * chosen.mean
+        rewards = [
+            self.settings.beta * (each.mean if self.name in BY_MEANS else each.gain) for each in (chosen, rejected)
+        ]
+        is_right = (rewards[0] > rewards[1]).astype(jnp.float32)
+        of_sides = chosen.log_probability, rejected.log_probability
+        reported = (losses, *rewards, is_right, *of_sides, *(metrics[name] for name in self.metrics))
         sums = jnp.stack([jnp.sum(jnp.where(is_end, each, 0.0)) for each in reported])
         return sums[0], jax.lax.stop_gradient(sums)
 
-    def _lose(self, gains: tuple[Leaf, Leaf], means: tuple[Leaf, Leaf], lengths: tuple[Leaf, Leaf]) -> jax.Array:
-        """Return the loss of each pair; see the formulas. gains: c - c' and r - r'."""
+    def _lose(self, chosen: Answer, rejected: Answer) -> jax.Array:
+        """Return the loss of each pair; see the formulas."""
         beta, smoothing = self.settings.beta, self.settings.label_smoothing
         if self.name == "ipo":
-            chosen, rejected = (gain / jnp.maximum(length, 1) for gain, length in zip(gains, lengths, strict=True))
-            return jnp.square(chosen - rejected - 1 / (2 * beta))
-        margin = beta * (gains[0] - gains[1])
+            gains = [each.gain / jnp.maximum(each.tokens, 1) for each in (chosen, rejected)]
+            return jnp.square(gains[0] - gains[1] - 1 / (2 * beta))
+        margin = beta * (chosen.gain - rejected.gain)
         if self.name == "hinge":
             return jax.nn.relu(1 - margin)
         scale, offset = 1.0, 0.0
         if self.name == "simpo":
-            margin = beta * (means[0] - means[1]) - self.settings.margin
+            margin = beta * (chosen.mean - rejected.mean) - self.settings.margin
         if self.name == "orpo":
             # A mean of 0 is a probability of 1, whose odds are infinite.
-            chosen, rejected = (mean - jnp.log1p(-jnp.exp(jnp.minimum(mean, -1e-6))) for mean in means)
-            margin, scale, offset = chosen - rejected, beta, -means[0]
+            odds = [each.mean - jnp.log1p(-jnp.exp(jnp.minimum(each.mean, -1e-6))) for each in (chosen, rejected)]
+            margin, scale, offset = odds[0] - odds[1], beta, -chosen.mean
         of_sides = (1 - smoothing) * jax.nn.log_sigmoid(margin) + smoothing * jax.nn.log_sigmoid(-margin)
         return offset - scale * of_sides
+
+
+def make_preference(name: str, settings: PreferenceConfig) -> Preference:
+    """Return an objective over pairs, with the function of the user if the settings name one.
+
+    Raises:
+        InputError: there is no such function, it fails, or it returns something else than a PairLoss.
+    """
+    if not settings.function:
+        return Preference(name, settings)
+    (function,), numbers = load_functions([settings.function]), jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    where = f"preference.function={settings.function}"
+    try:
+        found = jax.eval_shape(function, Answer(numbers, numbers, numbers), Answer(numbers, numbers, numbers))
+    except Exception as error:
+        raise InputError(f"{where}: {describe_failure(error)}") from error
+    form = "must return (the loss of each pair, {name of a metric: its number for each pair}), arrays as its arguments"
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise InputError(f"{where}: {form}")
+    arrays = {"the loss": found[0], **found[1]}
+    for each, array in arrays.items():
+        if getattr(array, "shape", None) != numbers.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            got = f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else type(array).__name__
+            raise InputError(f"{where}: {form}; {each} is {got} for arguments float32{list(numbers.shape)}")
+    if taken := sorted({"loss", "rewards/margin", *REPORTED} & set(found[1])):
+        raise InputError(f"{where}: {taken[0]} is a metric of every run; give it another name")
+    return Preference(name, settings, function, tuple(found[1]))
 
 
 def count_pairs(batch: Batch) -> jax.Array:
