@@ -242,7 +242,7 @@ def _open_reference(name: str, config: DataConfig, tokenizer: Tokenizer) -> "Ref
 def _write_log_probabilities(
     reference: "Reference", config: DataConfig, directory: Path, dtype: str, console: Console
 ) -> dict[str, Any]:
-    """Write those of a reference model, or complete them. Return what the manifest says of them."""
+    """Write the log-probabilities of a reference model, or complete them. Return their entry of the manifest."""
     from jaxopt_llm.inference.reference import complete_corpus
     from jaxopt_llm.planning import oom
 

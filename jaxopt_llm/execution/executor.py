@@ -42,7 +42,7 @@ class Executor:
     batch: fields [M, B, S], M microbatches.
     loss_weight: float32 scalar, 1 / tokens for the gradient of the mean, times the loss scale if there is one.
 
-    The loss is that of `Model.loss`, summed over `Objective.count` tokens or pairs. The gradients are those of
+    The loss is `Model.loss`, summed over `Objective.count` tokens or pairs. The gradients are those of
     the objective, d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable). With gradient groups they
     have the sharding of the masters, otherwise `zero.gradient_sharding`.
     """
