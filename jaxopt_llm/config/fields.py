@@ -85,7 +85,7 @@ def can_allow(name: str, old: Config, new: Config) -> bool:
 
 
 def list_changes(old: Config, new: Config) -> list[str]:
-    """List the settings that differ between two configurations, without those of the machine and of the resume."""
+    """List the settings that differ between two configurations, without settings of the machine and of the resume."""
     ignored = ("run.directory", "run.allow_change", "distributed.")
     names = (name for name in FIELDS if not name.startswith(ignored))
     return [name for name in names if get_field(old, name) != get_field(new, name)]

@@ -159,11 +159,11 @@ class RopeConfig:
 @dataclass(frozen=True)
 class MLAConfig:
     kv_rank: int = setting(0, resume="never", bounds=NON_NEGATIVE)
-    """Size of the latent vector from which keys and values are projected (multi-head latent attention, MLA, of
+    """Size of the latent vector that keys and values are projected from (multi-head latent attention, MLA, of
     DeepSeek-V2: kv_lora_rank). Generation caches only this vector and rotary_head_dim values per token. 0 = keys and
     values are projected from the residual stream."""
     query_rank: int = setting(0, resume="never", bounds=NON_NEGATIVE)
-    """With kv_rank: size of the latent vector from which queries are projected (q_lora_rank). 0 = queries are projected
+    """With kv_rank: size of the latent vector that queries are projected from (q_lora_rank). 0 = queries are projected
     from the residual stream."""
     rotary_head_dim: int = setting(16, resume="never", bounds=AT_LEAST_ONE)
     """With kv_rank: size of the last part of each query and key head, the only one that RoPE rotates. All heads share
@@ -312,7 +312,7 @@ class ModelConfig:
     random initial parameters."""
     family: str = setting("", resume="never", in_pretrained=False)
     """Family that the Hugging Face folder of `pretrained` is read as, by its model_type, such as llama, if this program
-    does not know the folder's own model_type. An error says which family fits. Empty = that of the folder."""
+    does not know the folder's own model_type. An error says which family fits. Empty = the folder's own."""
     resize_vocabulary: int = setting(0, resume="never", in_pretrained=False, bounds=NON_NEGATIVE)
     """Number of token ids after rows are added to the tables of the model that `pretrained` names, for a tokenizer with
     more tokens. Each added row is the mean of the others (Hewitt 2021). 0 = as many as the model has."""

@@ -229,7 +229,7 @@ class Config:
     watchdog: WatchdogConfig = section(WatchdogConfig, resume="freely")
 
     def __new__(cls, *sections: Any, **named: Any) -> "Config":
-        """Refuse the names of settings in place of those of sections.
+        """Refuse names of settings where names of sections are expected.
 
         Raises:
             InputError: there is no section of that name.

@@ -78,7 +78,7 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def trace_like(jaxpr: Jaxpr, function: Callable[..., Any]) -> ClosedJaxpr:
-    """Trace a function of arguments like those of a jaxpr."""
+    """Trace a function of arguments of the same shapes and dtypes as a jaxpr's."""
     return jax.make_jaxpr(function)(*(_abstract(var) for var in jaxpr.invars))
 
 

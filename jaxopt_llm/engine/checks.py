@@ -251,7 +251,7 @@ def _find_wide_products(closed: ClosedJaxpr, uses: Sequence[Sequence[Use]], comp
         )
 
 
-# --- Arrays that a loss closes over although they change: those of another engine
+# --- Arrays that a loss closes over although they change: arrays of another engine
 #
 # JAX reads such an array once, when the loss is traced. The compiled step then keeps this value, whatever that engine
 # does.
@@ -268,7 +268,7 @@ def register_engine(engine: Any, list_arrays: Callable[[Any], list[Any]]) -> Non
 
 
 def register_returned(arrays: Iterable[jax.Array]) -> None:
-    """Remember arrays that an engine returns to its user as those of its model."""
+    """Remember arrays that an engine returns to its user as its model."""
     _returned.update((id(array), array) for array in arrays if isinstance(array, jax.Array))
 
 

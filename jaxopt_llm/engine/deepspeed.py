@@ -68,7 +68,7 @@ def get_section(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def normalise_type(section: str, name: Any) -> str:
-    """Return the type of an optimizer in lower case, because DeepSpeed compares it so, or that of a scheduler."""
+    """Return the type of a scheduler as it is, and of an optimizer in lower case, as DeepSpeed compares it."""
     return str(name).lower() if section == "optimizer" else str(name)
 
 
@@ -544,7 +544,7 @@ def read_deepspeed(settings: Any, source: str, devices: int | None = None, rows:
     Args:
         settings: the parsed JSON.
         source: name of the file, for messages.
-        devices: number of devices, of which those of no other axis become mesh.fsdp. None: mesh.fsdp stays 1.
+        devices: number of devices; those on no other axis become mesh.fsdp. None: mesh.fsdp stays 1.
         rows: rows of a batch, which stand for batch sizes that the file leaves open. None: not known.
 
     Raises:
@@ -577,7 +577,7 @@ def _replace_old_forms(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choose_keys(settings: dict[str, Any]) -> Keys:
-    """Return the known keys: `KEYS`, and those of the file's optimizer, scheduler and precision."""
+    """Return the known keys: `KEYS`, and the keys of the file's optimizer, scheduler and precision."""
     keys = dict(KEYS)
     for section, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         parameters = kinds.get(normalise_type(section, get_section(settings, section).get("type")))

@@ -14,7 +14,7 @@ class Maps:
     """A key with an equivalent.
 
     Attributes:
-        settings: our settings. A list has one entry for each of them; another value is that of all of them.
+        settings: our settings. A list has one entry for each of them; any other value applies to all of them.
         note: difference in meaning.
         values: our value for each value of DeepSpeed's. None: they are equal.
         otherwise: what to do with another value than those of `values`.

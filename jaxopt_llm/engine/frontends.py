@@ -86,7 +86,7 @@ def _read(form: str | np.dtype[Any] | None, leaf: Any) -> jax.Array:
 
 
 Loss = Callable[[Any, Any], Any]  # (model, batch) -> see `normalise_loss`
-RNG = "rng_count"  # the variable by which a Linen model draws other random numbers at every call
+RNG = "rng_count"  # the variable that makes a Linen model draw other random numbers at every call
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class LossParts:
     metrics: dict[str, Any]
 
     def join(self) -> "LossParts":
-        """Return the parts of several batches together, from those of each, [N, ...]."""
+        """Return the parts of several batches together, from each batch's parts, [N, ...]."""
         return LossParts(self.total.sum(axis=0), self.count.sum(axis=0), join_metrics(self.metrics, self.count))
 
     def mean(self) -> Any:
@@ -246,7 +246,7 @@ def _normalise_metric(name: str, metric: Any, count: jax.Array) -> Any:
     """Return a metric in float32: a `Metric`, or a plain scalar.
 
     Args:
-        count: that of the loss.
+        count: count of the loss.
     """
 
     def scalar(value: Any) -> jax.Array:
@@ -289,7 +289,7 @@ def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
     """Return nested dicts of leaves by their paths.
 
     Raises:
-        InputError: a path is that of two leaves, or begins another one.
+        InputError: two leaves have one path, or a path begins another one.
     """
     nested: dict[str, Any] = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -482,7 +482,7 @@ class LinenFrontend(Frontend):
 
 @contextlib.contextmanager
 def _record_sown() -> Iterator[set[str]]:
-    """Collect the names of the collections to which `sow` writes. Linen has no hook for it."""
+    """Collect the names of the collections that `sow` writes to. Linen has no hook for it."""
     found: set[str] = set()
     sow = linen.Module.sow
 
@@ -505,7 +505,7 @@ def _keep_used(example: Any, initialization: Jaxpr) -> Any:
         initialization: of the arrays of the example.
 
     Raises:
-        InputError: the initial values depend on an array of which only the shape is given.
+        InputError: the initial values depend on an array that is given only by its shape.
     """
     _, used = partial_eval.dce_jaxpr(initialization, [True] * len(initialization.outvars))
     kept = []

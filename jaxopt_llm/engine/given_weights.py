@@ -1,4 +1,4 @@
-"""Initial parameters of an engine from arrays of the user's, of which each device's shard is read by itself."""
+"""Initial parameters of an engine from the user's arrays. Each device's shard is read by itself."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """LanguageModel: the decoder as functions of its parameters, for losses that are written by users.
 
-The forward is that of the trainer's own decoder, over plain arrays and without a placement. Traced by an engine, its
+The forward is the trainer's own decoder, over plain arrays and without a placement. Traced by an engine, its
 jaxpr has a `dot_general` for each product with a weight and a scan over each segment of layers, so the engine divides,
 gathers, adapts and quantises the weights as the decoder's own executors do.
 """
@@ -178,7 +178,7 @@ class LanguageModel:
     ) -> jax.Array:
         """Return the log-probability of each next token, float32 [batch, sequence].
 
-        Entry s is that of token s + 1 after tokens up to s. It is 0 if token s + 1 does not exist or belongs to another
+        Entry s is for token s + 1 after tokens up to s. It is 0 if token s + 1 does not exist or belongs to another
         document. The logits of one chunk exist at a time, and the backward computes them again.
 
         Args:
@@ -348,7 +348,7 @@ class FolderWeight:
         return self.folder.dtype(self.path)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Read the part at an index for each dimension: slices, and a number or a slice for that of the layers."""
+        """Read the part at an index for each dimension: slices, and for the layers' dimension a number or a slice."""
         leading = self.spec.leading
         layers = np.arange(self.shape[0])[index[0]] if leading else np.zeros((), np.int64)
         ranges = [range(size)[part] for size, part in zip(self.shape[leading:], index[leading:], strict=True)]

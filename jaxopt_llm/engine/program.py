@@ -396,7 +396,7 @@ def _describe_exact_sums(model: UserModel, trained: Params, placement: Placement
 
 
 def _make_whole_optimizer(job: Job, model: UserModel) -> WholeOptimizer | None:
-    """Return the optimizer of the user; None for that of the configuration."""
+    """Return the optimizer of the user; None: the configuration names it."""
     if job.transformation is None:
         return None
 

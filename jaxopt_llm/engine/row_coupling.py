@@ -1,7 +1,7 @@
 """Products between rows of a batch, found in the jaxpr of a loss.
 
-The gradients of microbatches add up to those of the batch only if the loss is a mean, or a sum, over rows. A
-contrastive loss compares each row with all others, so the loss of a microbatch has other terms than that of the batch.
+The gradients of microbatches add up to the batch's only if the loss is a mean, or a sum, over rows. A
+contrastive loss compares each row with all others, so a microbatch's loss has other terms than the batch's.
 
 A walk of the jaxpr follows the dimensions that count the rows. Three things couple rows:
 
@@ -50,7 +50,7 @@ class _Value:
     rows: its dimensions that count rows.
     looped: whether it belongs to the row of one iteration of a loop over rows.
     batch, trained: whether it depends on the batch, and on the parameters.
-    product: a product that summed over rows, of which this is a function; None if this has rows of its own.
+    product: a product that summed over rows, if this is a function of it; None if this has rows of its own.
     linear: whether it is a linear function of the product.
     exponential: whether it is a linear function of exponentials that depend on the parameters. Without rows of its own,
         it is one of their sum over rows.
@@ -73,7 +73,7 @@ _CONSTANT = _Value()
 
 
 def check_loss_over(loss_over: LossOver | None, accumulation: int, model: UserModel, have_rows: Sequence[bool]) -> None:
-    """Raise InputError if the loss of a batch is not that of its microbatches.
+    """Raise InputError if the loss of a batch is not the sum or mean over its microbatches.
 
     Args:
         loss_over: see `initialize`.
@@ -227,7 +227,7 @@ def _find_inner(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def _follow(eqn: JaxprEqn, inputs: Sequence[_Value], result: _Value) -> _Value:
-    """Complete the description of a result, which has its rows, from those of the inputs."""
+    """Complete the description of a result, which has its rows, from the inputs' descriptions."""
     looped, batch, trained = (any(getattr(value, name) for value in inputs) for name in ("looped", "batch", "trained"))
     exponential = _is_exponential(eqn, inputs, result)
     made = replace(result, looped=looped, batch=batch, trained=trained, exponential=exponential)
@@ -269,7 +269,7 @@ def _sums_trained_rows(eqn: JaxprEqn, inputs: Sequence[_Value]) -> bool:
 
 
 def _keep_rows(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
-    """Return the rows of an operation whose dimensions are those of its operands, as elementwise ones and slices."""
+    """Return the rows of an operation that keeps the dimensions of its operands: elementwise, or a slice."""
 
     def keep(shape: tuple[int, ...]) -> Rows:
         rows: Rows = {}

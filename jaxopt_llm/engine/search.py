@@ -1,6 +1,6 @@
 """Search for the fastest settings of an engine on GPUs that need not exist.
 
-The search is that of `plan --search` (planning/search/ranking.py): arithmetic discards and orders settings, and the
+The search is `plan --search`'s (planning/search/ranking.py): arithmetic discards and orders settings, and the
 compiler decides. What differs is where the arithmetic comes from: the trace of the user's loss gives the
 FLOPs, and the bytes that grow with the rows; the shardings give all that concerns parameters. Compiled settings are
 ranked by the time that `Engine.plan` prints.
@@ -127,7 +127,7 @@ def _are_alike(one: Jaxpr, other: Jaxpr) -> bool:
 
 
 def _pair_sizes(one: Jaxpr, other: Jaxpr) -> Iterator[tuple[Any, int]]:
-    """Yield the variables of a jaxpr, with the bytes by which they are larger in one that is alike."""
+    """Yield the variables of a jaxpr, and how many bytes larger each is in a second jaxpr of the same form."""
     yield from zip(one.invars, map(_count_growth, one.invars, other.invars), strict=True)
     for first, second in zip(one.eqns, other.eqns, strict=True):
         yield from zip(first.outvars, map(_count_growth, first.outvars, second.outvars), strict=True)
@@ -285,7 +285,7 @@ def _as_key(atom: Any) -> Any:
 
 
 def _count_flops(eqn: JaxprEqn) -> float:
-    """Return the FLOPs of a product or a convolution, without those of zeros between the values of a dilated input."""
+    """Return the FLOPs of a product or a convolution; zeros between the values of a dilated input do not count."""
     right, result = typeof(eqn.invars[1]).shape, math.prod(typeof(eqn.outvars[0]).shape)
     zeros = math.prod(eqn.params.get("lhs_dilation", ()))
     return 2 * result * math.prod(right[dim] for dim in _list_contracted(eqn)[1]) / zeros
@@ -454,7 +454,7 @@ class _Space:
 
     @functools.cached_property
     def may_accumulate(self) -> bool:
-        """True if the loss of a batch is that of its microbatches, or if the user accepts that it is not."""
+        """True if microbatches give the loss of the batch, or if the user accepts that they do not."""
         program = _make_alone(_with(self.job, policy=self.policies[0]))
         try:
             check_loss_over(self.job.loss_over, 2, program.model, self.job.have_rows)

@@ -95,7 +95,7 @@ class Steps:
         self.jobs = {each.loss_name: each for each in job.losses}
         self._processes, self._devices = processes, devices
         self._steps: dict[tuple[str, Shapes], ShapedStep] = {}
-        self._first: dict[str, ShapedStep] = {}  # those of the examples, by loss
+        self._first: dict[str, ShapedStep] = {}  # the steps of the examples, by loss
         self._evaluated: set[tuple[str, Shapes]] = set()
         self._places: dict[tuple[str, Shapes, bool], BatchPlaces] = {}
         self._rows: dict[str, BatchRows] = {}

@@ -126,8 +126,8 @@ _PRODUCTS = 2  # of a block: rematerialising a single product saves nothing but 
 def name_blocks(parameters: Sequence[ArrayInfo], uses: Sequence[Sequence[Use]]) -> tuple[str, ...]:
     """Return the name of each parameter's block, such as `layers/3`; "" for a parameter of none.
 
-    Blocks are the items of a list of layers: numbered parts of the model, at least two of which have parameters of the
-    same names and shapes, and which compute at least two products each. If blocks contain blocks, the outer ones count.
+    Blocks are the items of a list of layers: numbered parts of the model. At least two have parameters of the
+    same names and shapes and compute at least two products each. If blocks contain blocks, the outer ones count.
 
     Args:
         uses: how the loss reads each parameter.
@@ -171,7 +171,7 @@ class UserModel:
         oddities: what the user probably did not intend; see checks.py.
         attention: selects the implementations of the loss's attention.
         traced: the jaxpr of the loss of a microbatch, from `make_user_model`.
-        written: indices of the parameters to which the loss assigns.
+        written: indices of the parameters that the loss assigns to.
         saved: rematerialise loops over layers and blocks, except for the results with these checkpoint names; None
             leaves the loss as it is written.
     """

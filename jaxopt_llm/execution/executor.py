@@ -41,7 +41,7 @@ class Executor:
     batch: fields [M, B, S], M microbatches.
     loss_weight: float32 scalar, 1 / tokens for the gradient of the mean, times the loss scale if there is one.
 
-    The sums are those of all parts of the model over the batch. OBJECTIVE among them is what `Model.loss` reports,
+    All parts of the model add their sums over the batch. OBJECTIVE among them is what `Model.loss` reports,
     summed over `Objective.count` tokens or pairs. The gradients are those of the objective,
     d(loss_weight × (cross-entropy + z-loss + auxiliary losses))/d(trainable). With gradient groups they have the
     sharding of the masters, otherwise `zero.gradient_sharding`.

@@ -2,7 +2,7 @@
 
 DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. Module k joins two inputs for position i: the hidden state of the
 module before it, or of the main model for the first one, and the embedding of the token at i + k. A block follows, and
-the head predicts the token at i + k + 1. The embedding and the head are those of the main model. Hidden states are
+the head predicts the token at i + k + 1. They share the main model's embedding and head. Hidden states are
 those after the final norm of the main model, or of the module, as vLLM and SGLang pass them on.
 
 A prediction counts where the token that it predicts is in the document of position i and the main loss counts it. Other
@@ -29,7 +29,7 @@ STATISTICS = LOSSES, TOKENS = "mtp_losses", "mtp_tokens"  # sums of the cross-en
 
 @dataclass(frozen=True)
 class Modules:
-    """The MTP modules of a model: those of `segments` that are not layers, in order.
+    """The MTP modules of a model: the members of `segments` that are not layers, in order.
 
     params, perturbations: as of `segments.run_segments`.
     """

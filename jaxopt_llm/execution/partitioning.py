@@ -174,7 +174,7 @@ def _scatter_whole(eqn: JaxprEqn, inputs: Sequence[jax.Array], placement: Placem
 
 
 def _divide(size: int, axes: Sequence[str], placement: Placement) -> tuple[str, ...]:
-    """Return those of the mesh axes that together divide a size."""
+    """Return the mesh axes that together divide a size."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
         if placement.size(axis) > 1 and size % placement.size(*chosen, axis) == 0:

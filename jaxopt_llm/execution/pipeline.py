@@ -122,8 +122,8 @@ class Chunks:
     def begin_backward(self, work: Work, kept: Kept, y: jax.Array) -> tuple[jax.Array, PullBack]:
         """Return the output of a chunk, if it is the last chunk, and the function of its backward.
 
-        The function takes the gradients of the output and of the auxiliary loss, and returns those of the parameters
-        and of the input.
+        The function takes the gradients of the output and of the auxiliary loss. It returns the gradients of the
+        parameters and of the input.
 
         Args:
             kept: what the chunk's forward kept. y: the output of the chunk that ran forward in the tick before.

@@ -1,6 +1,6 @@
 """One stage of a pipeline: what it holds, and what it can do, inside the region that is manual over `pipeline`.
 
-Within the region, arrays are those of one stage. Over data, fsdp and tensor the compiler places them as usual.
+Within the region, each array belongs to one stage. Over data, fsdp and tensor the compiler places it as usual.
 
 Letters: S stages, V chunks of a stage, M microbatches, T ticks, B batch, S sequence, D width.
 """
@@ -49,7 +49,7 @@ class PipelineStage:
     """One stage, inside the region that is manual over `pipeline`.
 
     specs, params: of what the stage holds: its slots of each segment, [V × slots, ...], and its rows of the tables.
-    segments: those of one chunk; their constants are [V, slots, ...].
+    segments: the segments of one chunk; their constants are [V, slots, ...].
     """
 
     model: Model

@@ -63,7 +63,7 @@ class Block:
     """The equations [start, stop) of a jaxpr.
 
     Attributes:
-        moves: those of them that only cast or transpose weights that are read after the block.
+        moves: the equations that only cast or transpose weights that are read after the block.
         equations: the others.
         entering: variables that they read and do not make.
         leaving: variables that they make and that are read after the block.
@@ -476,8 +476,8 @@ class _Evaluation:
 def _save_nothing_gathered(policy: Any, primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Decide as a policy of `jax.checkpoint` does, but save no gathered weight.
 
-    A weight that the forward kept for the backward would be held with those of all other layers. Within the backward,
-    a policy inside may keep it: the decoder's own do.
+    A weight that the forward kept for the backward would be held together with all other layers' weights. Within the
+    backward, a policy inside may keep it: the decoder's own do.
     """
     is_gathered = parameters.get("name") == GATHERED_NAME
     return False if is_gathered else policy(primitive, *operands, **parameters)

@@ -219,7 +219,7 @@ def forward(
     """Return the logits of tokens [B, S], float32 [B, S, V], and the caches with these tokens written.
 
     params: stacked, or by layer. caches: see `make_caches`; they need parameters by layer.
-    only: int32 [B], a position of each row; the logits are then those of these positions, [B, 1, V].
+    only: int32 [B], a position of each row; only the logits at these positions are computed, [B, 1, V].
     """
     assert not uses_zigzag(context.placement), "logits would be in zigzag order"
     perturbations = no_perturbations(model.specs)

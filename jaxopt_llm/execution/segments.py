@@ -191,7 +191,7 @@ Carry = tuple[jax.Array, Sums]  # x and the auxiliary sums
 
 @dataclass(frozen=True)
 class LocalSegment:
-    """The periods of a segment that one loop runs: all of them, or those of one chunk of a stage.
+    """The periods of a segment that one loop runs: all of them, or the periods of one chunk of a stage.
 
     specs: of the leaves, [R, ...].
     per_layer: constants that are scanned with the weights, each [R, period, ...].

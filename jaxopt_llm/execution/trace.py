@@ -127,7 +127,7 @@ class Operation:
     """Equation of the trace, with the values that it reads and makes; only active values count.
 
     bytes: of each value that it makes.
-    needs: those of the values that its backward reads.
+    needs: the values that its backward reads.
     marks: the intermediates that it names.
     product: index of the product that it is; None if it is no product.
     trains: whether it reads trained weights.
@@ -310,7 +310,7 @@ class _Value:
 
 @dataclass
 class _Reader:
-    """Reads the equations of a block in order, those of inner calls in place of the calls.
+    """Reads the equations of a block in order. The equations of an inner call stand in place of the call.
 
     weights: path and spec of each weight, and whether it is trained.
     """

@@ -55,7 +55,7 @@ def add_model_flags(parser: argparse.ArgumentParser, named_adapters: bool = Fals
         parser.add_argument("--adapter", type=Path, metavar="FOLDER", help=adapters)
     add_base_flag(parser)
     add_family_flag(parser)
-    codes = "format of the matrices of a Hugging Face model's blocks (default: that of the folder)"
+    codes = "format of the matrices of a Hugging Face model's blocks (default: the folder's)"
     parser.add_argument("--quantise", choices=("int8", "nf4"), help=codes)
     outliers = "with --quantise int8: multiply integers, except for columns of the inputs with larger magnitudes, as "
     outliers += "LLM.int8() does with 6 (default: multiply dequantised weights)"

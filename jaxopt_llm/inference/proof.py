@@ -147,7 +147,7 @@ class _Comparison:
         return spec if row is None else spec.unstack()
 
     def _compare_products(self, path: str, leaf: tree.Leaf, merged: np.ndarray, where: str) -> None:
-        """Compare products of random inputs with a matrix, or with that of one expert, and with the merged one.
+        """Compare products of random inputs with a matrix (or the matrix of one expert) and with the merged one.
 
         The products with base plus adapter are computed as in training.
         """
@@ -181,7 +181,7 @@ class _Comparison:
             )
 
     def _read(self, read_part: Callable[[Read], Params], where: str) -> tuple[Params, Params, Params]:
-        """Return the parameters of a part of the model: of the source, the same merged, and those of the folder.
+        """Return a part of the model three times: the source's parameters, these merged, and the folder's.
 
         Raises:
             InputError: a parameter of the folder is not the merged one, rounded.
@@ -216,7 +216,7 @@ class _Comparison:
     def _compare_outputs(
         self, where: str, params: Params, expected: jax.Array | np.ndarray, compute: Callable[[], Any]
     ) -> None:
-        """Compare an output [B, S, D] of tables with adapters with that of the merged ones."""
+        """Compare an output [B, S, D] of tables with adapters with the output of the merged tables."""
         if not any(map(leaves.is_wrapped, jax.tree.leaves(params, is_leaf=leaves.is_wrapped))):
             return
         sums = [leaves.unwrap_specs(spec).fan_in for spec in self.source.specs.values()]

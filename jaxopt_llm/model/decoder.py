@@ -335,6 +335,6 @@ class Decoder:
 
 
 def _document_lengths(batch: Batch) -> jax.Array:
-    """Return the length of each token's document, int32 [B, S]: the position after that of its last token."""
+    """Return the length of each token's document, int32 [B, S]: the position after its last token."""
     rows = jnp.arange(batch.segment_ids.shape[1], dtype=jnp.int32)
     return batch.positions + make_document_ranges(batch.segment_ids, causal=False).last - rows + 1

@@ -68,7 +68,7 @@ def name_modules(config: ModelConfig) -> dict[str, Segment]:
 def locate_layers(config: ModelConfig) -> list[tuple[str, int, int]]:
     """Return for each layer the prefix of its leaves' paths, its row in their stacks, and its index in the model.
 
-    The order is that of the segments and their rows. The blocks of MTP modules follow the last layer.
+    The layers are ordered by segment and row. The blocks of MTP modules follow the last layer.
     """
     return [
         (f"{name}/block_{block_index}/", row, int(layer))
@@ -145,8 +145,8 @@ def _layer_input_specs(config: ModelConfig, vocabulary: int) -> Params:
 
 
 def _mtp_specs(config: ModelConfig) -> Params:
-    """Return the parameters that an MTP module has in addition to those of a block."""
-    # The first half of the inputs is that of the embedding, as in published folders (eh_proj).
+    """Return the parameters that an MTP module has in addition to a block's."""
+    # The first half of the inputs is the embedding, as in published folders (eh_proj).
     projection = ParamSpec((2 * config.width, config.width), ("mlp", "embed"), (0,), normal())
     norms = ("mtp_embedding_norm", "mtp_hidden_norm", "mtp_output_norm")
     return {"mtp": {"projection": projection}} | {name: _norm_specs(config, embed=config.width) for name in norms}

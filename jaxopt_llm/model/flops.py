@@ -66,7 +66,7 @@ def count_per_token(config: ModelConfig, trainable: Params, frozen: Params, sequ
 def count_quantised_per_token(
     config: ModelConfig, trainable: Params, frozen: Params, precision: PrecisionConfig
 ) -> float:
-    """Count those of the FLOPs that multiply codes with codes (CODE_PRODUCTS).
+    """Count the FLOPs that multiply codes with codes (CODE_PRODUCTS).
 
     trainable, frozen: specs, the halves of a `tree.partition`.
     """

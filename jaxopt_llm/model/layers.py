@@ -221,7 +221,7 @@ def mlp(
 
     activation = ACTIVATIONS[kind]
     if context.placement.precision.matmul == "fp8":
-        # Two kernels of the forward read the result, that of its largest magnitude and that of its codes. XLA would
+        # Two kernels of the forward read the result: one finds its largest magnitude, one makes its codes. XLA would
         # keep silu(gate) for both, and for the backward.
         activation = recomputed_apart(activation)
 

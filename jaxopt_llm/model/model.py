@@ -35,7 +35,7 @@ class Segment:
     per_layer: constants that are scanned with the weights, each [repeats, period, ...]; `index` is the layer's index in
         the model.
     experts: for each block of the period, whether it is an MoE layer.
-    keys: of its layers: their own; "given": also to layers of later segments; "taken": those of earlier segments. A
+    keys: of its layers: their own; "given": also to layers of later segments; "taken": keys of earlier segments. A
         segment that gives has one repeat.
     """
 

@@ -79,7 +79,7 @@ class ParamSpec:
 
     @property
     def expert_dims(self) -> tuple[int, ...]:
-        """Dimension of the experts, of which each token uses only some; empty for other parameters."""
+        """Dimension of the experts (each token uses only some of them); empty for other parameters."""
         return tuple(dim for dim, axis in enumerate(self.axes) if axis == "experts")
 
     @property

@@ -46,7 +46,7 @@ class AttentionOptions:
     """Settings of an attention sublayer.
 
     rotary: rotary position embedding; None: no positions. window, scale, softcap: see AttentionParameters.
-    implementation: name in kernels/attention.py; or "auto", that of the program around, as `attention` selects it.
+    implementation: name in kernels/attention.py; or "auto": the surrounding program's, as `attention` selects it.
     max_segments: AttentionParameters.segments. rotates_first: whether the norms of queries and keys follow RoPE.
     chunk: tokens of a chunk of a document, outside which a query sees no key; None: documents are whole.
     growth: settings of the queries' growth; None: queries do not grow.
@@ -285,7 +285,7 @@ def count_chunks(segments: int | None, chunk: int | None, length: int) -> int | 
 
     To a kernel, a chunk is a document. Each document ends with one chunk that may be shorter than the others.
 
-    segments: that of whole documents; None if any number is possible. chunk: tokens of a chunk; None: no chunks.
+    segments: maximum number of whole documents; None if any number is possible. chunk: tokens; None: no chunks.
     """
     if segments is None or chunk is None or chunk >= length:
         return segments

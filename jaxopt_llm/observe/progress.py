@@ -70,7 +70,7 @@ class ProgressLine:
         return self._visible and (self._console.is_terminal or not self._has_shown)
 
     def show_step(self, numbers: dict[str, Any]) -> None:
-        """Show a step that has no record. numbers: those of a record."""
+        """Show a step that has no record. numbers: the fields of a record."""
         self._show(numbers, prints=not self._console.is_terminal)
 
     def show(self, record: dict[str, Any]) -> None:

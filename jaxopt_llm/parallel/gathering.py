@@ -101,7 +101,7 @@ def cast_masters(specs: tree.Tree, masters: tree.Tree, placement: Placement) -> 
 
 
 def make_perturbations(specs: tree.Tree, placement: Placement) -> tree.Tree:
-    """Return the zeros with respect to which the model is differentiated, in place of these parameters."""
+    """Return the zeros that the model is differentiated by, in place of these parameters."""
 
     def zeros(spec: Spec) -> jax.Array:
         perturbation = jnp.zeros(spec.shape, placement.precision.for_param(spec).reduce_dtype)

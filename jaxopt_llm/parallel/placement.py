@@ -1,4 +1,4 @@
-"""Placement: the mesh, and the rules by which arrays are divided over it.
+"""Placement: the mesh, and the rules that divide arrays over it.
 
 Layers name only logical axes. One table (axes.py) maps them to mesh axes for parameters, another one for activations.
 Functions of a placement add ZeRO (zero.py), sequence and context parallelism and pipeline stages (activations.py). The
@@ -96,7 +96,7 @@ class Placement:
 
     @property
     def inside_stage(self) -> bool:
-        """True within the region that is manual over `pipeline`: arrays there are those of one stage."""
+        """True within the region that is manual over `pipeline`: each array there belongs to one stage."""
         return "pipeline" not in self._automatic_axes
 
     @property

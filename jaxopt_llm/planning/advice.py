@@ -28,7 +28,7 @@ MAX_PAIRS = 100  # pairs of settings that are judged; each takes about a millise
 PAIR_SLACK = 0.8  # share of the lacking bytes that the savings of a pair must add up to, to be judged together
 MIN_GAIN = 0.01  # share of a step's time; less is not worth a word
 AMPERE = (8, 0)  # compute capability
-# Policies, cheapest first, with their FLOPs beyond those of `none` in percent (docs/rematerialisation.md).
+# Policies, cheapest first, with their additional FLOPs over `none` in percent (docs/rematerialisation.md).
 POLICIES = {"none": 0, "dots": 3, "save_qkv": 15, "save_attention": 23, "full": 26}
 
 
@@ -98,7 +98,7 @@ def advise(
 
 @dataclass(frozen=True)
 class _Judge:
-    """Prediction of the effect of settings on a configuration; the arguments are those of `advise`."""
+    """Prediction of the effect of settings on a configuration; it takes the arguments of `advise`."""
 
     config: Config
     cluster: Cluster
@@ -189,7 +189,7 @@ def _combine_most(judge: _Judge, singles: Sequence[Advice]) -> Advice | None:
 
 
 def _order(found: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Return the best of the settings: those of the same run first, then those that fit, cheapest first."""
+    """Return the best of the settings: first those for the same run, then those that fit, cheapest first."""
     best = sorted(found, key=lambda advice: (not advice.same, not advice.fits, -advice.saves))[:MAX_ADVICE]
     return tuple(sorted(best, key=lambda advice: (not advice.same, not advice.fits, advice.slowdown)))
 
@@ -269,7 +269,7 @@ def _list_series(config: Config, simulated: bool) -> Iterator[list[Option]]:
 
 
 def _count_extra(remat: RematConfig) -> int:
-    """Return the FLOPs of a policy beyond those of `none` in percent. An unresolved policy counts as full."""
+    """Return the additional FLOPs of a policy over `none` in percent. An unresolved policy counts as full."""
     return POLICIES["full" if remat.policy == AUTO else str(remat.policy)]
 
 

@@ -104,7 +104,7 @@ def _find_fastest(model: ModelConfig, mesh: MeshConfig, room: float, dtype: Floa
 def estimate_seconds(config: Config, cluster: Cluster) -> float:
     """Return the time per token of a device that the exchange and the kernels between products take in one MoE layer.
 
-    It is that of one forward and one backward. What the matmuls take is left out, because no exchange changes it.
+    It covers one forward and one backward. The time of matmuls is left out, because no exchange changes it.
     """
     model, mesh = config.model, config.mesh
     cost, value = MoECost.from_config(config), BYTES[config.precision.compute_dtype]

@@ -49,5 +49,5 @@ def leave_free(limit: int) -> int:
 
 
 def add_slack(limit: int) -> float:
-    """Return the bytes, by arithmetic, up to which a step is worth compiling."""
+    """Return the largest estimate, in bytes, with which a step is worth compiling."""
     return (1 + SLACK) * limit

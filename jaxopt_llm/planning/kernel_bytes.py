@@ -55,7 +55,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def list_fused(module: Module, kernel: Instruction) -> list[tuple[Computation, Instruction]]:
-    """Return the instructions inside a fusion, also those of fusions inside it; none for other instructions."""
+    """Return the instructions inside a fusion and inside its nested fusions; none for other instructions."""
     if not kernel.opcode.startswith("fusion"):
         return []
     body = module[list_callees(kernel)[0]]
@@ -101,7 +101,7 @@ def _count_read(module: Module, body: Computation, name: str, is_original: bool 
             return whole
         elif user.opcode in _VIEWS:
             read += _count_read(module, body, user.name, is_original)
-        elif user.opcode in _BY_VALUE:  # of a whole stack, of which only a slice may be used
+        elif user.opcode in _BY_VALUE:  # of a whole stack, although only a slice may be used
             computed = _count_read(module, body, user.name, is_original=False)
             read += computed * whole // max(user.results[0].bytes, 1)
         elif user.opcode == "fusion":

@@ -3,7 +3,7 @@
 The instructions of a computation run in the order of the text: kernels one after another, and next to them collectives
 one after another. A collective begins at its start, or when the collective before it has ended. At its done the program
 waits until it has ended. This wait is exposed; the rest of the collective is hidden by the kernels between start and
-done, each of which takes its time by the roofline. Kernels are assumed to be as fast next to a collective as alone.
+done; each kernel takes its time by the roofline. Kernels are assumed to be as fast next to a collective as alone.
 """
 
 import collections
@@ -120,7 +120,7 @@ def sum_traffic(
 
 
 def spread_over_steps(traffic: Iterable[Traffic], every: int) -> Iterator[Traffic]:
-    """Yield the traffic of a program that follows every so many steps, as that of one step."""
+    """Yield the traffic of a program that runs every so many steps, averaged over the steps."""
     for each in traffic:
         yield replace(each, bytes=round(each.bytes / every), seconds=each.seconds / every, every=every)
 

@@ -166,7 +166,7 @@ class CheckpointPlan:
     """Checkpoints of a run.
 
     Attributes:
-        every: steps between two checkpoints; those of the run if it has fewer.
+        every: steps between two checkpoints, at most the steps of the run.
         seconds: time between two checkpoints, which is the most that a crash can lose.
         bytes: size of a checkpoint, before compression.
         frozen_bytes: the part of it that is frozen parameters; 0 if they stay in a pretrained folder.
@@ -349,7 +349,7 @@ def make_plan(
     """Compile the training step and measure its memory, traffic and FLOPs.
 
     Args:
-        rates: those of links that differ from the usual ones.
+        rates: rates of links that differ from the usual ones.
         networks: rates of the network of a host, Gb/s, with which the time of the step is computed, too.
 
     Raises:
@@ -374,7 +374,7 @@ def make_plans(config: Config, clusters: Sequence[Cluster]) -> tuple[Plan, ...]:
 def count_rollout_bytes(config: Config) -> int:
     """Return the bytes of a GPU's part of the cache of a sampler whose rows are all as long as a row of the batch.
 
-    Devices divide the answers and, if they divide the heads, those of `mesh.tensor` the heads.
+    All axes but `mesh.tensor` divide the answers. `mesh.tensor` divides the heads, if it divides their number.
     """
     model, drawn, tensor, devices = config.model, config.rollouts, config.mesh.tensor, config.mesh.devices
     one = Placement(make_abstract_mesh(MeshConfig(fsdp=1)), ShardingConfig(), config.precision)

@@ -45,7 +45,7 @@ OUTER_STEP = "outer_step"  # named scope of the outer step in compiled programs 
 
 
 def make_group_specs(one_group: StateSpecs, groups: int) -> StateSpecs:
-    """Return the specs of a state with groups, from those of the state of one group."""
+    """Return the specs of a state with groups, from the specs of one group's state."""
     return StateSpecs(
         masters=one_group.masters,
         moments=one_group.masters,
@@ -102,7 +102,7 @@ def begin_groups(state: TrainState, specs: StateSpecs, placement: Placement) -> 
 
 
 def count_groups(arrays: Mapping[str, Mapping[str, str]]) -> int:
-    """Return the number of groups of a checkpoint; 0 without local steps. arrays: those of its record."""
+    """Return the number of groups of a checkpoint; 0 without local steps. arrays: the arrays of its record."""
     # The description of a leaf is its dtype and shape, as in float32[2,3]. The groups are the first dimension.
     described = next(iter(arrays.get("groups", {}).values()), "[0]")
     return int(described.partition("[")[2].rstrip("]").split(",")[0])

@@ -193,7 +193,7 @@ def _read_tail(path: Path) -> list[dict[str, Any]]:
 
 # ---- Strikes.
 
-LIMIT = 3  # strikes within MEMORY_SECONDS from which on a host is avoided; wrong bits are as many at once
+LIMIT = 3  # a host with so many strikes within MEMORY_SECONDS is avoided; wrong bits are as many at once
 MEMORY_SECONDS = 86400.0
 
 

@@ -172,7 +172,7 @@ class Host:
         self.selector.register(self._signals.reader, selectors.EVENT_READ)
         self._child: Child | None = None
         self._read_to_end = False
-        self._stopped_by = set[int]()  # signals by which the leader has stopped the program
+        self._stopped_by = set[int]()  # signals that the leader has stopped the program with
         self._frozen_looks, self._looked_at = 0, 0.0
 
     @property
@@ -199,7 +199,7 @@ class Host:
     def poll(self) -> End | None:
         """Return the end of the program, once, or None.
 
-        A program may die of the signal by which the leader stops it, because it does not handle signals in the first
+        A program may die of the leader's signal to stop, because it does not handle signals in the first
         moments of its start. It then counts as stopped.
         """
         if self._child is None:

@@ -1,4 +1,4 @@
-"""The hosts of a job as its leader sees them, and the leader's address, by which the supervisors find each other.
+"""The hosts of a job as its leader sees them, and the leader's address, where the supervisors find each other.
 
 The address is a file in the run directory. It has host and port, and a token that the leader draws when it begins to
 lead. A supervisor and the leader prove to each other that they know

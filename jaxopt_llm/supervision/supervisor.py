@@ -24,7 +24,7 @@ from jaxopt_llm.supervision.members import (
 from jaxopt_llm.supervision.task import Task
 
 _RETRY_SECONDS = 0.5
-_TURN_SECONDS = 5.0  # by which a host waits longer than the one before it, before it leads in place of host 0
+_TURN_SECONDS = 5.0  # each host waits so much longer than the one before it, before it leads in place of host 0
 
 
 def supervise(task: Task, limits: Limits, budget: RestartBudget) -> int:

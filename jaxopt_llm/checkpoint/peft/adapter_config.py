@@ -237,7 +237,7 @@ def read_peft_config(folder: Path, scores: bool = True) -> PeftConfig:
 
 
 def _describe_without_lora(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an adapter that is only rows of tables as those of a LoRA of no matrix with these rows."""
+    """Return the settings of an adapter that is only rows of tables, as a LoRA of no matrix with these rows."""
     given, ids = settings.get("target_modules"), settings.get("token_indices")
     targets = list(map(str, given if isinstance(given, list) else [given]))
     kept = {name: value for name, value in settings.items() if name not in ("target_modules", "token_indices")}

@@ -190,7 +190,7 @@ def _put_widest_first(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def _choose_rows(path: Path, whole: WholeParameters, modules: Mapping[str, PeftModule]) -> token_rows.Rows:
-    """Return the rows to write: not those of a table that is written as a whole, and has them."""
+    """Return the rows to write. A table that is written as a whole has them already."""
     if missing := sorted(whole.rows.keys() - modules.keys()):
         raise InputError(
             f"{path}: rows of {missing[0]}: the folder of the base, which says how PEFT names this module, is missing; "

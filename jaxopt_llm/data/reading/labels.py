@@ -1,4 +1,4 @@
-"""Names of classes: those of the texts in a column of labels, of a feature of `datasets`, or of a prepared corpus."""
+"""Names of classes: the texts in a column of labels, the names of a feature of `datasets`, or of a prepared corpus."""
 
 from collections.abc import Mapping
 from itertools import chain

@@ -361,7 +361,7 @@ class RemoteStorage:
         return download_missing(entries, self._system, self._where, pulse)
 
     def _make_entry(self, paths: tuple[PurePath, ...]) -> CacheEntry:
-        """Return the cache entry that holds files which are read together: a pair, or those of a prepared folder."""
+        """Return the cache entry of files that are read together: a pair, or the files of a prepared folder."""
         if is_prepared(self, paths[0]):
             with self._explain_failure("listed"):
                 found = self._keep_infos(self._system.find(self._key(paths[0]), maxdepth=1, detail=True))

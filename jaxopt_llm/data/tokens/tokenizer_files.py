@@ -114,7 +114,7 @@ def _replace_templates(folder: Path, template: str) -> None:
 
 
 def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the tokenizer_config.json whose BOS and EOS are those of the training.
+    """Return the tokenizer_config.json with the BOS and EOS of the training.
 
     If a BOS must be added for it, the post-processor of `file`, the tokenizer.json, adds it from now on. A conversation
     gets BOS only from its template. The template may read the names of the tokens, so they stay as they were.

@@ -51,8 +51,8 @@ Leaf classes (leaves.py). A weight of shape [D, F], contracted over D, is one of
     ScaledWeight  array [D, F], its largest magnitude, for fp8; only up to where shardings are attached
 
 A LoRA product is x · base + scale · (dropout(x) · A) · Bᵀ: two thin matmuls next to the base's, so A · B is never
-formed. Where a device holds the weights whole, the thin matmuls are merged with those of the base and of other weights
-(projections.py). The codes of a quantised base are gathered as codes, which moves 1 or 0.5 bytes per value, and
+formed. Where a device holds the weights whole, the thin matmuls are merged with the matmuls of the base and of other
+weights (projections.py). The codes of a quantised base are gathered as codes, which moves 1 or 0.5 bytes per value, and
 dequantised afterwards. Quantised bases are always frozen.
 
 Quantised matmuls (quantised.py, `precision.matmul`) are independent of the leaf classes. The weight rests unquantised.

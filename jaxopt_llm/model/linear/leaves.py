@@ -60,7 +60,7 @@ QuantisedWeight = Int8Weight | Nf4Weight
 
 @struct.dataclass
 class ScaledWeight:
-    """Trained weight with the largest magnitude of its values, from which fp8 derives the scale.
+    """Trained weight with the largest magnitude of its values; fp8 derives the scale from it.
 
     A step makes it of its state (`TrainState.largest`) for the executor, whose trainable half is the array and whose
     frozen half is the magnitude. Specs of states and checkpoints have the array alone.
@@ -261,7 +261,7 @@ def unpack_codes(specs: tree.Tree) -> tree.Tree:
 
 
 def count_parameters(specs: tree.Tree) -> int:
-    """Count the bare parameters and those of adapters. Scales of quantised weights do not count."""
+    """Count the bare parameters and the adapters' parameters. Scales of quantised weights do not count."""
     return param.count_parameters(unwrap_specs(specs)) + param.count_parameters(select_adapters(specs))
 
 
@@ -290,7 +290,7 @@ def channel_norms(base: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 
 
 def initialize(specs: tree.Tree, seed: int) -> tree.Tree:
-    """Return initial values. A base has those of its bare path, with or without adapters and quantisation."""
+    """Return initial values. The key comes from the bare path, so adapters and quantisation do not change a base."""
     return wrap_arrays(specs, param.initialize(unwrap_specs(specs), seed), seed)
 
 

@@ -5,7 +5,7 @@ they leave the others few codes. LLM.int8() (Dettmers et al. 2022, arXiv:2208.07
 
     y = x[:, O] · W[O, :] + scales of x and W × (codes of x[:, R] · codes of W[R, :])
 
-O are the columns with a value above the threshold, R all others. Scales of x are those of its other columns; a channel
+O are the columns with a value above the threshold, R all others. Scales of x cover its other columns; a channel
 of W has one scale for all columns. Shapes are static: at most COLUMNS columns are split off, the largest first.
 
 Letters: z parts of the contracted axes, one for each device of `tensor` that holds a part of W; c columns of a part; n
@@ -160,7 +160,7 @@ def multiply(subscripts: str, inputs: SplitInputs, rows: jax.Array, keep_parts: 
     """Return the product of the outlier columns, float32, [z, result] if keep_parts, otherwise [result].
 
     Args:
-        subscripts: those of the whole product.
+        subscripts: subscripts of the whole product.
         rows: `select_rows` of the weight.
     """
     operands, result = subscripts.split("->")

@@ -194,7 +194,7 @@ def _factor_gradient(wide: jax.Array, low: jax.Array, shardings: WeightShardings
 def _split_gradients(stack: Sequence[LoraWeight], da: jax.Array, dbs: Sequence[jax.Array]) -> tuple[LoraWeight, ...]:
     """Return the cotangents of the perturbations.
 
-    da: [D, R] of all weights. dbs: [F, R] of each, of which the ranks of other weights are left out.
+    da: [D, R] of all weights. dbs: [F, R] of each, without the ranks of other weights.
     """
     gradients, start = [], 0
     for weight, db in zip(stack, dbs, strict=True):

@@ -98,7 +98,7 @@ def grouped_matmul(
 
 
 def add_grouped_bias(rows: jax.Array, bias: Weight | jax.Array, sizes: jax.Array, placement: Placement) -> jax.Array:
-    """Add to each row the bias of its group. Arguments as those of `grouped_matmul`, for rows [N, R, F].
+    """Add to each row the bias of its group. The arguments are as in `grouped_matmul`, for rows [N, R, F].
 
     bias: [groups, F]. Nothing is added to the rows after the groups.
     """

@@ -1,4 +1,4 @@
-"""MoE layer: MLPs (experts) of which a router chooses some for each token.
+"""MoE layer: for each token a router chooses some of many MLPs (experts).
 
 Every device has the rows of its own experts, sorted by expert, and multiplies them in one grouped matmul. Only the
 router's capacity drops choices. exchange.py dispatches rows to the experts' devices and combines the results.

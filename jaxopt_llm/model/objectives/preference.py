@@ -1,4 +1,4 @@
-"""Objectives over pairs of answers to one prompt, of which one was chosen and the other rejected.
+"""Objectives over pairs of answers to one prompt: a chosen one and a rejected one.
 
 An objective is a function of the log-probabilities of the tokens, which the head computes in chunks. Its derivative
 gives each token a weight, and the head's gradient is that of the cross-entropy with these weights. So no logits wait

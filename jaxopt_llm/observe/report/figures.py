@@ -58,7 +58,7 @@ def average(curve: Curve, parts: int = MAX_POINTS // 4) -> Curve:
 
 
 def choose_colours(count: int) -> list[str]:
-    """Return different colours: those of the palette, then hues at the golden angle."""
+    """Return different colours: first the palette, then hues at the golden angle."""
     return [COLOURS[i] if i < len(COLOURS) else f"hsl({i * 137.5 % 360:.0f},65%,40%)" for i in range(count)]
 
 

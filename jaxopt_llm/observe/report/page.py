@@ -16,7 +16,7 @@ from jaxopt_llm.observe.report import figures
 from jaxopt_llm.observe.report.run_files import EVAL_LOSS, Run, to_number
 
 FOLDER = Path(__file__).parent
-GENERATOR = '<meta name="generator" content="jaxopt_llm report">'  # by which a page is recognised as a report
+GENERATOR = '<meta name="generator" content="jaxopt_llm report">'  # marks a page as a report
 
 
 def render_page(runs: Sequence[Run], plotly: str) -> str:

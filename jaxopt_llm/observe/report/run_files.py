@@ -102,7 +102,7 @@ class TaskResult:
     Attributes:
         task: name of the task or group.
         setup: examples in a prompt, and what else changes the task.
-        metric: name of the metric, with that of the filter of the answers.
+        metric: name of the metric, with the name of the filter of the answers.
         step: step of the checkpoint.
         error: standard error; NaN if it is not known.
     """

@@ -43,10 +43,10 @@ class Kernel:
 
     array: the value that it makes.
     reads: the arrays that it reads.
-    needs: those of them that its backward reads.
+    needs: the arrays that its backward reads.
     is_sum: whether it only adds arrays.
     reduced: those that it sums over a dimension.
-    gathered: those of which it selects rows, each with the bytes of these rows.
+    gathered: the arrays that it selects rows of, each with the bytes of these rows.
     trains: whether it reads trained weights.
     """
 
@@ -130,7 +130,7 @@ class Elementwise:
         return [each for each in kernel.reduced & kernel.needs if self.bytes[each] >= self.bytes[kernel.array]]
 
     def _list_selected(self, kernel: Kernel) -> list[int]:
-        """Return the arrays of which a kernel selects as many rows as it makes, or more."""
+        """Return the arrays that a kernel selects rows of, as many as it makes or more."""
         return [array for array, size in kernel.gathered if size >= self.bytes[kernel.array]]
 
 

@@ -80,7 +80,7 @@ _compute_state_once = functools.cache(compute_state_sizes)
 def scale_mesh(mesh: MeshConfig, hosts: int, count: int) -> MeshConfig | None:
     """Return a mesh for fewer hosts that only splits the batch less; None: the other axes do not divide.
 
-    This is for models of which the planner knows nothing.
+    This is for models that the planner knows nothing about.
     """
     devices, fixed = mesh.devices // hosts * count, mesh.devices // (mesh.data * mesh.size("fsdp"))
     if devices % fixed:

@@ -93,7 +93,7 @@ def _teacher(config: Config, tokens: int, compute: int) -> float:
 def _gradients(config: Config, state: StateSizes, passes: Passes, reduced: int) -> float:
     """Return the bytes of one microbatch's gradients, of their sum over microbatches, and of their sum over replicas.
 
-    In a pipeline one microbatch's gradients are those of one chunk. Gradients that are added where they are formed have
+    In a pipeline one microbatch's gradients cover one chunk. Gradients that are added where they are formed have
     no arrays of their own. A loop over layers writes the sum over replicas.
     """
     if config.optimizer.in_backward:  # gradients of one layer, whole and divided
@@ -206,7 +206,7 @@ def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, p
 
 
 def _count_late(config: Config, block: BlockCost, passes: Passes) -> float:
-    """Return the elements per token by which those grow that wait for the backward of a chunk without a loop.
+    """Return how many elements per token the arrays grow by that wait for the backward of a chunk without a loop.
 
     XLA leaves the gradients of the chunk's weights to the end. What a layer saved is gone by then, but what the
     gradients are formed from waits.

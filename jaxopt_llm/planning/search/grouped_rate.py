@@ -20,7 +20,7 @@ from jaxopt_llm.core import json_files
 
 TABLE = Path(__file__).with_name("grouped_matmul_measured.json")
 LEGS: tuple[Leg, ...] = ("forward", "dx", "dw")
-NEAR = 2  # factor between the elements of two matrices up to which one stands for the other
+NEAR = 2  # largest ratio of the elements of two matrices where one stands for the other
 
 
 @dataclass(frozen=True)

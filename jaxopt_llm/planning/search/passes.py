@@ -23,7 +23,7 @@ class Passes:
         of every stage in a pipeline.
     chunks: chunks of a device.
     first_forwards, backwards: chunks that run in a step, including those that run without a microbatch.
-    repeated_forwards: forwards of chunks that run again, without the recomputation by remat.policy, and those of the
+    repeated_forwards: forwards of chunks that run again, without the recomputation by remat.policy, and forwards of the
         reference of an objective over pairs.
     microbatches: microbatches of a step.
     waiting_chunks: chunks whose activations are held between forward and backward, in a pipeline that stores them.

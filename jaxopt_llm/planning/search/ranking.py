@@ -120,7 +120,7 @@ class Candidate:
 
     @property
     def kind(self) -> Hashable:
-        """Settings whose estimates err alike. That of pipeline stages errs in another way than that of all others."""
+        """Settings whose estimates err alike: the error with pipeline stages differs from the error without."""
         return self.config.mesh.pipeline > 1
 
     @property
@@ -168,7 +168,7 @@ class CompiledCandidate:
 class SearchResult:
     """Result of a search.
 
-    limit: bytes of each GPU up to which the arithmetic takes a setting.
+    limit: largest estimate of bytes of each GPU with which a setting is kept.
     illegal: meshes of these GPUs without any legal setting, with the reasons.
     candidates: all legal settings: those that may fit, fastest first, then the others, smallest first.
     compiled: the candidates that were compiled. First come those that leave memory free, then the others that fit;

@@ -129,7 +129,7 @@ def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
     """Return the table of the fastest settings on each network.
 
     Args:
-        results: one for each network, all of which have a setting that fits or none of which has.
+        results: one for each network. Either all of them have a setting that fits, or none has.
         seconds: duration of the search.
     """
     first = results[0]
@@ -310,7 +310,7 @@ def _explain_slowdown(best: Candidate, chosen: Candidate) -> str:
 
 ADAPTER_RANK = 16  # rank of the adapters that are suggested
 MAX_REMEDIES = 3
-LONGER = 1.1  # ratio from which on a remedy gives the time of a step without overlap, too
+LONGER = 1.1  # from this ratio on, a remedy also gives the time of a step without overlap
 HOST_FACTORS = (2, 4, 8, 16, 32, 64)  # numbers of hosts that are tried, as multiples of the given hosts
 
 

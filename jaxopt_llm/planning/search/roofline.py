@@ -99,7 +99,7 @@ class GroupedWork:
 class Work:
     """Work of one GPU in one step.
 
-    flops: FLOPs of matmuls with weights, without those of experts and those of codes.
+    flops: FLOPs of matmuls with weights, without matmuls of experts and of codes.
     grouped: grouped matmuls of experts; None without any.
     attention_flops, attention_bytes: FLOPs and bytes of attention's scores. The slower of the two takes the time.
     attention_efficiency: share of the chip's peak that the matmuls of attention attain.
@@ -131,10 +131,10 @@ class Work:
 
 
 def use_compiled_figures(work: Work, flops: float, transfers: Sequence[Transfer], pcie_bytes: float) -> Work:
-    """Replace estimated FLOPs, collectives and copies by those of the compiled program.
+    """Replace estimated FLOPs, collectives and copies by the compiled program's.
 
     Args:
-        flops: all matmuls, those of attention, of experts and of codes included.
+        flops: FLOPs of all matmuls, with attention, experts and codes.
     """
     return replace(
         work,

@@ -95,7 +95,7 @@ def compute_state_sizes(config: Config) -> StateSizes | None:
 
 
 def compute_teacher_sizes(config: Config) -> StateSizes:
-    """Return the size of the teacher of a distillation, as that of a state that trains nothing."""
+    """Return the size of the teacher of a distillation: a state that trains nothing."""
     own = make_teacher_config(config)
     placement = Placement(make_abstract_mesh(own.mesh), own.sharding, own.precision, own.offload)
     frozen = _teacher_specs(own)

@@ -74,7 +74,7 @@ def _add(work: Work, teacher: Work) -> Work:
 
 
 def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes: Passes) -> Work:
-    """Return the work of one GPU in these passes, with that of the update if there is a backward."""
+    """Return the work of one GPU in these passes, and in the update if there is a backward."""
     model, block = config.model, BlockCost.from_config(config)
     tokens = count_tokens(config)
     layers, compute = passes.layers, BYTES[config.precision.compute_dtype]
