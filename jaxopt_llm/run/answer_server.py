@@ -73,12 +73,15 @@ class AnswerServer:
         address: its base address, such as http://127.0.0.1:8000/v1.
         seconds: time limit of a request.
         vocabulary_size: of the run; larger ids are refused.
+
+    Attributes:
+        is_gone: whether a request had no answer.
     """
 
     def __init__(self, address: str, seconds: float, vocabulary_size: int) -> None:
         self._parts, self._seconds, self._vocabulary_size = urlsplit(address.rstrip("/")), seconds, vocabulary_size
         self._name = f"rollouts.server={address}"
-        self._open = set[http.client.HTTPConnection]()
+        self._open, self.is_gone = set[http.client.HTTPConnection](), False
 
     def check(self) -> None:
         """Raise InputError unless the server answers and lets clients load adapters."""
@@ -235,6 +238,7 @@ class AnswerServer:
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
+            self.is_gone = True
             late = f"no answer within rollouts.server_seconds={self._seconds:g}"
             reason = late if isinstance(error, TimeoutError) else describe_error(error) or type(error).__name__
             raise ServerFailed(f"{self._name}: {path}: {reason}; see to the server, and run again") from error

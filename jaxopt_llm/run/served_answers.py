@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import shutil
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,8 @@ class ServedSampler:
         self._placement = make_sampling_placement(setup)
         self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
         self._loaded = ""  # digest of the adapters that the server has
-        self._known: tuple[TrainState, str] | None = None  # the last state with the digest of its adapters
+        # The last state, which is not kept alive, with the digest of its adapters.
+        self._known: tuple[weakref.ref[TrainState], str] | None = None
         self._probes: list[Probe] = []
         self._older: dict[str, Scores] = {}
         self.difference: float | None = None
@@ -183,13 +185,13 @@ class ServedSampler:
 
     def identify(self, state: TrainState) -> str:
         """Return the digest of the adapters of a state."""
-        if self._known is not None and self._known[0] is state:
+        if self._known is not None and self._known[0]() is state:
             return self._known[1]
         digest = hashlib.sha256()
         for path, leaf in tree.leaves_with_path(self._read_adapters(state)):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(leaf).tobytes())
-        self._known = state, digest.hexdigest()[:16]
+        self._known = weakref.ref(state), digest.hexdigest()[:16]
         return self._known[1]
 
     def _read_adapters(self, state: TrainState) -> Params:
@@ -256,7 +258,7 @@ class ServedSampler:
 
     def close(self) -> None:
         """Remove the adapters from the server, if it is still there, and their folder."""
-        if self._loaded and self._setup.processes.first:
+        if self._loaded and self._setup.processes.first and not self._client.is_gone:
             with contextlib.suppress(CommandError):  # the next start of the run removes them
                 self._remove_old()
         self._loaded = ""

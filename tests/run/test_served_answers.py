@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -315,10 +316,15 @@ def test_scores_that_are_not_those_of_the_text_are_an_error(answering: tuple[str
             AnswerServer(address, 10, 10).score("mine", [1, 2])
 
 
-def test_a_server_that_is_not_there_may_come_back(answering: tuple[str, dict[str, Any]]) -> None:
+def test_a_server_that_is_not_there_may_come_back() -> None:
     with pytest.raises(ServerFailed, match="/models: Connection refused; see to the server") as raised:
         AnswerServer("http://127.0.0.1:1/v1", 10, 10).check()
     assert raised.value.exit_code == 74
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AnswerServer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", 0.2, 10)
+        with pytest.raises(ServerFailed, match="no answer within rollouts.seconds=0.2"):
+            client.map(lambda each: client.draw("mine", each), [WANTED] * 3, lambda: None)
+        assert client.is_gone
 
 
 def test_a_server_without_adapters_is_refused_at_the_start(served: Served) -> None:
