@@ -15,6 +15,7 @@ from jaxopt_llm.checkpoint.huggingface import families, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.peft.adapter_writer import WholeParameters, write_adapter_folder
 from jaxopt_llm.config import LoraConfig
+from jaxopt_llm.core.errors import InputError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -342,3 +343,18 @@ def test_the_older_form_of_the_settings_is_read_and_written(name: str, tmp_path:
     assert (found["mrope_section"], found["rope_theta"]) == ([2, 1, 1], 100.0)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert back["vision_config"] == settings["vision_config"] and ("text_config" in back) == (not flat)
+
+
+def test_a_text_model_with_other_names_is_refused_by_them(tmp_path: Path) -> None:
+    """As in SmolVLM's folders."""
+    from safetensors.torch import save_file
+
+    tensors = make("mistral small 3", tmp_path / "there").state_dict()
+    renamed = {key.replace(".language_model.", ".text_model."): value for key, value in tensors.items()}
+    (tmp_path / "other").mkdir()
+    save_file(renamed, tmp_path / "other" / "model.safetensors")
+    (tmp_path / "other" / "config.json").write_text((tmp_path / "there" / "config.json").read_text())
+    with pytest.raises(
+        InputError, match="other: the names of its tensors, such as '.*', are not those of a text model"
+    ):
+        jaxopt_llm.load_pretrained(tmp_path / "other")

@@ -17,6 +17,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import Settings
 from jaxopt_llm.checkpoint.huggingface.family import MTP_COUNTS, Family
 from jaxopt_llm.checkpoint.huggingface.quantised import formats, methods
 from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
+from jaxopt_llm.core.errors import InputError
 
 TEXT = "text_config"
 # Start of the name of a tensor -> that of the text model alone. Versions of transformers write one or the other form.
@@ -115,10 +116,21 @@ def find_spelling(names: Iterable[str], default: str = ALONE) -> str:
 
 
 def select_text(stored: Mapping[str, StoredTensor], settings: Settings) -> dict[str, StoredTensor]:
-    """Return the tensors of the text model, by the names that they have there."""
+    """Return the tensors of the text model, by the names that they have there.
+
+    Raises InputError if the folder has more parts, and none of its names is that of a text model.
+    """
     if not is_part(settings):
         return dict(stored)
-    return {alone: tensor for name, tensor in stored.items() if (alone := rename(name)) is not None}
+    selected = {alone: tensor for name, tensor in stored.items() if (alone := rename(name)) is not None}
+    if stored and not any(name.startswith(ALONE) for name in selected):
+        name, tensor = next(iter(stored.items()))
+        problem = f"the names of its tensors, such as {name!r}, are not those of a text model"
+        remedy = (
+            f"which begin with one of {', '.join((*PREFIXES, *PLAIN))}; use a model of the table in docs/pretrained.md"
+        )
+        raise InputError(f"{tensor.file.parent}: {problem}, {remedy}")
+    return selected
 
 
 class Rest:
