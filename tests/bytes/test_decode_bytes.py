@@ -103,8 +103,8 @@ def test_the_planned_cache_of_rollouts_is_that_of_the_program(axes: dict[str, in
         Config(model=replace_fields(CONFIG, {"pattern": ("sliding", "global"), "window": 512})),
         {
             "mesh": MeshConfig(**axes),
-            "grpo.prompts": 2,
-            "grpo.group_size": 2,
+            "rollouts.prompts": 2,
+            "rollouts.group_size": 2,
             "training.sequence_length": LENGTH - 1,
             "precision.compute_dtype": "bfloat16",
         },

@@ -322,7 +322,7 @@ def test_a_server_that_is_not_there_may_come_back() -> None:
     assert raised.value.exit_code == 74
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = AnswerServer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", 0.2, 10)
-        with pytest.raises(ServerFailed, match="no answer within rollouts.seconds=0.2"):
+        with pytest.raises(ServerFailed, match="no answer within rollouts.server_seconds=0.2"):
             client.map(lambda each: client.draw("mine", each), [WANTED] * 3, lambda: None)
         assert client.is_gone
 
