@@ -169,8 +169,8 @@ def format_row(row: Mapping[str, Any]) -> str:
 def save(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     replace_durably(file, json.dumps({"jax": jax.__version__, "rows": rows}, indent=2) + "\n")
     lines = [
-        f"by a roofline of the programs compiled for H100s, or the GPU that a case names, jax {jax.__version__}; nothing is measured",
-        "of one device and one token of every row; collectives are left out",
+        f"by a roofline of the compiled programs, jax {jax.__version__}; nothing is measured",
+        "for H100s, or the GPU that a case names; of one device and one token of every row, without collectives",
         HEADER,
     ]
     replace_durably(file.with_suffix(".txt"), "\n".join([*lines, *map(format_row, rows), ""]))
