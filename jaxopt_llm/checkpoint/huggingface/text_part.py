@@ -38,7 +38,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffi
 
 def is_part(settings: Settings) -> bool:
     """Return whether the model of a config.json has more parts than the text model."""
-    return TEXT in settings or settings.get("model_type") in FLAT
+    return TEXT in settings or str(settings.get("model_type")) in FLAT
 
 
 def read_text(settings: Settings) -> Settings:
@@ -46,7 +46,7 @@ def read_text(settings: Settings) -> Settings:
     if not isinstance(text := settings.get(TEXT), dict):
         if not is_part(settings):
             return settings
-        return settings | {"model_type": FLAT.get(str(settings.get("model_type"))), "architectures": None}
+        return settings | {"model_type": FLAT[settings["model_type"]], "architectures": None}
     return text | {name: settings[name] for name in OUTSIDE if settings.get(name) is not None}
 
 
