@@ -38,15 +38,15 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *(f"*{suffix}" for suffi
 
 def is_part(settings: Settings) -> bool:
     """Return whether the model of a config.json has more parts than the text model."""
-    return TEXT in settings or settings.get("model_type") in FLAT
+    return isinstance(settings.get(TEXT), dict) or str(settings.get("model_type")) in FLAT
 
 
 def read_text(settings: Settings) -> Settings:
     """Return the fields of the text model of a config.json."""
+    if not is_part(settings):
+        return settings
     if not isinstance(text := settings.get(TEXT), dict):
-        if not is_part(settings):
-            return settings
-        return settings | {"model_type": FLAT.get(str(settings.get("model_type"))), "architectures": None}
+        return settings | {"model_type": FLAT[settings["model_type"]], "architectures": None}
     return text | {name: settings[name] for name in OUTSIDE if settings.get(name) is not None}
 
 
@@ -59,7 +59,8 @@ def write_text(settings: Settings, written: Settings) -> Settings:
         return written
     name_of_class = ("architectures", "model_type")
     changed = {name: value for name, value in written.items() if name not in name_of_class}
-    text = settings[TEXT] if isinstance(settings.get(TEXT), dict) else settings
+    is_flat = not isinstance(settings.get(TEXT), dict)
+    text = settings if is_flat else settings[TEXT]
     given = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if sections := {name: value for name, value in given.items() if name.startswith("mrope")}:
         # How RoPE divides a head between the positions of images, which the model of text does not have.
@@ -70,7 +71,7 @@ def write_text(settings: Settings, written: Settings) -> Settings:
         {name: value for name, value in each.items() if name not in ("dtype", "rope_parameters", formats.FIELD)}
         for each in (settings, text)
     )
-    return kept | (outside | {TEXT: text | changed} if TEXT in settings else changed)
+    return kept | (changed if is_flat else outside | {TEXT: text | changed})
 
 
 def rename(name: str) -> str | None:
