@@ -1,4 +1,4 @@
-"""GRPO in a job of two processes: answers, rewards and errors are those of one process."""
+"""Answers that a job of two processes draws: answers, rewards, losses and errors are those of one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from gates import finish
 from ports import free_address
 from servers import running
 
-from jaxopt_llm.config import DataConfig, ModelConfig, RolloutsConfig, fields
+from jaxopt_llm.config import DataConfig, ModelConfig, fields
 from jaxopt_llm.inference import models
 
 
@@ -27,7 +27,7 @@ def write_config(
     config = make_config(folder, **{"mesh.fsdp": 2, "lora.rank": 4} | settings)
     base, data = ModelConfig(pretrained=str(folder / "base")), replace(config.data, tokenizer=DataConfig().tokenizer)
     config = replace(config, model=base, data=data, run=replace(config.run, directory=str(folder / name)))
-    config = replace(config, rollouts=RolloutsConfig(server=server))
+    config = replace(config, rollouts=replace(config.rollouts, server=server))
     path = folder / f"{name}.json"
     path.write_text(fields.to_json(config))
     return path
@@ -47,15 +47,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_two_processes_draw_and_learn_as_one(folder: Path) -> None:
+@pytest.mark.parametrize("objective", ["grpo", "distill"])
+def test_two_processes_draw_and_learn_as_one(folder: Path, objective: str) -> None:
     settings = {"training.steps": 4, "rollouts.updates": 2, "evaluation.every": 2, "data.held_out": 0.3}
-    for count in (1, 2):
-        train_job(count, write_config(folder, str(count), **settings))
-    one, two = ([answer for each in records(folder / name) for answer in each["answers"]] for name in ("1", "2"))
+    settings |= {"training.objective": objective}
+    if objective == "distill":
+        folders.folder_with_tokenizer(folder / "teacher", replace(folders.CONFIG, vocabulary_size=258, layers=3))
+        settings |= {"distillation.teacher": str(folder / "teacher")}
+    names = [f"{objective}-{count}" for count in (1, 2)]
+    for count, name in enumerate(names):
+        train_job(count + 1, write_config(folder, name, **settings))
+    one, two = ([answer for each in records(folder / name) for answer in each["answers"]] for name in names)
     assert [each["tokens"] for each in one] == [each["tokens"] for each in two]
     assert [each["rewards"] for each in one] == [each["rewards"] for each in two]
-    for name in ("loss", "grad_norm", "rewards/mean", "eval_rewards/mean"):
-        values = [[each.get(name, 0) for each in metrics(folder / run)] for run in ("1", "2")]
+    for name in ("loss", "grad_norm", "rewards/mean", "eval_rewards/mean", "eval_loss"):
+        values = [[each.get(name, 0) for each in metrics(folder / run)] for run in names]
         np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6)
 
 
