@@ -95,6 +95,7 @@ from jaxopt_llm.execution import scan
 from jaxopt_llm.inference import document_scores, models
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.model import OBJECTIVE
 from jaxopt_llm.observe.report.run_files import EVALUATIONS
 from jaxopt_llm.planning import oom
 from jaxopt_llm.run.setup import check_classes, check_label_names
@@ -121,7 +122,7 @@ def evaluate(source: LoadedModel, rows: PackedRows, batch_size: int, max_batches
     total, tokens = 0.0, 0
     for each in itertools.islice(read_in_order(rows, batch_size), max_batches):
         batch: Batch = jax.tree.map(lambda field: jnp.asarray(field[None]), each)
-        total += float(loss(source.params, batch)[0])
+        total += float(loss(source.params, batch)[OBJECTIVE])
         tokens += int(np.sum(batch.loss_mask))
     if not tokens:
         raise InputError("the data has no token to predict: give documents of at least two tokens")
