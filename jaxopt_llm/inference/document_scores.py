@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.data.rows.packing import PackedRows
-from jaxopt_llm.execution.log_probabilities import DocumentReader
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.run.log_probabilities import DocumentReader
 
 
 def read_scores(source: LoadedModel, rows: PackedRows, batch_size: int) -> NDArray[np.float32]:

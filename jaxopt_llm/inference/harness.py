@@ -33,11 +33,11 @@ from jaxopt_llm.core.pulse import UNWATCHED, Pulse
 from jaxopt_llm.data.tokens.continuation import Continuation, extend_continuations, find_eos_ids
 from jaxopt_llm.data.tokens.template import Renderer, find_template
 from jaxopt_llm.execution import decode
-from jaxopt_llm.execution.log_probabilities import DocumentReader, LogLikelihood, Request
 from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.inference.chat import open_template
 from jaxopt_llm.inference.models import LoadedModel, choose_local_attention
 from jaxopt_llm.observe.report.run_files import EVAL_TASKS, EVALUATIONS, list_metrics
+from jaxopt_llm.run.log_probabilities import DocumentReader, LogLikelihood, Request
 from jaxopt_llm.run.samples import make_sampling_model, make_sampling_placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.state import TrainState, make_weight_reader

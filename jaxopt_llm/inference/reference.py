@@ -24,10 +24,10 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.pieces import IndexedPiece
 from jaxopt_llm.data.tokens.scored import LogProbabilityWriter, TeacherWriter
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from jaxopt_llm.execution.log_probabilities import DocumentReader
 from jaxopt_llm.inference import models
 from jaxopt_llm.model.model import Params
 from jaxopt_llm.run.directory import read_base_digest, read_tokenizer_digest
+from jaxopt_llm.run.log_probabilities import DocumentReader
 
 TOKENS_PER_DEVICE = 2**13  # at once
 BLOCK_TOKENS = 2**19  # of documents of which a teacher is asked before anything is written

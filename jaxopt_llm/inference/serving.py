@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from jaxopt_llm.data.tokens.continuation import Continuation
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.execution.decode import MAX_MOST_LIKELY, Drawn, Request, TokenGenerator
-from jaxopt_llm.execution.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 from jaxopt_llm.inference.models import LoadedModel
+from jaxopt_llm.run.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 
 T = TypeVar("T")
 

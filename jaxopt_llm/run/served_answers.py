@@ -29,12 +29,12 @@ from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
-from jaxopt_llm.execution.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.run.answer_server import AnswerServer, Draw, Drawn, Scored
 from jaxopt_llm.run.directory import read_token_rows
+from jaxopt_llm.run.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 from jaxopt_llm.run.samples import make_sampling_model, make_sampling_placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.state import TrainState, make_weight_reader

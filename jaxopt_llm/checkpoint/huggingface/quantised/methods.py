@@ -95,7 +95,7 @@ def _find_method(settings: Settings) -> Method | None:
     if name is None and (options.get("load_in_4bit") or options.get("load_in_8bit")):
         name = "bitsandbytes"
     if not isinstance(name, str) or name not in METHODS:
-        problem = f"weights as codes are read only from {', '.join(METHODS)}"
+        problem = f"of weights as codes, only those of {', '.join(METHODS)} are read"
         raise unsupported(f"{FIELD}.quant_method={name!r}", problem, USE_ORIGINAL)
     return METHODS[name]
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxopt_llm import load_pretrained
 from jaxopt_llm.data.tokens.pieces import IndexedPiece
-from jaxopt_llm.execution.log_probabilities import DocumentReader, Request, choose_row_length
 from jaxopt_llm.inference import models
+from jaxopt_llm.run.log_probabilities import DocumentReader, Request, choose_row_length
 
 pytestmark = pytest.mark.core
 LENGTH = 150  # rows of requests have 128 tokens or 150
