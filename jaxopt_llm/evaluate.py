@@ -142,8 +142,8 @@ def main() -> int:
     config = _override(trained, overrides, reads_other_data)
     if options.tasks is None and trained.data.content == PROMPT and not reads_other_data:
         raise InputError(
-            f"--checkpoint {options.checkpoint}: prompts without answers have no loss: the rewards of the run are in "
-            "its metrics.jsonl; name other documents with --data.paths FILE"
+            f"--checkpoint {options.checkpoint}: prompts without answers have no loss: what the run measured of its "
+            "answers is in its metrics.jsonl; name other documents with --data.paths FILE"
         )
     if options.tasks is not None:
         length = config.training.sequence_length

@@ -340,7 +340,7 @@ class Config:
         if not self.draws:
             if self.data.content == PROMPT:
                 choices = f"--training.objective {GRPO} or {DISTILL}"
-                found.append(f"data.content=prompt: {name} reads answers, too; set {choices}")
+                found.append(f"data.content=prompt: {name} needs texts or answers, not prompts alone; set {choices}")
             return found
         found += self._grpo_problems() if training.objective == GRPO else []
         if training.distills and not self.runs_teacher:
@@ -406,6 +406,11 @@ class Config:
         if training.objective == NEXT_TOKEN:
             return found
         name = f"training.objective={training.objective}"
+        if self.preference.function and training.objective not in ("dpo", "cpo"):
+            found.append(
+                f"preference.function={self.preference.function}: it takes the place of the formula of dpo or, without "
+                f"a reference, of cpo, and {name}: set --training.objective dpo, or leave the function out"
+            )
         if training.distills and not self.runs_teacher and self.distillation.temperature != 1:
             found.append(
                 f"distillation.temperature={self.distillation.temperature}: the probabilities that prepare --teacher "

@@ -347,7 +347,10 @@ class PreferenceConfig:
 
     def problems(self) -> list[str]:
         """List the errors in these settings."""
-        return find_out_of_range("preference", self)
+        found = find_out_of_range("preference", self)
+        if self.function and not all(self.function.rpartition(":")[::2]):
+            found.append(f"preference.function={self.function}: must be FILE:FUNCTION, as in losses.py:apo_zero")
+        return found
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,6 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("rollouts.reward_seconds", "rollouts.rewards=()", not config.rollouts.rewards),
         ("grpo.*", f"training.objective={objective}", objective != GRPO),
         ("rollouts.server_seconds rollouts.server_tolerance", "rollouts.server=", not config.rollouts.server),
-        ("preference.function", f"training.objective={objective}", objective not in ("dpo", "cpo")),
         ("preference.label_smoothing", "preference.function", bool(config.preference.function)),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),

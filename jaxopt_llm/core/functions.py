@@ -1,12 +1,16 @@
 """Functions of the user that settings name, each as FILE:FUNCTION."""
 
 import runpy
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxopt_llm.core.errors import InputError, describe_error
+
+# Beginnings of the names of files that are not the user's.
+OTHERS = (str(Path(__file__).parents[1]), sysconfig.get_path("purelib"), "<frozen ")
 
 
 def load_functions(names: Sequence[str]) -> list[Callable[..., Any]]:
@@ -19,9 +23,12 @@ def load_functions(names: Sequence[str]) -> list[Callable[..., Any]]:
     for each in names:
         file, _, name = each.rpartition(":")
         if not Path(file).is_file():
-            raise InputError(f"{each}: no such file")
+            raise InputError(f"{each}: no such file {file}; the form is FILE:FUNCTION")
         if file not in modules:
-            modules[file] = runpy.run_path(file)
+            try:
+                modules[file] = runpy.run_path(file)
+            except Exception as error:  # files of the user raise anything
+                raise InputError(f"{each}: {describe_failure(error)}") from error
         function = modules[file].get(name)
         if not callable(function):
             raise InputError(f"{each}: the file defines no function {name}")
@@ -30,8 +37,11 @@ def load_functions(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return an error of a user's function in one line, with the place where it was raised."""
+    """Return an error of a user's function or file in one line, with the last place in files of the user's."""
     if isinstance(error, InputError):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: {type(error).__name__}: {describe_error(error)}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(OTHERS)]
+    place = f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""  # none: of the call itself
+    return f"{place}{type(error).__name__}: {describe_error(error)}"

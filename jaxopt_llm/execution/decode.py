@@ -221,6 +221,7 @@ class _Row:
         launched: number of tokens of the request whose computation has begun.
         read: number of those that were read.
         left: slots that its last request has filled. Every step writes keys to the slot after them.
+        most: slots that the texts have filled, at most, whose cache it continues. A later text may be shorter.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -229,6 +230,12 @@ class _Row:
     launched: int = 0
     read: int = 0
     left: int = 0
+    most: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Slots that were filled at most since the row was filled from its first slot."""
+        return max(self.most, self.length)
 
     @property
     def length(self) -> int:
@@ -240,15 +247,15 @@ class _Row:
         """True if more tokens of the request are to be computed."""
         return self.request is not None and self.launched < self.request.count
 
-    def hold(self, request: Request, prompt: list[int]) -> None:
-        """Take a request."""
-        self.request, self.ids, self.launched, self.read = request, prompt, 0, 0
+    def hold(self, request: Request, prompt: list[int], most: int) -> None:
+        """Take a request. most: the peak of the row whose cache it continues; 0 for none."""
+        self.request, self.ids, self.launched, self.read, self.most = request, prompt, 0, 0, most
         self.turn += 1
 
     def release(self) -> None:
         """Give up the request; the ids whose keys are in the cache stay."""
         if self.request is not None:
-            self.left, self.ids = self.length, self.ids[: self.length]
+            self.most, self.left, self.ids = self.peak, self.length, self.ids[: self.length]
         self.request = None
 
 
@@ -467,7 +474,14 @@ class TokenGenerator:
             place = self._find_place(prompt)
             if place is None:
                 break
-            shared = max((self._count_shared(each.row.ids, prompt, len(each.row.ids)) for each in places), default=0)
+            filled = [max(each.row.most, len(each.row.ids)) for each in places]
+            shared = max(
+                (
+                    self._count_shared(each.row.ids, prompt, by_then)
+                    for each, by_then in zip(places, filled, strict=True)
+                ),
+                default=0,
+            )
             if shared >= place.begin + MIN_FILL:
                 postponed.append(self._waiting.popleft())
                 continue
@@ -481,7 +495,7 @@ class TokenGenerator:
                 break
             longest = max(longest, len(prompt) - place.begin)
             places.append(place)
-            place.row.hold(self._waiting.popleft(), prompt)
+            place.row.hold(self._waiting.popleft(), prompt, place.source.peak if place.begin else 0)
         self._waiting.extendleft(reversed(postponed))
         return places
 
@@ -509,7 +523,7 @@ class TokenGenerator:
             row = source if source.request is None else min(free, key=lambda row: len(row.ids))
             key = begins[id(source)], len(free)
             if best_key is None or key > best_key:
-                best, best_key = _Place(row, source, begins[id(source)], self._count_lost(source.length)), key
+                best, best_key = _Place(row, source, begins[id(source)], self._count_lost(source.peak)), key
         return best
 
     def _count_cached(self, row: _Row, prompt: list[int]) -> int:
@@ -517,21 +531,21 @@ class TokenGenerator:
         if row.request is not None and not row.launched:  # it is filled together with this prompt
             return 0
         cached = row.ids if row.request is None else row.ids[: row.length]
-        same = self._count_shared(cached, prompt, row.length)
+        same = self._count_shared(cached, prompt, row.peak)
         return same if self._rope.same_frequencies(len(row.ids), len(prompt)) else 0
 
     def _count_shared(self, cached: list[int], prompt: list[int], filled: int) -> int:
         """Return the number of first tokens of a prompt that need not be computed again.
 
-        cached: the ids that a row holds. filled: the slots that it has filled by then.
+        cached: the ids that a row holds. filled: its peak by then.
         """
         same = min(_common_prefix(cached, prompt), len(prompt) - 1)
         return same if same >= self._count_lost(filled) else 0
 
     def _count_lost(self, filled: int) -> int:
-        """Return the number of first slots after which a row cannot be continued, given the slots that it has filled.
+        """Return the number of first slots after which a row cannot be continued, given its peak.
 
-        Later tokens have taken the slots of keys that the next query would see.
+        Later tokens have taken the slots of keys that the next query would see, also those of a longer text before.
         """
         return 0 if filled < self._ring else filled - cache.REWIND
 

@@ -30,8 +30,8 @@ SECTIONS = (
 )
 # Settings that say how fast a run computed. The start of a run resolves them.
 SPEED_SETTINGS = ("training.loss_chunk", "training.unroll", "training.attention", "training.grouped_matmul")
-# Settings that name files. The card has the names of the data, of the base and of the adapters elsewhere, and not those
-# of a teacher and of functions.
+# Settings that name files and hosts. The card names the data, the base and the adapters elsewhere. It does not name a
+# teacher, functions and a server.
 FILE_SETTINGS = (
     "data.paths",
     "data.tokenizer",
@@ -39,6 +39,8 @@ FILE_SETTINGS = (
     "lora.pretrained",
     "distillation.teacher",
     "rollouts.rewards",
+    "rollouts.server",
+    "preference.function",
 )
 _LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*[\"']?([\w.+:/ -]+?)[\"']?[ \t]*$", re.MULTILINE)
 _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(@[^/]+)?(/.*)?")

@@ -84,7 +84,9 @@ class AdapterFolders:
         folder = Path(path).resolve()
         if not folder.is_relative_to(self.root.resolve()):
             raise ApiError(
-                f"lora_path: {path} is not in {self.root}; the server reads adapters only there", "lora_path", 403
+                f"lora_path: {path} is not in {self.root}: the server reads adapters only there (--load-adapters-from)",
+                "lora_path",
+                403,
             )
         return folder
 

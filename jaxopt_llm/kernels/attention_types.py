@@ -107,7 +107,7 @@ class AttentionParameters:
         any number is possible.
     rectangles: the visible pairs of a row are one rectangle, of its first queries and its last keys; all of them if
         `segments` is 1.
-    ring: keys and values are a ring; see KeyRanges.make_ring_mask. Only xla supports it.
+    ring: keys and values are a ring; see KeyRanges.make_ring_mask. Only xla and, for one query, pallas support it.
     """
 
     scale: float

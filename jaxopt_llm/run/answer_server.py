@@ -26,6 +26,10 @@ Drawn = list[tuple[int, float]]  # the tokens of an answer with their log-probab
 TOKEN_VARIABLE = "JAXOPT_LLM_SERVE_TOKEN"  # of the environment: what clients of a server send
 AT_ONCE = 64  # requests that wait for answers
 BEAT_SECONDS = 5.0
+HINTS = {  # what mends a refusal, by path and status
+    ("/models", 404): "; the address usually ends in /v1",
+    ("", 401): f"; set its token as {TOKEN_VARIABLE} of the run's environment",
+}
 MAY_PASS = (502, 503, 504)  # statuses of a server that is not there yet, or not any more
 # The whole distribution at temperature 1. All are sent, because vLLM's defaults are those of a model's
 # generation_config.json.
@@ -220,7 +224,8 @@ class AnswerServer:
         status, data = self._exchange(path, body)
         if status != 200:
             failure = ServerFailed if status in MAY_PASS else InputError
-            raise failure(f"{self._name}: {path}: status {status}: {_read_message(data)}")
+            hint = HINTS.get((path, status)) or HINTS.get(("", status), "")
+            raise failure(f"{self._name}: {path}: status {status}: {_read_message(data)}{hint}")
         return data
 
     def _exchange(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
@@ -279,4 +284,6 @@ def _read_message(data: bytes) -> str:
         inner = found.get("error")
         found = inner if isinstance(inner, dict) else found
         text = str(found.get("message") or found.get("detail") or text)
+    elif text.lstrip().startswith("<"):
+        text = "a page of HTML"
     return " ".join(text.split())[:500] or "no message"

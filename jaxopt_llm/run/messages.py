@@ -193,7 +193,8 @@ def list_next_commands(config: Config) -> Iterator[str]:
         yield "next:"
     has_documents = config.evaluation.every or config.evaluation.paths
     if config.training.objective in (NEXT_TOKEN, DISTILL) or config.model.scores:  # the others have no loss per token
-        yield f"  {errors.program_name('evaluate')} {run}" + ("" if has_documents else " --data.paths FILE")
+        reads_texts = has_documents and not config.draws
+        yield f"  {errors.program_name('evaluate')} {run}" + ("" if reads_texts else " --data.paths FILE")
     question = "--prompt TEXT" if config.data.content in ("text", PROMPT) else "--chat"
     if not config.model.scores:
         yield f"  {errors.program_name('generate')} {run} {question}"

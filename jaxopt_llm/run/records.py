@@ -302,10 +302,12 @@ class Recorder:
         counts = {"loss": last.window.mean, "skipped": int(last.metrics["skipped"])}
         entry = self._meter.make_record(last.step, last.read_scalars() | of_window | counts)
         entry |= self._watchdog.take_seconds()
-        if measured is not None:
-            entry |= self._measure(last.step, measured)
-        for write in self._logs.writers:
-            write(entry)
+        try:
+            if measured is not None:
+                entry |= self._measure(last.step, measured)
+        finally:  # a step whose evaluation fails has a record, too
+            for write in self._logs.writers:
+                write(entry)
 
     def _measure(self, step: int, state: TrainState) -> dict[str, float | None]:
         """Return the held-out losses for a record, and write the samples."""

@@ -9,6 +9,7 @@ of the functions, reads a line of JSON for each step, and writes a line with the
 """
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -109,7 +110,7 @@ class Rewards:
 
 def check_rewards(config: Config) -> None:
     """Raise InputError if the functions of `rollouts.rewards` cannot be loaded."""
-    if config.draws:
+    if config.draws and config.rollouts.rewards:
         Rewards(config.rollouts.rewards, config.rollouts.reward_seconds).close()
 
 
@@ -123,6 +124,17 @@ def _load(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
             raise InputError(f"{each}: {taken} has the same name; rename the function")
         found[name] = function
     return found
+
+
+def _call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Return what a function returns. Raises InputError if it does not take the arguments."""
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise InputError(
+            f"{function.__name__}: {error}; its arguments are {', '.join(given)}: let it take **columns for the rest"
+        ) from error
+    return function(**given)
 
 
 def _check(name: str, values: Any, count: int) -> list[float | None]:
@@ -160,7 +172,7 @@ def main() -> int:
     while alive and (line := sys.stdin.readline()):
         given = json_files.parse(line)
         count = len(given["prompts"])
-        alive = reply(lambda: [_check(name, function(**given), count) for name, function in functions.items()])  # noqa: B023
+        alive = reply(lambda: [_check(name, _call(function, given), count) for name, function in functions.items()])  # noqa: B023
     return 0
 
 

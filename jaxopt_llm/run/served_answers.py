@@ -75,7 +75,7 @@ def measure_differences(server: Scores, own: Scores) -> NDArray[np.float64]:
 
 
 def find_older(server: Scores, own: Scores, older: Mapping[str, Scores]) -> str | None:
-    """Return the weights whose scores the server's are, rather than those of the run's present weights, if it is sure.
+    """Return the older weights that explain the server's scores better than the present ones, if that is certain.
 
     The server's scores are written as older + share · (own - older) + rest. The share is 1 for a server with the
     present weights and 0 for one with the older ones, up to what both sides round differently, which the rest measures.

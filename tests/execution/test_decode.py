@@ -364,6 +364,18 @@ def test_a_ring_is_continued_near_its_end_only() -> None:
 
 
 @pytest.mark.usefixtures("small_rings")
+def test_a_ring_lacks_what_a_longer_text_has_overwritten() -> None:
+    """A text of 26 slots, then its first 23 again: the ring still lacks what the last three had overwritten."""
+    generator = watched()
+    generate(generator, [LONG[:23]], 4)
+    generate(generator, [LONG[:23]], 1)
+    assert generator.filled[-1] == (22, 16)
+    prompt = np.concatenate([LONG[:20], LONG[40:44]])
+    np.testing.assert_array_equal(generate(generator, [prompt], 4), afresh([prompt]))
+    assert generator.filled[-1] == (0, 32)
+
+
+@pytest.mark.usefixtures("small_rings")
 @pytest.mark.parametrize(("rest", "filled"), [(4, [(0, 64), (30, 16), (30, 16)]), (9, [(0, 64)] * 3)])
 def test_a_beginning_is_copied_if_the_ring_still_has_its_end(rest: int, filled: list[tuple[int, int]]) -> None:
     """Otherwise the prompts are computed whole, and together."""

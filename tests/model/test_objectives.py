@@ -107,23 +107,26 @@ def test_a_function_may_be_infinite_where_no_pair_ends(tmp_path: Path) -> None:
             total, ups = total + 1 - up + down + gains[0] / answers[1].sum(), ups + up
     assert float(reported[0]) == pytest.approx(float(total), rel=1e-5)
     pairs = int(objective.count(batch))
-    assert float(split_loss(objective, reported / pairs)[1]["up"]) == pytest.approx(float(ups) / pairs, rel=1e-5)
+    assert float(split_loss(objective, reported / pairs)[1]["preference/up"]) == pytest.approx(
+        float(ups) / pairs, rel=1e-5
+    )
     assert np.isfinite(weights).all() and np.abs(weights).max() > 0
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return chosen.gain", "must return \\(the loss of each pair, "),
-        ("return chosen.gain.sum(), {}", r"the loss is float32\[\] for arguments float32\[2, 3\]"),
-        ("return chosen.gain, {'up': 1.0}", "up is float"),
-        ("return chosen.gain, {'rewards/margin': chosen.gain}", "rewards/margin is a metric of every run"),
-        ("return chosen.score, {}", "losses.py, line 2: AttributeError: 'Answer' object has no attribute 'score'"),
+        ("return chosen.gain", "must return the loss of a pair, "),
+        ("return chosen.gain * jax.numpy.ones(2), {}", r"the loss is float32\[2\]"),
+        ("return chosen.gain, {1: chosen.gain}", "1 is float32"),
+        ("return chosen.score, {}", "losses.py, line 3: AttributeError: 'Answer' object has no attribute 'score'"),
+        ("return chosen.gain +, {}", "losses.py, line 3: SyntaxError"),
+        ("import absent", "ModuleNotFoundError"),
         ("return -chosen.gain, {}", ""),
     ],
 )
-def test_a_function_must_return_a_loss_for_each_pair(body: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "losses.py").write_text(f"def lose(chosen, rejected):\n    {body}\n")
+def test_a_function_must_return_numbers(body: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(f"import jax\ndef lose(chosen, rejected):\n    {body}\n")
     settings = replace(PreferenceConfig(), function=f"{tmp_path / 'losses.py'}:lose")
     with contextlib.nullcontext() if not message else pytest.raises(InputError, match=message):
         make_preference("dpo", settings)

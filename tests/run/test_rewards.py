@@ -78,7 +78,7 @@ def test_a_reward_that_cannot_be_computed_ends_the_run(functions: Path, name: st
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("absent.py:is_right", "absent.py:is_right: no such file$"),
+        ("absent.py:is_right", "absent.py:is_right: no such file .*absent.py; the form is FILE:FUNCTION$"),
         ("{}:absent", "the file defines no function absent$"),
         ("{}:length {}:length", "another function has the same name; rename the function$"),
         ("{}:std", "std: a metric of all rewards has the same name; rename the function$"),

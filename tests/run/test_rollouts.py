@@ -149,7 +149,10 @@ def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"data.content": "text"}, "reads prompts without answers: set --data.content prompt"),
-        ({"training.objective": "next_token"}, "reads answers, too; set --training.objective grpo"),
+        (
+            {"training.objective": "next_token"},
+            "needs texts or answers, not prompts alone; set --training.objective grpo",
+        ),
         ({"rollouts.rewards": ()}, "name it with --rollouts.rewards FILE:FUNCTION"),
         ({"rollouts.rewards": ("mine.py",)}, "mine.py: must be FILE:FUNCTION"),
         ({"grpo.beta": 0.1}, "grpo.beta=0.1 compares with the model without its adapters"),

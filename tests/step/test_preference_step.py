@@ -175,7 +175,7 @@ def test_a_function_takes_the_place_of_the_formula(
     for name in ("loss", "grad_norm", "rewards/margin"):
         expected = [each[name] for each in on_one_device[:3]]
         assert [each[name] for each in found] == pytest.approx(expected, rel=2e-4, abs=1e-5)
-    assert found[2]["margin"] == pytest.approx(7 * found[2]["rewards/margin"], rel=1e-5)
+    assert found[2]["preference/margin"] == pytest.approx(7 * found[2]["rewards/margin"], rel=1e-5)
 
 
 def test_judged_answers_are_learned_with_either_reference() -> None:

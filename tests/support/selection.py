@@ -22,8 +22,11 @@ COMMANDS = {"train", "generate", "evaluate", "plan", "prepare", "convert", "chec
 MOST_BROUGHT = 48  # a change brings at most one in 48 of the slow tests, in addition to the part of the run
 EXPENSIVE = ROOT / "tests/expensive.txt"
 EXPENSIVE_SECONDS = 1.0  # of a CPU
-# Each run has a minute of faults in a job of several processes, whatever it takes.
-NEVER_SLOW = {"tests/runs/test_chaos.py::test_a_killed_process_and_a_damaged_checkpoint"}
+# Each run has these, whatever they take: a minute of faults in a job of several processes, and the loss by `evaluate`.
+NEVER_SLOW = {
+    "tests/runs/test_chaos.py::test_a_killed_process_and_a_damaged_checkpoint",
+    "tests/test_evaluate.py::test_the_held_out_split_has_the_loss_that_the_run_measured",
+}
 
 
 def read_expensive() -> set[str]:

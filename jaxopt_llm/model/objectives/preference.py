@@ -51,7 +51,7 @@ REPORTED = (
 
 
 class Answer(NamedTuple):
-    """An answer of each of many pairs: arrays of one shape.
+    """An answer of a pair, or of each of many pairs: numbers, or arrays of one shape.
 
     log_probability: sum over its tokens.
     tokens: their number, float32.
@@ -73,7 +73,7 @@ class Answer(NamedTuple):
         return self.log_probability / jnp.maximum(self.tokens, 1)
 
 
-# (chosen, rejected) -> (the loss of each pair, other numbers of each pair by the names of their metrics)
+# (chosen, rejected) -> (the loss of each pair, other numbers of each pair by name)
 PairLoss = Callable[[Answer, Answer], tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -102,7 +102,8 @@ class Preference:
         return head.cross_entropy(weights, loss_weight)[0], reported
 
     def name_metrics(self, means: Any) -> dict[str, Any]:
-        named = dict(zip((*REPORTED[1:], *self.metrics), means[1:], strict=True))
+        own = (f"preference/{name}" for name in self.metrics)
+        named = dict(zip((*REPORTED[1:], *own), means[1:], strict=True))
         return named | {"rewards/margin": named["rewards/chosen"] - named["rewards/rejected"]}
 
     def sum_losses(self, log_probabilities: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -154,27 +155,26 @@ def make_preference(name: str, settings: PreferenceConfig) -> Preference:
     """Return an objective over pairs, with the function of the user if the settings name one.
 
     Raises:
-        InputError: there is no such function, it fails, or it returns something else than a PairLoss.
+        InputError: there is no such function, it fails, or it returns something else than numbers.
     """
     if not settings.function:
         return Preference(name, settings)
-    (function,), numbers = load_functions([settings.function]), jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    where = f"preference.function={settings.function}"
+    where, number = f"preference.function={settings.function}", jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        found = jax.eval_shape(function, Answer(numbers, numbers, numbers), Answer(numbers, numbers, numbers))
-    except Exception as error:
+        (function,) = load_functions([settings.function])
+        found = jax.eval_shape(function, Answer(number, number, number), Answer(number, number, number))
+    except Exception as error:  # functions of the user raise anything
         raise InputError(f"{where}: {describe_failure(error)}") from error
-    form = "must return (the loss of each pair, {name of a metric: its number for each pair}), arrays as its arguments"
+    form = "it must return the loss of a pair, and a dict of numbers by name, as JAX's scalars"
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         raise InputError(f"{where}: {form}")
-    arrays = {"the loss": found[0], **found[1]}
-    for each, array in arrays.items():
-        if getattr(array, "shape", None) != numbers.shape or not jnp.issubdtype(array.dtype, jnp.floating):
-            got = f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else type(array).__name__
-            raise InputError(f"{where}: {form}; {each} is {got} for arguments float32{list(numbers.shape)}")
-    if taken := sorted({"loss", "rewards/margin", *REPORTED} & set(found[1])):
-        raise InputError(f"{where}: {taken[0]} is a metric of every run; give it another name")
-    return Preference(name, settings, function, tuple(found[1]))
+    for each, value in {"the loss": found[0], **found[1]}.items():
+        shape = getattr(value, "shape", None)
+        if not isinstance(each, str) or shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            got = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
+            raise InputError(f"{where}: {form}; {each} is {got}")
+    # One pair at a time: a mean over pairs would be over padding, too.
+    return Preference(name, settings, jax.vmap(jax.vmap(function)), tuple(found[1]))
 
 
 def count_pairs(batch: Batch) -> jax.Array:
