@@ -211,7 +211,7 @@ def test_candidates_like_one_that_did_not_fit_are_skipped() -> None:
 
 
 def test_if_nothing_fits_remedies_are_found() -> None:
-    small = int(LIMIT / 6.5)
+    small = int(LIMIT / 7)
     found, compiled = run(functools.partial(as_estimated, limit=small), limit=small)
     assert found.winner is None
     least = min(found.candidates, key=lambda each: each.footprint.peak)
@@ -229,10 +229,11 @@ def test_if_nothing_fits_remedies_are_found() -> None:
     attention, narrower, *_ = find_remedies(nearly, ())
     assert attention.startswith("--allow training.attention (")
     # The setting that needs least has its moments on the host. With jax 0.11 the table's moments are also on the GPU,
-    # where 8 bits make them smaller.
-    early = jax.__version_info__ >= (0, 11)
-    field, value = ("optimizer.state_dtype", "int8") if early else ("precision.reduce_dtype", "bfloat16")
-    assert narrower.startswith(f"--allow {field} (") and f"--{field} {value}" in narrower
+    # where 8 bits make them smaller. Before, nothing narrower needs less at the loss, where the peak is.
+    if jax.__version_info__ >= (0, 11):
+        assert narrower.startswith("--allow optimizer.state_dtype (") and "--optimizer.state_dtype int8" in narrower
+    else:
+        assert narrower.startswith("train only adapters")
 
 
 def test_a_recipe_for_other_gpus_is_not_among_the_candidates() -> None:
