@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a model says of a corpus.
+    """Request for the log-probabilities that a corpus keeps of a model.
 
     Attributes:
         kind: reference or teacher, also the flag that names the model.

@@ -91,7 +91,7 @@ def open_reference(name: str, flag: str, data: DataConfig, tokenizer: Tokenizer)
 def complete_corpus(
     reference: Reference, data: DataConfig, writer: LogProbabilityWriter, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Write the log-probabilities that a corpus lacks, on all devices. Return what its manifest says of them.
+    """Write the log-probabilities that a corpus lacks, on all devices. Return the entry of its manifest.
 
     Args:
         data: settings of the corpus.
@@ -112,7 +112,7 @@ def complete_corpus(
 def ask_teacher(
     teacher: Reference, data: DataConfig, writer: TeacherWriter, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Write what a teacher says of the tokens of a corpus, where that is missing. Return what its manifest says of it.
+    """Write a teacher's most likely tokens where a corpus lacks them. Return the entry of its manifest.
 
     A document that is longer than the teacher's context is read in parts of that length.
 

@@ -140,7 +140,7 @@ def measure_answers(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 class Sampler(Protocol):
-    """What draws answers.
+    """Source of answers: the devices of the run, or a server.
 
     Attributes:
         difference: see `ServedSampler`; None if the run draws the answers itself.

@@ -314,7 +314,7 @@ class Program(StepProgram):
 
 @dataclass(frozen=True)
 class StoredTeacher:
-    """What data hold of a teacher. The defaults are for `plan`, which reads no data.
+    """Sizes of the log-probabilities of a teacher in the data. The defaults are for `plan`, which reads no data.
 
     top_k: number of tokens in each place. vocabulary_size: of the teacher; None: that of the student.
     """

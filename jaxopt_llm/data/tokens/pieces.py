@@ -136,9 +136,9 @@ class ReferenceLogProbabilities:
 
 @dataclass(frozen=True, eq=False)
 class TeacherLogProbabilities:
-    """What a teacher says of tokens: which ones it finds most likely in their place, for distillation.
+    """Most likely tokens by a teacher, with their log-probabilities, in the place of each target of the loss.
 
-    It says this of the tokens that the loss counts as targets, in order. The first token of a document is none.
+    The targets are in order. The first token of a document is no target.
 
     Attributes:
         model: name of the teacher, for messages.

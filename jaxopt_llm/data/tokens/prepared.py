@@ -357,7 +357,7 @@ class _ReferenceRecord:
 
 @dataclass(frozen=True)
 class _TeacherRecord:
-    """What a teacher says of tokens, as a manifest describes it; see also `TeacherLogProbabilities`.
+    """Entry of a manifest for the log-probabilities of a teacher; see also `TeacherLogProbabilities`.
 
     Attributes:
         rows: number of these tokens.
