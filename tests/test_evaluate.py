@@ -15,6 +15,7 @@ from commands import assert_one_line, command, train
 
 from jaxopt_llm import evaluate
 from jaxopt_llm.core.errors import OutOfMemory
+from jaxopt_llm.inference import models
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import IMPLEMENTATIONS
 from jaxopt_llm.kernels.attention_auto import AttentionCall, AttentionChoice
@@ -46,7 +47,6 @@ def evaluated(run: Path, *arguments: object) -> tuple[float, float, int]:
     return float(found[1]), float(found[2]), int(found[3].replace(",", ""))
 
 
-@pytest.mark.slow
 def test_the_held_out_split_has_the_loss_that_the_run_measured(run: Path) -> None:
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     loss, perplexity, tokens = evaluated(run)
@@ -93,7 +93,7 @@ def test_attention_is_chosen_for_the_device(
         asked.append(of)
         return AttentionChoice("pallas", "for a reason")
 
-    monkeypatch.setattr(evaluate, "choose_attention", choose)
+    monkeypatch.setattr(models, "choose_attention", choose)
     monkeypatch.setitem(IMPLEMENTATIONS, "pallas", Kernel())
     monkeypatch.setattr(sys, "argv", ["evaluate", "--checkpoint", str(run), "--batches", "1"])
     assert evaluate.main() == 0

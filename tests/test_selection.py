@@ -81,8 +81,8 @@ def test_expensive_tests_exist(request: pytest.FixtureRequest) -> None:
     assert named or not expected - collected_now
 
 
-def test_a_minute_of_faults_is_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    (name,) = selection.NEVER_SLOW
+@pytest.mark.parametrize("name", sorted(selection.NEVER_SLOW))
+def test_what_is_never_slow_is_in_each_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file, _, function = name.partition("::")
     monkeypatch.syspath_prepend((ROOT / file).parent)
     marks = getattr(getattr(importlib.import_module(Path(file).stem), function), "pytestmark", [])

@@ -288,7 +288,12 @@ def test_a_request_asks_for_the_whole_distribution(
         (200, b"<html>", InputError, "the answer is not JSON"),
         (404, {"error": {"message": "no such\nmodel"}}, InputError, "status 404: no such model$"),
         (400, {"object": "error", "message": "too long"}, InputError, "status 400: too long$"),
-        (401, {"detail": "who?"}, InputError, "status 401: who\\?$"),
+        (
+            401,
+            {"detail": "who?"},
+            InputError,
+            "status 401: who\\?; set its token as JAXOPT_LLM_SERVE_TOKEN",
+        ),
         (503, b"busy", ServerFailed, "status 503: busy$"),
     ],
 )
