@@ -4,6 +4,7 @@ Letters: B batch, S sequence, T slots of the cache, D width, H heads, G key-valu
 """
 
 import functools
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from jaxopt_llm.kernels.attention import (
     select_implementation,
 )
 from jaxopt_llm.kernels.attention_auto import AttentionCall
+from jaxopt_llm.kernels.attention_check import check_ring
 from jaxopt_llm.kernels.attention_types import AttentionParameters, KeyRanges
 from jaxopt_llm.kernels.attention_wrappers import AllToAll, Padded, common_size
 from jaxopt_llm.kernels.ring import Ring
@@ -32,6 +34,7 @@ from jaxopt_llm.model.linear.weights import Weight
 from jaxopt_llm.model.param import ParamSpec, normal, zeros
 from jaxopt_llm.model.rotary import Rotary, grow_queries
 from jaxopt_llm.parallel.activations import PerDevice, all_gather_sequence, count_head_shards, reduce_scatter_sequence
+from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 BIASED_PROJECTIONS = {
@@ -228,7 +231,7 @@ def attend_to_cache(
     """Attend to the keys that `write` returns."""
     parameters, ranges = AttentionParameters(options.scale, options.softcap), _find_ranges(context, options)
     if q.shape[1] == 1:
-        implementation = _select_for_ring(context.placement, q, v)
+        implementation = _select_for_ring(context.placement, parameters, q, v)
         return attend(implementation, replace(parameters, ring=True), q, k, v, ranges, sinks)
     if (limit := options.last_keys) is not None:  # the query in row s has its own key in row T + s
         slots = k.shape[1] - q.shape[1]
@@ -237,11 +240,24 @@ def attend_to_cache(
     return attend(attention_xla, parameters, q, k, v, ranges, sinks)
 
 
-def _select_for_ring(placement: Placement, q: jax.Array, v: jax.Array) -> Implementation:
-    kernel = select_for_ring(placement.mesh.devices.flat[0], q, v)
+def _select_for_ring(
+    placement: Placement, parameters: AttentionParameters, q: jax.Array, v: jax.Array
+) -> Implementation:
+    """Return the implementation for one query over a ring of keys: a kernel that is right on this GPU, or XLA's."""
+    device = placement.mesh.devices.flat[0]
+    kernel = select_for_ring(device, q, v)
     # XLA divides its own operations over any mesh, also those of latents, which devices hold whole.
-    divides = v.shape[2] % count_head_shards(placement) == 0
-    return PerDevice(kernel, placement) if divides and kernel is not attention_xla else attention_xla
+    if kernel is attention_xla or v.shape[2] % count_head_shards(placement):
+        return attention_xla
+    if device in visible_devices():  # otherwise it is only compiled for
+        with jax.ensure_compile_time_eval():  # the check runs now, and is no part of the program
+            failure = check_ring(kernel, parameters.softcap, q, v)
+        if failure:
+            logging.getLogger(__name__).warning(
+                "attention of generation: pallas %s, so that XLA's operations are used", failure
+            )
+            return attention_xla
+    return PerDevice(kernel, placement)
 
 
 def _find_ranges(context: Context, options: AttentionOptions) -> KeyRanges:

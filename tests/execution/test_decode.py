@@ -16,8 +16,9 @@ from jaxopt_llm.execution import decode, scan
 from jaxopt_llm.execution.by_layer import split_layers
 from jaxopt_llm.execution.decode import Drawn, Request, TokenGenerator, choose_slots
 from jaxopt_llm.execution.sampling import Draws, Sampling, draw_tokens, make_draws
-from jaxopt_llm.kernels.attention_types import make_document_ranges
-from jaxopt_llm.model import cache
+from jaxopt_llm.kernels import attention_check, attention_xla
+from jaxopt_llm.kernels.attention_types import AttentionParameters, make_document_ranges
+from jaxopt_llm.model import cache, self_attention
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.parallel.placement import Placement
@@ -66,6 +67,26 @@ def test_greedy_selects_the_most_likely_real_token(greedy: np.ndarray) -> None:
 def test_a_continuation_does_not_depend_on_other_prompts(greedy: np.ndarray) -> None:
     for prompt, expected in zip(PROMPTS, greedy, strict=True):
         np.testing.assert_array_equal(written([prompt], 6)[0], expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_wrong_kernel_draws_no_token(
+    factor: float, greedy: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = list[Any]()
+
+    class Kernel:
+        @staticmethod
+        def forward(parameters: AttentionParameters, *of: Any) -> Any:
+            called.append(isinstance(of[0], jax.core.Tracer) and of[0].shape[0] == len(PROMPTS))
+            out, log_sum = attention_xla.forward(parameters, *of)
+            return out * factor, log_sum
+
+    monkeypatch.setattr(self_attention, "select_for_ring", lambda *of: Kernel)
+    monkeypatch.setattr(attention_check, "_verdicts_file", lambda: None)
+    np.testing.assert_array_equal(written(PROMPTS, 6), greedy)
+    assert any(called) == (factor == 1), "the program has the kernel if it is right"
+    assert ("pallas is wrong on this GPU" in caplog.text) == (factor != 1)
 
 
 def test_learned_positions_begin_at_a_prompts_first_token() -> None:

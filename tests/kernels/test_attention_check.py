@@ -1,5 +1,6 @@
-"""Check of an attention kernel before the first step, with kernels that are wrong in one thing each."""
+"""Check of an attention kernel before it is used, with kernels that are wrong in one thing each."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxopt_llm.kernels import attention, attention_xla
+from jaxopt_llm.kernels import attention, attention_check, attention_pallas, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall
+from jaxopt_llm.kernels.attention_check import check_attention, check_ring
 from jaxopt_llm.kernels.attention_types import KeyRanges
-from jaxopt_llm.run import attention_choice
-from jaxopt_llm.run.attention_choice import check_attention
 
 pytestmark = pytest.mark.core
 
@@ -24,7 +24,7 @@ CALL = AttentionCall(16, "bfloat16", 8192, segments=17, window=64)
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "checks.json"
-    monkeypatch.setattr(attention_choice, "_verdicts_file", lambda: file)
+    monkeypatch.setattr(attention_check, "_verdicts_file", lambda: file)
     return file
 
 
@@ -129,7 +129,48 @@ def test_cudnn_is_right_in_a_ring(gpu: jax.Device, segments: int) -> None:
     call = AttentionCall(128, "bfloat16", 16_384, segments=segments, parts=8)
     if attention.find_unsupported(call, attention.get_compute_capability(gpu))["cudnn"]:
         pytest.skip("cuDNN does not support this here")
-    assert attention_choice._compare("cudnn", call, 4) == ""
+    assert attention_check._compare("cudnn", call, 4) == ""
+
+
+def from_the_first_slot(parameters: Any, q: jax.Array, k: jax.Array, v: jax.Array, ranges: KeyRanges) -> Any:
+    """Take a ring for an array that begins with the first key."""
+    parameters = dataclasses.replace(parameters, ring=False)
+    return attention_xla.forward(parameters, q, k, v, KeyRanges(ranges.first, ranges.last))
+
+
+def wrong_with_many_rows(parameters: Any, q: jax.Array, *of: Any) -> Any:
+    out, log_sum = attention_xla.forward(parameters, q, *of)
+    return out * (1.0 if q.shape[0] < 100 else 1.1), log_sum
+
+
+def without_softcap(parameters: Any, *of: Any) -> Any:
+    return attention_xla.forward(dataclasses.replace(parameters, softcap=None), *of)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        (attention_xla.forward, []),
+        (other_group, ["of 4 rows", "of 256 rows"]),
+        (from_the_first_slot, ["of 4 rows", "of 256 rows"]),
+        (wrong_with_many_rows, ["of 256 rows"]),
+        (without_softcap, ["of 4 rows", "of 256 rows"]),
+    ],
+    ids=["right", "groups", "ring", "many rows", "softcap"],
+)
+def test_a_wrong_kernel_over_a_ring_is_found(kernel: Any, wrong: list[str], cache: Path) -> None:
+    q, v = (jax.ShapeDtypeStruct((3, rows, heads, 16), "bfloat16") for rows, heads in ((1, 8), (64, 2)))
+    failure = check_ring(Kernel(kernel), 1.5, q, v)
+    assert bool(failure) == bool(wrong) and all(each in failure for each in wrong), failure
+    assert check_ring(Kernel(without_softcap), 1.5, q, v) == failure, "the verdict is kept"
+    assert len(json.loads(cache.read_text())) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_kernel_over_a_ring_is_right(gpu: jax.Device, softcap: float | None) -> None:
+    call = AttentionCall(128, "bfloat16", 320, 1, None, softcap)
+    assert attention_check._compare_over_rings(attention_pallas, call, 4) == ""
 
 
 def test_a_kernel_that_cannot_run_is_tried_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +186,7 @@ def test_a_kernel_that_cannot_run_is_tried_again(cache: Path, monkeypatch: pytes
 def test_a_verdict_is_of_one_gpu_and_of_one_version_of_its_libraries() -> None:
     def key(kind: str, versions: str) -> str:
         device = SimpleNamespace(device_kind=kind, client=SimpleNamespace(platform_version=versions))
-        return attention_choice._make_key("cudnn", CALL, 4, device)
+        return attention_check._make_key("cudnn", CALL, 4, device)
 
     assert len({key("H100", "cuda 12"), key("H200", "cuda 12"), key("H200", "cuda 13")}) == 3
 
@@ -155,9 +196,9 @@ def test_the_verdicts_are_beside_the_compiled_programs(tmp_path: Path) -> None:
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         jax.config.update("jax_enable_compilation_cache", True)
-        assert attention_choice._verdicts_file() == tmp_path / attention_choice.FILE
+        assert attention_check._verdicts_file() == tmp_path / attention_check.FILE
         jax.config.update("jax_enable_compilation_cache", False)
-        assert attention_choice._verdicts_file() is None
+        assert attention_check._verdicts_file() is None
     finally:
         for name, value in old.items():
             jax.config.update(name, value)
