@@ -244,4 +244,5 @@ class _Passes:
         return self.model.embed(non_layer, batch.tokens, self.model.make_context(batch, self.inside))
 
     def _make_runner(self, segment: LocalSegment, remat: RematConfig, batch: Batch) -> PeriodRunner:
-        return PeriodRunner(self.model, segment, self.model.make_context(batch, self.inside), remat, remat.enabled)
+        context = self.model.make_context(batch, self.inside)
+        return PeriodRunner(self.model, segment, context, remat, remat.enabled, is_apart=segment.periods > 1)

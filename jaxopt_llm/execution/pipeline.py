@@ -226,12 +226,14 @@ def loss_and_gradients(
     """
     table = make_table(pipeline.schedule, placement.size("pipeline"), batch.tokens.shape[0], pipeline.virtual_stages)
     trained = tree.restrict(stage_specs(model.specs, placement), trainable)
+    stores = pipeline.residuals == "store"
 
     def train_stage(stage: PipelineStage, batch: Batch, loss_weight: jax.Array) -> Totals:
-        inside = replace(stage, placement=inside_gradient_group(stage.placement))
+        segments = {name: replace(segment, waits=stores) for name, segment in stage.segments.items()}
+        inside = replace(stage, segments=segments, placement=inside_gradient_group(stage.placement))
 
         def train_group(batch: Batch) -> Totals:  # fields [M, B / G, S]
-            return _Training(inside, trained, batch, loss_weight, pipeline.residuals == "store").run()
+            return _Training(inside, trained, batch, loss_weight, stores).run()
 
         return sum_over_groups(train_group, batch, trained, stage.placement)
 

@@ -141,7 +141,7 @@ def find_precision_spans(layer_index: np.ndarray, exempt: int, layers: int) -> l
 
 
 def scan_spans(
-    make_scan_body: Callable[[tuple[bool, ...]], ScanBody],
+    scan_bodies: Sequence[ScanBody],
     spans: Sequence[PrecisionSpan],
     carry: Any,
     perturbations: Params,
@@ -149,12 +149,11 @@ def scan_spans(
 ) -> Any:
     """Scan over the periods of each span, one loop after the other.
 
-    make_scan_body: quantised -> the scan body of a span, which takes (row, perturbations, *others) of a period. The
-        loops carry the perturbations from one to the next.
+    scan_bodies: of each span; they take (row, perturbations, *others) of a period. The loops carry the perturbations
+        from one to the next.
     """
     scanned = (jnp.arange(spans[-1].stop), *others)
-    for span in spans:
-        scan_body = make_scan_body(span.quantised)
+    for scan_body, span in zip(scan_bodies, spans, strict=True):
 
         def pick_and_run(carry: Any, period: Any, scan_body: ScanBody = scan_body) -> tuple[Any, None]:
             carry, perturbations = carry
@@ -202,6 +201,7 @@ class LocalSegment:
     adds_in_place: JAX adds the gradients to references (scan.loss_and_gradients).
     keys: see model.Segment.
     checkpoints: the blocks keep what `remat` says, also where JAX itself would keep the activations of policy `none`.
+    waits: what the blocks keep waits for the backward, which another tick of a pipeline runs.
     """
 
     kinds: tuple[Kind, ...]
@@ -213,6 +213,7 @@ class LocalSegment:
     adds_in_place: bool = False
     keys: Keys = "own"
     checkpoints: bool = False
+    waits: bool = False
 
     @property
     def periods(self) -> int:
@@ -315,7 +316,7 @@ def _run_by_layer(
         cache: Any,
         context: Any,
     ) -> tuple[Carry, tree.Tree]:
-        runner = PeriodRunner(model, segment, context, remat, remat.enabled, quantised=quantised)
+        runner = PeriodRunner(model, segment, context, remat, remat.enabled, is_apart=False, quantised=quantised)
         x, cache, added = runner.run(weights, nothing, constants, carry[0], cache)
         return (x, add_sums(carry[1], added)), cache
 
@@ -343,7 +344,7 @@ def _run_giving(
     """Run the only period of a segment without a loop. Return x, the sums and the caches that it gives."""
     (span,) = _precision_spans(model, segment, context)
     checkpoints = remat.enabled or offload.any_on_host(weights)
-    runner = PeriodRunner(model, segment, context, remat, checkpoints, weights, span.quantised)
+    runner = PeriodRunner(model, segment, context, remat, checkpoints, False, weights, span.quantised)
     row = jnp.int32(0)  # the body selects the weights by it, so that they are copied from the host within a checkpoint
     perturbations, constants = jax.tree.map(lambda stack: stack[0], (perturbations, dict(segment.per_layer)))
     x, written, added = runner.run(row, perturbations, constants, carry[0])
@@ -371,14 +372,21 @@ def _run_segment(
     checkpoints = segment.checkpoints or remat.enabled or selects_periods or offload.any_on_host(weights)
     rows = jnp.arange(segment.periods) if segment.rows is None else segment.rows
     others = (segment.per_layer, segment.occupied)
-    runner = functools.partial(PeriodRunner, model, segment, context, remat, checkpoints)
     stacked, by_period = (weights, rows) if selects_periods or remat.every > 1 else (None, weights)
-    scan_body, scanned = runner(stacked, spans[0].quantised).scan_body, (by_period, perturbations, *others)
+    scanned = (by_period, perturbations, *others)
+
+    def make_scan_body(span: PrecisionSpan, is_apart: bool) -> ScanBody:
+        return PeriodRunner(model, segment, context, remat, checkpoints, is_apart, stacked, span.quantised).scan_body
+
     if remat.every > 1:
         group_size = remat.group_size(len(segment.kinds), segment.periods)
-        return scan_groups(scan_body, group_size, carry, scanned)
+        return scan_groups(make_scan_body(spans[0], group_size > 1), group_size, carry, scanned)
     if len(spans) > 1:
-        return scan_spans(lambda quantised: runner(weights, quantised).scan_body, spans, carry, perturbations, others)
+        bodies = [make_scan_body(span, span.stop - span.start > 1) for span in spans]
+        return scan_spans(bodies, spans, carry, perturbations, others)
+    if segment.checkpoints and not needs_loop(segment.periods * len(segment.kinds), remat):
+        return _run_apart(make_scan_body(spans[0], segment.waits), carry, scanned, segment.periods)
+    scan_body = make_scan_body(spans[0], segment.periods > 1)
     if segment.adds_in_place:
         # The body selects its period's perturbations. XLA then reads and writes a period's row of the sums in the
         # kernel that adds the gradient; a row that the loop itself reads and writes, it copies out first.
@@ -387,8 +395,6 @@ def _run_segment(
             return scan_body(carry, (by_period, _read_rows(perturbations, row), *others))
 
         return jax.lax.scan(select_and_run, carry, (by_period, jnp.arange(segment.periods), *others))[0]
-    if segment.checkpoints and not needs_loop(segment.periods * len(segment.kinds), remat):
-        return _run_apart(scan_body, carry, scanned, segment.periods)
     unroll = segment.periods if segment.unrolled else 1
     # Without `fsdp` the backward of a layer reduces nothing. With replicas, XLA sums their gradients last, and hides
     # more by the matmuls that it leaves to the end (docs/gpu.md).
@@ -476,6 +482,8 @@ class PeriodRunner:
     """Runs one period of a segment.
 
     checkpoints: whether the blocks keep what `remat` says, by `jax.checkpoint`; otherwise they keep what JAX does.
+    is_apart: whether the backward is apart from the forward: in a loop of its own, or in another tick of a pipeline.
+        XLA replaces a loop over one period by its body.
     stacked: the weights of the whole segment if each period's are selected by their row; otherwise None.
     quantised: for each block, whether its products are computed as `precision.matmul` says, or in the compute dtype;
         None: all are.
@@ -486,6 +494,7 @@ class PeriodRunner:
     context: Context
     remat: RematConfig
     checkpoints: bool
+    is_apart: bool
     stacked: Params | None = None
     quantised: tuple[bool, ...] | None = None
 
@@ -520,9 +529,9 @@ class PeriodRunner:
             block = f"block_{position}"
             run_block = self.make_block(position, per_layer)
             if self.checkpoints:
-                # A loop over one period becomes its body, next to the backward. Without barriers, XLA would then merge
-                # what the backward computes again with the forward, and keep it.
-                merges, kept = self.remat.enabled and self.segment.periods == 1, checkpoint_policy(self.remat)
+                # Next to the backward and without barriers, XLA would merge what the backward computes again with the
+                # forward, and keep it.
+                merges, kept = self.remat.enabled and not self.is_apart, checkpoint_policy(self.remat)
                 run_block = checkpoint(run_block, policy=kept, prevent_cse=merges)
             block_weights = weights[block] if self.stacked is None else weights
             new = NewCache() if block in self.segment.giving.values() else None

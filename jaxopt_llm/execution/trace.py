@@ -278,7 +278,7 @@ def _trace_block(
         inputs, context = context.layer_inputs, replace(context, layer_inputs=None)
         local = segment if inputs is None else segment.with_inputs(inputs)
         local = local.with_embeddings(jnp.zeros_like(x)) if is_module else local
-        runner = PeriodRunner(model, local, context, RematConfig("none"), checkpoints=False)
+        runner = PeriodRunner(model, local, context, RematConfig("none"), checkpoints=False, is_apart=False)
         constants = {name: values[0] for name, values in local.per_layer.items()}
         block = runner.make_block(position, constants)
         return block(x, weights, no_perturbations(specs), None)[0]

@@ -8,7 +8,7 @@ import pytest
 from compiled_steps import ROWS, SEQUENCE, WIDTH, Compiled, compiled
 from marks import slow
 
-from jaxopt_llm.compiler import instructions
+from jaxopt_llm.compiler import hlo, instructions
 from jaxopt_llm.compiler.hlo import Collective
 from jaxopt_llm.config import MeshConfig, PipelineConfig
 from jaxopt_llm.execution.schedules import make_table
@@ -74,6 +74,18 @@ def test_stored_activations_do_not_grow_with_the_microbatches(of: dict[str, Any]
     again = compiled(LAYERS, DEEP, 1, "none", accumulation=8, pipelined=EVEN, **of).memory.temporaries
     assert many <= 1.02 * few
     assert few > 1.2 * again
+
+
+@pytest.mark.slow
+def test_a_chunk_that_runs_again_keeps_what_the_policy_says() -> None:
+    """Its layers have no loop. XLA must not merge what the policy computes again with the second forward."""
+    pipelined = PipelineConfig(residuals="recompute")
+    none, some = (
+        compiled(LAYERS, DEEP, 1, policy, accumulation=8, pipelined=pipelined, switches=NARROW, shape=(16, 512))
+        for policy in ("none", "save_qkv")
+    )
+    assert hlo.count_dot_flops(some.text) > 1.05 * hlo.count_dot_flops(none.text)
+    assert some.memory.temporaries < 0.9 * none.memory.temporaries
 
 
 @pytest.mark.slow

@@ -12,15 +12,18 @@ import pytest
 import toy
 
 from jaxopt_llm.compiler import hlo
-from jaxopt_llm.config import ModelConfig, RematConfig
+from jaxopt_llm.config import ModelConfig, PipelineConfig, RematConfig, Schedule
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.config.parallel import Residuals
 from jaxopt_llm.execution import pipeline, scan
+from jaxopt_llm.execution.schedules import make_table
 from jaxopt_llm.execution.segments import is_kept
-from jaxopt_llm.execution.stage_layout import EVEN, stack_by_stage
+from jaxopt_llm.execution.stage_layout import stack_by_stage
 from jaxopt_llm.execution.trace import TOKENS as TOKENS_OF_TRACE
 from jaxopt_llm.execution.trace import list_intermediates, trace_blocks
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.parallel.placement import Placement
 
 WIDTH, LAYERS = 64, 128  # so many that everything outside the layers is small in comparison
 LENGTH = WIDTH  # so that each product of attention costs as much as [B, S, D] × [D, D], like the query's
@@ -133,12 +136,49 @@ def test_blocks_name_the_intermediates_of_the_model() -> None:
     assert {"router_logits", "expert_rows"} <= {*list_intermediates(Decoder(replace_fields(MODEL, {"moe.experts": 4})))}
 
 
+def count_products(remat: RematConfig, model: ModelConfig, placement: Placement) -> float:
+    """Return the FLOPs of a step, in products."""
+    decoder = Decoder(model)
+    params = toy.params(decoder.specs)
+    frozen, batch = jax.tree.map(lambda leaf: None, params), toy.microbatches(ROWS, 1)
+
+    def gradients(params: Any) -> Any:
+        return scan.loss_and_gradients(decoder, params, frozen, batch, 1 / TOKENS, placement, remat)[-1]
+
+    compiled = jax.jit(gradients, compiler_options=toy.QUICK_COMPILE).lower(params).compile()
+    return hlo.count_dot_flops(compiled.as_text()) / PRODUCT
+
+
+def test_layers_in_a_loop_of_their_own_recompute_by_the_policy() -> None:
+    """XLA replaces a loop over one layer, as over the first that is not quantised, by its body."""
+    model, placement = replace(MODEL, layers=4), toy.placement()
+    placement = replace(placement, precision=replace(placement.precision, compute_dtype_layers=1))
+    full, none = (count_products(RematConfig(policy), model, placement) for policy in ("full", "none"))
+    assert full - none == model.layers * (3 + 2 + 1 + 4)
+
+
+def test_groups_of_one_period_recompute_by_the_policy() -> None:
+    """The whole period runs once more, but for the layer whose result is not read, and each layer as with `full`."""
+    model = replace(MODEL, layers=4, pattern=("global", "local"), window=16)
+    full, none = (
+        count_products(remat, model, toy.placement()) for remat in (RematConfig("full", every=2), RematConfig("none"))
+    )
+    again = 3 + 2 + 1 + 4
+    assert full - none == 2 * (again + 2) + model.layers * again
+
+
 @pytest.mark.slow
-def test_a_pipeline_stage_recomputes_by_the_policy() -> None:
-    """It does so in each tick with a backward, in addition to the forward from the stage's input."""
-    stages, microbatches, layers = 2, 3, 4
-    whole = Decoder(replace(MODEL, layers=layers))
-    model = stack_by_stage(whole, stages)
+@pytest.mark.parametrize("residuals", ["recompute", "store"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_a_pipeline_stage_recomputes_by_the_policy(schedule: Schedule, chunks: int, residuals: Residuals) -> None:
+    """It does so in each tick with a backward, with `recompute` in addition to the forward from the chunk's input.
+
+    A chunk runs its layers without a loop, and XLA must not merge the two forwards.
+    """
+    stages, microbatches, layers_of_chunk = 2, 4, 2
+    whole = Decoder(replace(MODEL, layers=stages * chunks * layers_of_chunk))
+    pipelined = PipelineConfig(schedule, chunks, residuals=residuals)
+    model = stack_by_stage(whole, stages, pipelined)
     params = toy.on_stages(model.specs, toy.params(whole.specs))
     frozen = jax.tree.map(lambda leaf: None, params)
     batch = toy.microbatches(toy.packed(2 * microbatches, LENGTH), microbatches)
@@ -146,9 +186,12 @@ def test_a_pipeline_stage_recomputes_by_the_policy() -> None:
     def flops(remat: RematConfig) -> int:
         def run(params: Any, batch: Batch) -> Any:
             placement = toy.placement(pipeline=stages)
-            return pipeline.loss_and_gradients(model, params, frozen, batch, jnp.float32(1), placement, remat, EVEN)
+            return pipeline.loss_and_gradients(
+                model, params, frozen, batch, jnp.float32(1), placement, remat, pipelined
+            )
 
         return hlo.count_dot_flops(jax.jit(run).lower(params, batch).compile().as_text())
 
     again = flops(RematConfig("save_qkv")) - flops(RematConfig("none"))
-    assert again == (microbatches + stages - 1) * layers // stages * (1 + 4) * PRODUCT
+    backwards = int(np.sum(make_table(schedule, stages, microbatches, chunks).backward.active))
+    assert again == backwards * layers_of_chunk * (1 + 4) * PRODUCT

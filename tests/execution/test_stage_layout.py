@@ -192,7 +192,8 @@ def test_in_an_empty_slot_every_token_is_padding(occupied: bool, monkeypatch: py
     """Then no token goes to an expert."""
     config = replace_fields(toy.UNIFORM, {"moe.experts": 4, "moe.expert_width": 8})
     model, packed = Decoder(config), toy.packed(2, 12)
-    runner = PeriodRunner(model, cast(Any, None), model.make_context(packed, toy.placement()), RematConfig(), True)
+    context = model.make_context(packed, toy.placement())
+    runner = PeriodRunner(model, cast(Any, None), context, RematConfig(), checkpoints=True, is_apart=True)
     masks = []
 
     def run(runner: PeriodRunner, weights: Any, perturbations: Any, per_layer: Any, x: Any) -> Any:

@@ -223,9 +223,8 @@ def test_loops_over_runs_of_layers_write_one_stack_of_gradients() -> None:
         return jnp.tanh(x * perturbations["a"] + row) * (2 if quantised[0] else 1), None
 
     def scanned(stacked: Any) -> jax.Array:
-        return jnp.sum(
-            scan_spans(lambda quantised: functools.partial(step, quantised), spans, jnp.ones(3), stacked, ())
-        )
+        bodies = [functools.partial(step, span.quantised) for span in spans]
+        return jnp.sum(scan_spans(bodies, spans, jnp.ones(3), stacked, ()))
 
     def unrolled(stacked: Any) -> jax.Array:
         x = jnp.ones(3)
