@@ -324,9 +324,9 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    function: str = ""
+    function: str = setting("", resume="freely")
     """With training.objective dpo, or cpo without a reference: a function of the recipe in place of the formula,
-    FILE:FUNCTION (docs/preferences.md)."""
+    FILE:FUNCTION (docs/preferences.md). A resume needs the same source; the path may change."""
     beta: float = setting(0.1, bounds=POSITIVE)
     """Strength of the preference (TRL: beta). simpo wants about 2."""
     label_smoothing: float = setting(0.0, bounds=SHARE)
@@ -387,7 +387,8 @@ class RolloutsConfig:
     """Steps that train on the same answers, before new ones are drawn (TRL: num_iterations)."""
     rewards: tuple[str, ...] = setting((), resume="freely")
     """Functions that reward answers, each FILE:FUNCTION (TRL: reward_funcs, with the same arguments: docs/grpo.md). The
-    reward of an answer is the sum of what they return. grpo learns from it; of distill it is only recorded."""
+    reward of an answer is the sum of what they return. grpo learns from it, and a resume needs the same source; of
+    distill it is only recorded."""
     reward_seconds: float = setting(60.0, resume="freely", bounds=POSITIVE)
     """Time limit of the rewards of a step, in seconds. A run whose functions take longer ends with exit code 2."""
 

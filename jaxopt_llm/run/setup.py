@@ -1,7 +1,7 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +40,7 @@ from jaxopt_llm.run.directory import (
     check_run_directory,
     check_tokenizer_of_run,
     check_tokenizer_of_teacher,
+    hash_functions,
     read_decay_steps,
     read_started,
     stores_frozen_weights,
@@ -96,6 +97,7 @@ class Setup:
         validation: batches of an evaluation, for each validation set by name.
         started: the run that continues; None for a new one.
         prompts: those that the model answers itself; None unless the objective wants it.
+        functions: see `hash_functions`.
     """
 
     config: Config
@@ -108,6 +110,7 @@ class Setup:
     validation: dict[str, Sequence[Batch]]
     started: Started | None
     prompts: Prompts | None
+    functions: Mapping[str, str]
 
     @property
     def directory(self) -> Path:
@@ -160,7 +163,8 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     data = pack_documents(resolved, documents, processes.main)
     prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.draws else None
     config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
-    check_run_directory(config, data.corpus, data.tokenizer)
+    functions = processes.channel("functions").share(lambda: hash_functions(config))
+    check_run_directory(config, data.corpus, data.tokenizer, functions)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = data.program_of(config, placement)
     program = replace(program, attention=attention)
@@ -171,7 +175,9 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         name: read_validation_batches(packed, size, config.evaluation.batches, local_rows.indices)
         for name, packed in data.validation.items()
     }
-    return Setup(config, processes, data, placement, program, local_rows, loader, validation, started, prompts)
+    return Setup(
+        config, processes, data, placement, program, local_rows, loader, validation, started, prompts, functions
+    )
 
 
 def check_hub_commits(config: Config, processes: Processes) -> None:
