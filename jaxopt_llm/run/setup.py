@@ -84,7 +84,7 @@ class Data(Documents):
         """Return the program of a configuration whose steps read these rows; see step/program.py."""
         held = self.teacher
         stored = None if held is None else StoredTeacher(held.top_k, held.vocabulary_size)
-        return make_program(config, placement, stores_frozen_weights(config), self.reference is not None, stored)
+        return make_program(config, placement, stores_frozen_weights(config), stored)
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,9 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
     )
     data = pack_documents(resolved, documents, processes.main)
     prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.draws else None
+    if resolved.training.has_reference:
+        reference = "base" if data.reference is None else "stored"
+        resolved = fields.replace_fields(resolved, {"preference.reference": reference})
     config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
     functions = processes.channel("functions").share(lambda: hash_functions(config))
     check_run_directory(config, data.corpus, data.tokenizer, functions)
@@ -389,7 +392,8 @@ def _find_reference(config: Config, streams: Sequence[TokenStream]) -> Reference
     """
     reference = _find_common(streams, "reference", "--reference", lambda piece: piece.reference)
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
-    if reference is None and config.training.has_reference and not config.keeps_reference:
+    needed = config.training.has_reference and (not config.keeps_reference or config.preference.reference == "stored")
+    if reference is None and needed:
         raise InputError(_describe_missing_reference(config, pieces[0].name))
     length, limits = config.training.sequence_length, [piece.reference.limit for piece in pieces if piece.reference]
     if limit := min(filter(None, limits), default=0):
@@ -406,6 +410,11 @@ def _describe_missing_reference(config: Config, name: str) -> str:
     """Return an error about data without log-probabilities by a reference. name: name of the data."""
     objective = f"training.objective={config.training.objective} compares with a reference model"
     prepare = "prepare the data with --reference MODEL (python -m jaxopt_llm.prepare)"
+    if config.keeps_reference:
+        return (
+            f"preference.reference=stored: {name} holds no log-probabilities of a reference: {prepare}, or set "
+            "--preference.reference base"
+        )
     if config.lora.rank == 0:
         changed, remedy = "trains all of it", "train adapters with --lora.rank"
     elif config.training.trainable:
@@ -430,7 +439,8 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     corpus, sets = documents.corpus, documents.sets
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
-        stream = stream if config.training.has_reference else stream.without("reference")
+        compares = config.training.has_reference and config.preference.reference != "base"
+        stream = stream if compares else stream.without("reference")
         stream = stream if config.training.distills and not config.runs_teacher else stream.without("teacher")
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents

@@ -232,3 +232,5 @@ def test_the_planned_cache_is_that_of_the_sampler(tmp_path: Path, kv_heads: int)
     rows, slots = 8, config.training.sequence_length + 1
     made = jax.jit(lambda: scan.make_caches(Decoder(config.model), rows, slots, "float32", placement))()
     assert count_rollout_bytes(config) == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made))
+    others = {"rollouts.server": "http://127.0.0.1:8000/v1"}, {"training.objective": "next_token"}
+    assert [count_rollout_bytes(fields.replace_fields(config, other)) for other in others] == [0, 0]
