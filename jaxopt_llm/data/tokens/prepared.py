@@ -416,7 +416,7 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
     return piece, manifest.sha256
 
 
-def read_scores(paths: Iterable[str]) -> list[tuple[bool, tuple[int, int] | None]]:
+def read_stored(paths: Iterable[str]) -> list[tuple[bool, tuple[int, int] | None]]:
     """Return what the prepared corpora among local paths hold of other models, by their manifests alone.
 
     Of each: whether there are log-probabilities of a reference; and of a teacher its K and the size of its vocabulary.
