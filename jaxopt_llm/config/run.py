@@ -349,6 +349,11 @@ class Config:
                 f"{name} with data.content=prompt: no data hold what a teacher says of answers that the model draws: "
                 "name a model with --distillation.teacher"
             )
+        if self.rollouts.share < 1 and (training.objective == GRPO or self.rollouts.group_size > 1):
+            problem = "a row has one answer: set --rollouts.group-size 1"
+            if training.objective == GRPO:
+                problem = f"{name} compares answers that the model draws: set it to 1"
+            found.append(f"rollouts.share={self.rollouts.share}: {problem}")
         refused = {
             "training.ema_decay": (training.ema_decay, 0),
             "training.on_spike": (training.on_spike, "off"),

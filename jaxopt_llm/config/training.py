@@ -385,6 +385,9 @@ class RolloutsConfig:
     """Prompts of a step. Their answers are packed into training.batch_size rows, which must hold the longest ones."""
     group_size: int = setting(8, bounds=AT_LEAST_ONE)
     """Answers that are drawn for each prompt (TRL: num_generations). grpo compares them with each other."""
+    share: float = setting(1.0, bounds=Bounds(above=0, maximum=1))
+    """distill: share of prompts that the model answers itself (GKD, Agarwal et al. 2023; TRL: lmbda). The others have
+    the answer of the column completion of their row."""
     max_new_tokens: int = setting(256, bounds=AT_LEAST_ONE)
     """Maximum number of tokens of an answer (TRL: max_completion_length, of GKD max_new_tokens)."""
     updates: int = setting(1, bounds=AT_LEAST_ONE)

@@ -161,7 +161,9 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
     data = pack_documents(resolved, documents, processes.main)
-    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.draws else None
+    prompts = None
+    if resolved.draws:
+        prompts = open_prompts(resolved, data.training, [*data.validation.values()], data.tokenizer)
     if resolved.training.has_reference:
         reference = "base" if data.reference is None else "stored"
         resolved = fields.replace_fields(resolved, {"preference.reference": reference})
