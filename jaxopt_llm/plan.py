@@ -92,6 +92,7 @@ from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
 from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, format_checkpoints, format_speed, make_plan, make_plans
+from jaxopt_llm.planning.stored_scores import resolve_reference
 from jaxopt_llm.step.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB
@@ -193,7 +194,7 @@ def main() -> int:
     _choose_gpu(options)
     _choose_hosts(options, config)
     prepare_jax()
-    config = _fill_mesh(config, options, recipe.flags)
+    config = resolve_reference(_fill_mesh(config, options, recipe.flags))
     if options.search:
         return _search(config, options)
     for line in describe_unread(config):

@@ -94,6 +94,34 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert jnp.abs(after["policy"] - before["policy"]).max() > 0.005
 
 
+def test_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled after the first turn of both but the evaluation, and both states rest on all devices."""
+    example, compiled, counts = load("two_engines"), list[str](), list[int]()
+    states = []
+    run = jaxopt_llm.engine.engine.Engine.step
+
+    def step(engine: Any, batch: Any) -> Any:
+        metrics = run(engine, batch)
+        counts.append(len(compiled))
+        states.append(engine.state)
+        assert len(batch["chosen"].sharding.device_set) == jax.device_count(), "what the other chose stays there"
+        return metrics
+
+    def note(name: str, seconds: float, **others: Any) -> None:
+        compiled.extend([name] * name.endswith("backend_compile_duration"))
+
+    monkeypatch.setattr(jaxopt_llm.engine.engine.Engine, "step", step)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        found = example.main(steps=20)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert max(found) < 1 < math.log(32) / 2
+    assert 0 < counts[0] < counts[1] and set(counts[2:]) == {counts[1]}, "one of the two is compiled again"
+    masters = [jax.tree.leaves(state.masters) for state in states[-2:]]
+    assert [{len(x.sharding.device_set) for x in each} for each in masters] == [{jax.device_count()}] * 2
+
+
 def test_custom_optimizer(tmp_path: Path) -> None:
     found = load("custom_optimizer").main(steps=80, directory=tmp_path)
     assert found["loss"] < 0.01, "the variance of the targets is 0.023"

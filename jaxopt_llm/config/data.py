@@ -49,7 +49,7 @@ def fields_of_form(form: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    paths: tuple[str, ...] = setting((), resume="freely")
+    paths: tuple[str, ...] = setting((), resume="freely", is_place=True)
     """Files, folders, globs or URLs (s3://, gs://, hf://) to read; each is one source. Empty = the source code of
     Python's standard library."""
     weights: tuple[float, ...] = ()
@@ -87,7 +87,7 @@ class DataConfig:
     learn_turns: Literal["all", "last"] = "all"
     """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
     messages such as weight 0 exclude turns from both (docs/chat.md)."""
-    chat_template: str = ""
+    chat_template: str = setting("", is_place=True)
     """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
     tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
     template_arguments: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class DataConfig:
     """Maximum number of documents in a row; the rest of the row is padding. A pair of answers is two documents. 0 = no
     limit, except that with training.attention=cudnn the start of the run sets one of 1 to 16, the smallest that adds
     hardly any padding."""
-    tokenizer: str = setting("auto", resume="freely")
+    tokenizer: str = setting("auto", resume="freely", is_place=True)
     """Tokenizer: bytes (256 bytes plus BOS and EOS), the path of a Hugging Face tokenizer.json or its folder, or the id
     of a model on the Hugging Face hub. auto: the tokenizer of model.pretrained, or bytes if there is none."""
     bos: str = ""

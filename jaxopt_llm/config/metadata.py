@@ -56,6 +56,7 @@ class Metadata:
         change less of what the model learns.
     price: drawback of the narrower values in `search`, for advice to a run that does not fit.
     bounds: range of the values of a number.
+    is_place: whether it names files or hosts, which no model card publishes.
     in_backward: the only value that `optimizer.in_backward` works with. None: any value.
     """
 
@@ -65,6 +66,7 @@ class Metadata:
     search_rank: int = 0
     price: str = ""
     bounds: Bounds | None = None
+    is_place: bool = False
     in_backward: Any = None
 
 

@@ -326,12 +326,13 @@ class Config:
 
     @property
     def runs_reference(self) -> bool:
-        """True if each step runs the reference forward, unless the data have its log-probabilities.
+        """True if each step runs the reference forward.
 
-        The start of the run finds out whether they have (run/setup.py). Without `keeps_reference` they must.
+        The start of the run resolves `preference.reference` (run/setup.py). Without `keeps_reference` the data must
+        have its log-probabilities.
         """
-        compares = self.training.has_reference or (self.training.objective == GRPO and self.grpo.beta > 0)
-        return compares and self.keeps_reference
+        compares = self.training.has_reference and self.preference.reference != "stored"
+        return (compares or (self.training.objective == GRPO and self.grpo.beta > 0)) and self.keeps_reference
 
     def _drawing_problems(self) -> list[str]:
         """List the settings that do not suit answers that the model draws itself."""
@@ -348,6 +349,11 @@ class Config:
                 f"{name} with data.content=prompt: no data hold what a teacher says of answers that the model draws: "
                 "name a model with --distillation.teacher"
             )
+        if self.rollouts.share < 1 and (training.objective == GRPO or self.rollouts.group_size > 1):
+            problem = "a row has one answer: set --rollouts.group-size 1"
+            if training.objective == GRPO:
+                problem = f"{name} compares answers that the model draws: set it to 1"
+            found.append(f"rollouts.share={self.rollouts.share}: {problem}")
         refused = {
             "training.ema_decay": (training.ema_decay, 0),
             "training.on_spike": (training.on_spike, "off"),
@@ -410,6 +416,11 @@ class Config:
             found.append(
                 f"preference.function={self.preference.function}: it takes the place of the formula of dpo or, without "
                 f"a reference, of cpo, and {name}: set --training.objective dpo, or leave the function out"
+            )
+        if training.has_reference and self.preference.reference == "base" and not self.keeps_reference:
+            found.append(
+                "preference.reference=base: compares with the model without its adapters, and this run changes it "
+                "or begins with others: train new adapters alone (--lora.rank), or set --preference.reference stored"
             )
         if training.distills and not self.runs_teacher and self.distillation.temperature != 1:
             found.append(

@@ -324,9 +324,13 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    function: str = ""
+    reference: Literal["auto", "stored", "base"] = "auto"
+    """What dpo, ipo, hinge and kto compare with. stored: the log-probabilities of prepare --reference in the data.
+    base: the model without its adapters, in a forward of each step. auto: stored if the data have them. The start of
+    the run resolves it in config.json."""
+    function: str = setting("", resume="freely", is_place=True)
     """With training.objective dpo, or cpo without a reference: a function of the recipe in place of the formula,
-    FILE:FUNCTION (docs/preferences.md)."""
+    FILE:FUNCTION (docs/preferences.md). A resume needs the same source; the path may change."""
     beta: float = setting(0.1, bounds=POSITIVE)
     """Strength of the preference (TRL: beta). simpo wants about 2."""
     label_smoothing: float = setting(0.0, bounds=SHARE)
@@ -355,7 +359,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    teacher: str = setting("", resume="freely")
+    teacher: str = setting("", resume="freely", is_place=True)
     """With training.objective distill: Hugging Face folder or hub id of the model to learn from. Its tokenizer must
     give the ids of data.tokenizer. A resume needs the same weights; their path may change. Empty = the data hold what a
     teacher says of them (prepare --teacher)."""
@@ -381,17 +385,21 @@ class RolloutsConfig:
     """Prompts of a step. Their answers are packed into training.batch_size rows, which must hold the longest ones."""
     group_size: int = setting(8, bounds=AT_LEAST_ONE)
     """Answers that are drawn for each prompt (TRL: num_generations). grpo compares them with each other."""
+    share: float = setting(1.0, bounds=Bounds(above=0, maximum=1))
+    """distill: share of prompts that the model answers itself (GKD, Agarwal et al. 2023; TRL: lmbda). The others have
+    the answer of the column completion of their row."""
     max_new_tokens: int = setting(256, bounds=AT_LEAST_ONE)
     """Maximum number of tokens of an answer (TRL: max_completion_length, of GKD max_new_tokens)."""
     updates: int = setting(1, bounds=AT_LEAST_ONE)
     """Steps that train on the same answers, before new ones are drawn (TRL: num_iterations)."""
-    rewards: tuple[str, ...] = setting((), resume="freely")
+    rewards: tuple[str, ...] = setting((), resume="freely", is_place=True)
     """Functions that reward answers, each FILE:FUNCTION (TRL: reward_funcs, with the same arguments: docs/grpo.md). The
-    reward of an answer is the sum of what they return. grpo learns from it; of distill it is only recorded."""
+    reward of an answer is the sum of what they return. grpo learns from it, and a resume needs the same source; of
+    distill it is only recorded."""
     reward_seconds: float = setting(60.0, resume="freely", bounds=POSITIVE)
     """Time limit of the rewards of a step, in seconds. A run whose functions take longer ends with exit code 2."""
 
-    server: str = setting("", resume="freely")
+    server: str = setting("", resume="freely", is_place=True)
     """Server with OpenAI's API that draws the answers, such as http://127.0.0.1:8000/v1: vLLM or jaxopt-llm
     serve (TRL: vllm_server_base_url; docs/grpo.md). It serves the model of model.pretrained, and gets the adapters of
     the run whenever they have changed. Empty = the run draws them itself."""
@@ -442,7 +450,7 @@ class GrpoConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    pretrained: str = setting("", resume="freely")
+    pretrained: str = setting("", resume="freely", is_place=True)
     """Folder or hub id of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha,
     targets, rslora and dora; and with whole weights (modules_to_save) training.trainable and the size of the
     vocabulary. Empty = new adapters."""

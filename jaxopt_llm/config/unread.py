@@ -169,6 +169,7 @@ def _objective_rules(config: Config) -> list[Rule]:
         ("grpo.*", f"training.objective={objective}", objective != GRPO),
         ("rollouts.server_seconds rollouts.server_tolerance", "rollouts.server=", not config.rollouts.server),
         ("preference.label_smoothing", "preference.function", bool(config.preference.function)),
+        ("preference.reference", f"training.objective={objective}", not config.training.has_reference),
         ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
         ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
         (

@@ -17,30 +17,20 @@ import numpy as np
 from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.config import Config
 from jaxopt_llm.config.data import PROMPT
+from jaxopt_llm.config.fields import METADATA, get_field
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.files import read_file
 from jaxopt_llm.observe.report.run_files import EVAL_LOSS, read_run
 
 FILE = "README.md"
 MAX_CARD_BYTES = 2**24
-# Sections whose settings a card lists. The others say where and how fast a run computed, and name hosts and files.
+# Sections whose settings a card lists. The others say where and how fast a run computed, and name hosts and files. Of
+# these, a card leaves out what names files and hosts, and what the start of a run chooses for its speed. It names the
+# data, the base and the adapters elsewhere.
 SECTIONS = (
     *("data", "training", "preference", "distillation", "rollouts", "grpo", "optimizer", "schedule", "lora"),
     "precision",
-)
-# Settings that say how fast a run computed. The start of a run resolves them.
-SPEED_SETTINGS = ("training.loss_chunk", "training.unroll", "training.attention", "training.grouped_matmul")
-# Settings that name files and hosts. The card names the data, the base and the adapters elsewhere. It does not name a
-# teacher, functions and a server.
-FILE_SETTINGS = (
-    "data.paths",
-    "data.tokenizer",
-    "data.chat_template",
-    "lora.pretrained",
-    "distillation.teacher",
-    "rollouts.rewards",
-    "rollouts.server",
-    "preference.function",
 )
 _LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*[\"']?([\w.+:/ -]+?)[\"']?[ \t]*$", re.MULTILINE)
 _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(@[^/]+)?(/.*)?")
@@ -112,8 +102,13 @@ def list_changes(config: Config) -> dict[str, str]:
     return {
         name: json.dumps(value, ensure_ascii=False).replace("|", "\\|").replace("`", "'")
         for name, value in changes.items()
-        if name not in (*FILE_SETTINGS, *SPEED_SETTINGS)
+        if not (METADATA[name].is_place or _is_for_speed(name))
     }
+
+
+def _is_for_speed(name: str) -> bool:
+    """Return whether the start of a run may choose a setting, and nothing that is learned depends on it."""
+    return METADATA[name].resume == "freely" and get_field(Config(), name) == AUTO
 
 
 def _describe_kind(config: Config) -> dict[str, bool]:

@@ -44,6 +44,7 @@ from jaxopt_llm.planning.settings_choice import (
     list_candidates,
     list_choices,
 )
+from jaxopt_llm.planning.stored_scores import find_teacher
 from jaxopt_llm.run.directory import stores_frozen_weights
 from jaxopt_llm.step.program import Program, StepProgram, compute_utilisation, make_program
 from jaxopt_llm.step.state import StateSpecs, checkpoint_specs
@@ -374,8 +375,11 @@ def make_plans(config: Config, clusters: Sequence[Cluster]) -> tuple[Plan, ...]:
 def count_rollout_bytes(config: Config) -> int:
     """Return the bytes of a GPU's part of the cache of a sampler whose rows are all as long as a row of the batch.
 
-    All axes but `mesh.tensor` divide the answers. `mesh.tensor` divides the heads, if it divides their number.
+    All axes but `mesh.tensor` divide the answers. `mesh.tensor` divides the heads, if it divides their number. There is
+    none, 0 bytes, if the run draws no answers, or a server draws them.
     """
+    if not config.draws or config.rollouts.server:
+        return 0
     model, drawn, tensor, devices = config.model, config.rollouts, config.mesh.tensor, config.mesh.devices
     one = Placement(make_abstract_mesh(MeshConfig(fsdp=1)), ShardingConfig(), config.precision)
     rows = -(-min(drawn.prompts * drawn.group_size, MAX_ROWS) // (devices // tensor))  # of a GPU
@@ -455,7 +459,7 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         less_remat=None
         if "remat.policy" in step.chosen
         else advise_less_remat(resolved, cluster, leave_free(figures["limit"]) - figures["memory"].peak),
-        rollout_bytes=count_rollout_bytes(resolved) if resolved.draws and not resolved.rollouts.server else 0,
+        rollout_bytes=count_rollout_bytes(resolved),
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,
         pcie_seconds=pcie_bytes / chip.host_bytes_per_second,
@@ -473,7 +477,8 @@ def _choose_and_compile(config: Config, cluster: Cluster, placement: Placement) 
     """Compile the step with the settings that a run on these GPUs would choose."""
 
     def compile_step(config: Config) -> tuple[Program, Peak]:
-        program = make_program(config, replace(placement, sharding=config.sharding), stores_frozen_weights(config))
+        on = replace(placement, sharding=config.sharding)
+        program = make_program(config, on, stores_frozen_weights(config), find_teacher(config))
         return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
     candidates, left_out = list_candidates(config, cluster, count_chip_bytes(cluster.chip))

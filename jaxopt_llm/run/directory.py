@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.pretrained import TEACHER, make_teacher_config
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
+from jaxopt_llm.config.training import GRPO
 from jaxopt_llm.core import errors, hub, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
+from jaxopt_llm.core.functions import hash_sources
 from jaxopt_llm.data.tokens.corpus import Corpus
 from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities
 from jaxopt_llm.data.tokens.prepared import find_prepared
@@ -28,6 +31,7 @@ _WRITTEN_FIRST = re.compile(
     r"token_rows\.safetensors|stacks\.\d+\..*\.txt"
 )
 TOKEN_ROWS = "token_rows.safetensors"
+FUNCTIONS_SHA256 = "functions_sha256"  # in corpus.json: of functions of the user, by the name of their setting
 ROWS_SHA256 = "token_rows_sha256"  # in corpus.json, if there are rows
 TEACHER_SHA256 = "teacher_sha256"  # in corpus.json, if there is a teacher
 DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
@@ -195,8 +199,25 @@ def check_tokenizer_of_teacher(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Raise InputError if the run directory holds another run, which this configuration does not continue."""
+def hash_functions(config: Config) -> dict[str, str]:
+    """Return hashes of the user's functions from which a run learns, by the name of their setting.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    function, rewards = config.preference.function, config.rollouts.rewards
+    learned = {
+        "preference.function": (function,) if function else (),
+        "rollouts.rewards": rewards if config.training.objective == GRPO else (),
+    }
+    return {name: hash_sources(functions) for name, functions in learned.items() if functions}
+
+
+def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer, functions: Mapping[str, str]) -> None:
+    """Raise InputError if the run directory holds another run, which this configuration does not continue.
+
+    functions: see `hash_functions`.
+    """
     directory = Path(config.run.directory)
     if config.model.pretrained and directory.absolute() == Path(config.model.pretrained):
         raise InputError(
@@ -209,10 +230,12 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer) ->
         old = fields.from_json(json_files.read_bytes(directory / "config.json"))
         description = json_files.parse(json_files.read_bytes(directory / "corpus.json"))
         old_name, old_corpus = description["name"], description["sha256"]
+        old_functions = description.get(FUNCTIONS_SHA256, {})
     except (InputError, ValueError, KeyError, TypeError, OSError) as error:
         problem = f"this version cannot continue the run there ({errors.describe_error(error)})"
         raise InputError(f"run.directory={directory}: {problem}; set another --run.directory") from error
     changes = [*fields.forbidden_changes(old, config), *_changes_of_held_out(old, config)]
+    changes += _changes_of_functions(old_functions, functions, config)
     changed = [change.split()[0] for change in changes]
     can_allow = all(fields.can_allow(name, old, config) for name in changed)
     if read_tokenizer_digest(directory) != tokenizer.sha256:
@@ -256,11 +279,22 @@ def _changes_of_held_out(old: Config, new: Config) -> list[str]:
     return [f"evaluation.every was {before.every} and is {after.every}, which {effect}"]
 
 
+def _changes_of_functions(old: Mapping[str, str], new: Mapping[str, str], config: Config) -> list[str]:
+    """List the functions whose sources are not those with which the run started."""
+    allowed = fields.normalize_names(config.run.allow_change)
+    return [
+        f"{name} names {fields.get_field(config, name) or 'no function'}, whose source differs from the run's"
+        for name in sorted({*old, *new} - {*allowed})
+        if old.get(name) != new.get(name)
+    ]
+
+
 def write_run_files(
     config: Config,
     corpus: Corpus,
     tokenizer: Tokenizer,
     device: str,
+    functions: Mapping[str, str],
     base_sha256: str | None,
     rows: token_rows.Rows,
     reference: ReferenceLogProbabilities | None = None,
@@ -272,6 +306,7 @@ def write_run_files(
 
     Args:
         device: kind of the devices.
+        functions: see `hash_functions`.
         base_sha256, rows: see `InitialWeights`.
         reference: the reference whose log-probabilities the corpus holds; None: it holds none, or they are not used.
         teacher_sha256: digest of the teacher's folder; None without a teacher.
@@ -284,6 +319,8 @@ def write_run_files(
         "tokenizer_sha256": tokenizer.sha256,
         "base_sha256": base_sha256,
     }
+    if functions:
+        description[FUNCTIONS_SHA256] = {**functions}
     if reference:
         description["reference"] = {"model": reference.model, "sha256": reference.sha256}
     keep_tokenizer(config.data, tokenizer, directory, find_prepared(corpus.files))

@@ -6,6 +6,8 @@ run that continues draws what it would have drawn. rollouts.jsonl in the run dir
 Letters: P prompts of a step, G answers to each, S sequence.
 """
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +50,7 @@ class Answer:
 
     Attributes:
         ids: its tokens, with the one that ends it, int32 [N].
-        log_probabilities: of these tokens by the sampler, float32 [N].
+        log_probabilities: of these tokens by the sampler, float32 [N]; [0] of an answer that the row has.
         text: the text, without tokens that end it.
         ended: whether it ended by itself.
         rewards: by the name of the function; None where it does not apply.
@@ -91,6 +93,16 @@ def find_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.floa
     return centred / (rewards.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR) if scale == "std" else centred
 
 
+def choose_drawn(first: int, count: int, share: float) -> list[bool]:
+    """Return whether the model answers each of `count` prompts itself, a share of them.
+
+    first: number of prompts of the run before these. Of the first n prompts of a run it answers the whole part of
+        n · share, so that no step depends on how the run was interrupted.
+    """
+    answered = [math.floor((first + place) * share + 1e-9) for place in range(count + 1)]
+    return [after > before for before, after in itertools.pairwise(answered)]
+
+
 def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
     """Pack the documents of a step, each a prompt with an answer, into rows: NumPy fields [batch size, S].
 
@@ -115,7 +127,8 @@ def pack_answers(groups: Sequence[Group], config: Config) -> Batch:
             batch.tokens[row, place], batch.targets[row, place] = ids[:-1], ids[1:]
             batch.segment_ids[row, place], batch.positions[row, place] = segment + 1, np.arange(ids.size - 1)
             batch.labels[row, place], batch.loss_mask[row, learned] = answer.advantage, True
-            batch.sampled[row, learned] = answer.log_probabilities
+            if answer.log_probabilities.size:
+                batch.sampled[row, learned] = answer.log_probabilities
             begin = place.stop
     return batch if training.objective == GRPO else replace(batch, labels=None, sampled=None)
 
@@ -261,7 +274,7 @@ class Rollouts:
         if step == first:
             prompts, weights = self._choose_prompts(first), self._sampler.identify(state)
             kept = self._find_kept(first + 1, prompts, weights)
-            self._groups = kept or self._draw(state, prompts, self._settings.group_size, (first, 0))
+            self._groups = kept or self._answer(state, prompts, first)
             self._write(first + 1, weights)
             seconds = time.perf_counter() - clock
         elif not self._groups:
@@ -275,6 +288,23 @@ class Rollouts:
         """Return the prompts of a step that draws. Every epoch has each prompt once, in another order."""
         begin = step // self._settings.updates * self._settings.prompts
         return [self._prompts.training[self._order[begin + place]] for place in range(self._settings.prompts)]
+
+    def _answer(self, state: TrainState, prompts: Sequence[Prompt], step: int) -> list[Group]:
+        """Return answers to the prompts of a step: some are drawn, and the others those of the rows."""
+        begin = step // self._settings.updates * self._settings.prompts
+        drawn = choose_drawn(begin, len(prompts), self._settings.share)
+        asked = [prompt for prompt, is_drawn in zip(prompts, drawn, strict=True) if is_drawn]
+        found = iter(self._draw(state, asked, self._settings.group_size, (step, 0)) if asked else ())
+        stored = (self._take_answer(prompt) for prompt, is_drawn in zip(prompts, drawn, strict=True) if not is_drawn)
+        given = iter(self._reward([(prompt, [answer]) for prompt, answer in stored]))
+        return [next(found if is_drawn else given) for is_drawn in drawn]
+
+    def _take_answer(self, prompt: Prompt) -> tuple[Prompt, Answer]:
+        """Return a prompt with the answer of its row, as long as one that is drawn can be."""
+        assert prompt.answer is not None
+        ids = prompt.answer[: self._settings.max_new_tokens]
+        answer = self._make_answer([(int(token), 0.0) for token in ids])
+        return prompt, replace(answer, log_probabilities=np.zeros(0, np.float32))
 
     def measure(self, state: TrainState, measure_loss: MeasureLoss) -> dict[str, float]:
         """Return the metrics of one answer to each held-out prompt, and the loss of the run.
@@ -326,7 +356,7 @@ class Rollouts:
 
     def _reward(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with rewards, if there are any, and the advantages of these."""
-        if not self._settings.rewards:
+        if not self._settings.rewards or not groups:
             return list(groups)
         pairs = [(prompt, answer) for prompt, answers in groups for answer in answers]
         names = dict.fromkeys(name for prompt, _ in groups for name in prompt.row if name != "prompt")

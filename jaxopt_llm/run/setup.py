@@ -1,7 +1,7 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +40,7 @@ from jaxopt_llm.run.directory import (
     check_run_directory,
     check_tokenizer_of_run,
     check_tokenizer_of_teacher,
+    hash_functions,
     read_decay_steps,
     read_started,
     stores_frozen_weights,
@@ -83,7 +84,7 @@ class Data(Documents):
         """Return the program of a configuration whose steps read these rows; see step/program.py."""
         held = self.teacher
         stored = None if held is None else StoredTeacher(held.top_k, held.vocabulary_size)
-        return make_program(config, placement, stores_frozen_weights(config), self.reference is not None, stored)
+        return make_program(config, placement, stores_frozen_weights(config), stored)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Setup:
         validation: batches of an evaluation, for each validation set by name.
         started: the run that continues; None for a new one.
         prompts: those that the model answers itself; None unless the objective wants it.
+        functions: see `hash_functions`.
     """
 
     config: Config
@@ -108,6 +110,7 @@ class Setup:
     validation: dict[str, Sequence[Batch]]
     started: Started | None
     prompts: Prompts | None
+    functions: Mapping[str, str]
 
     @property
     def directory(self) -> Path:
@@ -158,9 +161,15 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         requested, mesh.devices.flat[0], documents.corpus.sources, processes, started
     )
     data = pack_documents(resolved, documents, processes.main)
-    prompts = open_prompts(resolved, data.training, [*data.validation.values()]) if resolved.draws else None
+    prompts = None
+    if resolved.draws:
+        prompts = open_prompts(resolved, data.training, [*data.validation.values()], data.tokenizer)
+    if resolved.training.has_reference:
+        reference = "base" if data.reference is None else "stored"
+        resolved = fields.replace_fields(resolved, {"preference.reference": reference})
     config: Config = resolve_length(resolved, _count_steps(resolved, data, prompts))
-    check_run_directory(config, data.corpus, data.tokenizer)
+    functions = processes.channel("functions").share(lambda: hash_functions(config))
+    check_run_directory(config, data.corpus, data.tokenizer, functions)
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
     program = data.program_of(config, placement)
     program = replace(program, attention=attention)
@@ -171,7 +180,9 @@ def prepare_run(requested: Config, processes: Processes) -> Setup:
         name: read_validation_batches(packed, size, config.evaluation.batches, local_rows.indices)
         for name, packed in data.validation.items()
     }
-    return Setup(config, processes, data, placement, program, local_rows, loader, validation, started, prompts)
+    return Setup(
+        config, processes, data, placement, program, local_rows, loader, validation, started, prompts, functions
+    )
 
 
 def check_hub_commits(config: Config, processes: Processes) -> None:
@@ -383,7 +394,8 @@ def _find_reference(config: Config, streams: Sequence[TokenStream]) -> Reference
     """
     reference = _find_common(streams, "reference", "--reference", lambda piece: piece.reference)
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
-    if reference is None and config.training.has_reference and not config.keeps_reference:
+    needed = config.training.has_reference and (not config.keeps_reference or config.preference.reference == "stored")
+    if reference is None and needed:
         raise InputError(_describe_missing_reference(config, pieces[0].name))
     length, limits = config.training.sequence_length, [piece.reference.limit for piece in pieces if piece.reference]
     if limit := min(filter(None, limits), default=0):
@@ -400,6 +412,11 @@ def _describe_missing_reference(config: Config, name: str) -> str:
     """Return an error about data without log-probabilities by a reference. name: name of the data."""
     objective = f"training.objective={config.training.objective} compares with a reference model"
     prepare = "prepare the data with --reference MODEL (python -m jaxopt_llm.prepare)"
+    if config.keeps_reference:
+        return (
+            f"preference.reference=stored: {name} holds no log-probabilities of a reference: {prepare}, or set "
+            "--preference.reference base"
+        )
     if config.lora.rank == 0:
         changed, remedy = "trains all of it", "train adapters with --lora.rank"
     elif config.training.trainable:
@@ -424,7 +441,8 @@ def pack_documents(config: Config, documents: Documents, pulse: Pulse = UNWATCHE
     corpus, sets = documents.corpus, documents.sets
 
     def pack(stream: TokenStream, name: str) -> PackedRows:
-        stream = stream if config.training.has_reference else stream.without("reference")
+        compares = config.training.has_reference and config.preference.reference != "base"
+        stream = stream if compares else stream.without("reference")
         stream = stream if config.training.distills and not config.runs_teacher else stream.without("teacher")
         length, limit = config.training.sequence_length, config.data.documents_per_row
         size, long_documents = config.model.vocabulary_size, config.data.long_documents

@@ -256,7 +256,8 @@ class DecoderWorkload:
         initial = self._initial
         teacher = initial.teacher.sha256 if initial.teacher else None
         write_run_files(
-            *(self.config, data.corpus, data.tokenizer, device, initial.base_sha256, initial.rows),
+            *(self.config, data.corpus, data.tokenizer, device),
+            *(self._setup.functions, initial.base_sha256, initial.rows),
             reference=data.reference,
             teacher_sha256=teacher,
         )

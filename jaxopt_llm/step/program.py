@@ -327,7 +327,6 @@ def make_program(
     config: Config,
     placement: Placement,
     keep_frozen: bool = True,
-    has_reference: bool = False,
     stored: StoredTeacher | None = None,
 ) -> Program:
     """Make the program of a configuration on a placement.
@@ -337,8 +336,6 @@ def make_program(
 
     Args:
         keep_frozen: see StateSpecs.
-        has_reference: whether the data have the log-probabilities of a reference. With `Config.runs_reference` the step
-            otherwise computes them.
         stored: what the data hold of a teacher; None: what `StoredTeacher` expects. Read with `distill` alone, without
             `distillation.teacher`.
 
@@ -357,7 +354,7 @@ def make_program(
     shape = (training.accumulation, training.batch_size // training.accumulation, training.sequence_length)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool, sharding=batch_sharding)
-    reads_reference = training.has_reference and (has_reference or not config.runs_reference)
+    reads_reference = training.has_reference and not config.runs_reference
     number = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=batch_sharding)
     rewards = training.objective == GRPO
     has_labels = rewards or training.pairs == UNPAIRED or (training.reads_scores and config.data.label_field)

@@ -103,6 +103,7 @@ def test_the_planned_cache_of_rollouts_is_that_of_the_program(axes: dict[str, in
         Config(model=replace_fields(CONFIG, {"pattern": ("sliding", "global"), "window": 512})),
         {
             "mesh": MeshConfig(**axes),
+            "training.objective": "grpo",
             "rollouts.prompts": 2,
             "rollouts.group_size": 2,
             "training.sequence_length": LENGTH - 1,

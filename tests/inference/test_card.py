@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from jaxopt_llm.config import Config
-from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.config.fields import get_field, replace_fields, walk_fields
 from jaxopt_llm.inference import card
 
 pytestmark = pytest.mark.core
@@ -50,6 +51,21 @@ def test_settings_of_machines_are_left_out(tmp_path: Path) -> None:
         "preference.beta": "0.5",
         "distillation.temperature": "2.0",
     }
+
+
+def test_a_text_that_a_user_writes_is_published_only_if_it_names_no_place() -> None:
+    """A new setting of this kind is listed here, or has `is_place`."""
+    texts = [
+        name
+        for name, hint, _ in walk_fields(Config)
+        if name.split(".")[0] in card.SECTIONS and str in (hint, *get_args(hint))
+    ]
+    secret = {name: "/home/someone/x" if isinstance(get_field(Config(), name), str) else ("x",) for name in texts}
+    published = card.list_changes(replace_fields(Config(), secret)).keys()
+    of_data = "separator text_field bos eos columns label_field label_names template_arguments date"
+    others = {"training.trainable", "optimizer.decay_groups", "optimizer.rate_groups", "lora.targets"}
+    assert published == {f"data.{name}" for name in of_data.split()} | others
+    assert {"data.paths", "rollouts.server", "preference.function"} <= {*texts} - published
 
 
 def test_values_that_the_start_of_a_run_sets_are_left_out() -> None:

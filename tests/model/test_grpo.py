@@ -33,9 +33,10 @@ def rollouts(rows: int = 4, length: int = 40) -> tuple[Batch, np.ndarray]:
     return batch.replace(sampled=near[0], reference=near[1], labels=labels), found
 
 
-def formula(settings: GrpoConfig, batch: Batch, found: np.ndarray) -> tuple[float, np.ndarray, float]:
-    """Return the mean loss, its derivative by each log-probability, and the share of clipped tokens, in float64."""
-    gradient, losses, clipped, sizes = np.zeros(found.shape), [], [], []
+def formula(settings: GrpoConfig, batch: Batch, found: np.ndarray) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Return the mean loss, its derivative by each log-probability, and the metrics, in float64."""
+    gradient, losses, sizes = np.zeros(found.shape), [], []
+    metrics: dict[str, list[np.ndarray]] = {"clipped": [], "kl": [], "sampler_kl": [], "entropy": []}
     for row, segment in ((r, s) for r in range(found.shape[0]) for s in range(1, batch.segment_ids[r].max() + 1)):
         places = (batch.segment_ids[row] == segment) & batch.loss_mask[row]
         p, q, r = (np.float64(each[row][places]) for each in (found, batch.sampled, batch.reference))
@@ -52,10 +53,12 @@ def formula(settings: GrpoConfig, batch: Batch, found: np.ndarray) -> tuple[floa
         weight = {"token": 1.0, "sequence": 1 / n, "constant": 1 / MOST}[settings.normalisation]
         losses.append(weight * each.sum())
         gradient[row][places] = weight * slope
-        clipped += [*(bounded < free)] if settings.normalisation == "token" else [np.mean(bounded < free)]
+        of_tokens = bounded < free, kl, np.exp(p - q) - 1 - (p - q), -p
+        for name, values in zip(metrics, of_tokens, strict=True):
+            metrics[name] += [*values] if settings.normalisation == "token" else [values.mean()]
         sizes.append(n)
     count = sum(sizes) if settings.normalisation == "token" else len(sizes)
-    return sum(losses) / count, gradient / count, float(np.mean(clipped))
+    return sum(losses) / count, gradient / count, {name: float(np.mean(each)) for name, each in metrics.items()}
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=lambda each: f"{each.normalisation}-{each.level}-{each.beta}")
@@ -67,11 +70,13 @@ def test_loss_and_weights_are_the_formula_and_its_derivative(settings: GrpoConfi
     weights, reported = weigh_tokens(objective.sum_losses, jnp.asarray(found), given)
     count = int(objective.count(batch))
     loss, metrics = split_loss(objective, reported / count)
-    expected, gradient, clipped = formula(settings, batch, found)
+    expected, gradient, named = formula(settings, batch, found)
     assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(-np.asarray(weights) / count, gradient, rtol=1e-5, atol=1e-7)
-    assert float(metrics["clipped"]) == pytest.approx(clipped) and 0.05 < clipped < 0.9
-    assert ("kl" in metrics) == (settings.beta > 0)
+    assert 0.05 < named["clipped"] < 0.9
+    if not settings.beta:
+        del named["kl"]
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(named, rel=1e-5)
 
 
 def test_answers_of_the_model_itself_have_the_gradient_of_the_policy() -> None:

@@ -73,6 +73,10 @@ def test_the_objective_is_its_formula(shift: float) -> None:
     ]
     named = [float(metrics[f"rewards/{name}"]) for name in ("chosen", "rejected", "margin")]
     assert named == pytest.approx([*rewards, rewards[0] - rewards[1]], rel=1e-4)
+    logs, _, _ = gains_of(replace(batch, reference=np.zeros_like(batch.reference)), found)
+    for name, kind in (("chosen", True), ("rejected", False)):
+        mean = np.mean([each for each, label in zip(logs, labels, strict=True) if label == kind])
+        assert float(metrics[f"log_probabilities/{name}"]) == pytest.approx(mean, rel=1e-4)
 
 
 def test_weights_are_the_derivative_with_the_divergence_held() -> None:

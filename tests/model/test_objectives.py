@@ -51,13 +51,14 @@ def formula(name: str, chosen: np.ndarray, rejected: np.ndarray, reference: tupl
 def test_an_objective_is_its_formula(name: str) -> None:
     batch, values = toy.pairs(4, 40), np.random.default_rng(1)
     found = -values.exponential(1.0, batch.tokens.shape)
-    objective, losses, rewards = Preference(name, SETTINGS), [], []
+    objective, losses, rewards, logs = Preference(name, SETTINGS), [], [], []
     for row in range(4):
         for pair in range(int(batch.segment_ids[row].max()) // 2):
             answers = [(batch.segment_ids[row] == 2 * pair + 1 + side) & batch.loss_mask[row] for side in (0, 1)]
             reference = [float(batch.reference[row][answer].sum()) for answer in answers]
             reference = reference if objective.needs_reference else [0.0, 0.0]
             losses.append(formula(name, *(found[row][answer] for answer in answers), reference))
+            logs.append([found[row][answer].sum() for answer in answers])
             gains = [found[row][answer].sum() - of for answer, of in zip(answers, reference, strict=True)]
             means = [found[row][answer].mean() for answer in answers]
             rewards.append([SETTINGS.beta * each for each in (means if name in ("simpo", "orpo") else gains)])
@@ -67,8 +68,11 @@ def test_an_objective_is_its_formula(name: str) -> None:
     assert float(reported[0]) == pytest.approx(sum(losses), rel=1e-5)
     _, metrics = split_loss(objective, reported / len(losses))
     sides = np.asarray(rewards)
-    assert float(metrics["rewards/margin"]) == pytest.approx(float(np.mean(sides[:, 0] - sides[:, 1])), rel=1e-4)
-    assert float(metrics["rewards/accuracy"]) == pytest.approx(float(np.mean(sides[:, 0] > sides[:, 1])))
+    means = {"rewards/margin": sides[:, 0] - sides[:, 1], "rewards/accuracy": sides[:, 0] > sides[:, 1]}
+    for place, side in enumerate(("chosen", "rejected")):
+        means |= {f"rewards/{side}": sides[:, place], f"log_probabilities/{side}": np.asarray(logs)[:, place]}
+    expected = {name: float(np.mean(values)) for name, values in means.items()}
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """Runs that train on answers which the model draws itself: batches, records, meshes, and resumes to the bit."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxopt_llm.data.rows.prompts import Prompt, check_room
 from jaxopt_llm.execution import scan
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.planning.step_plan import count_rollout_bytes
+from jaxopt_llm.run.directory import hash_functions
 from jaxopt_llm.run.rollouts import Answer, find_advantages, measure_answers, pack_answers
 
 
@@ -47,6 +49,29 @@ def test_what_is_rewarded_is_learned(tmp_path: Path) -> None:
     config = make_config(tmp_path, **{"rollouts.rewards": rewards, "training.steps": 30, "checkpoint.every": 100})
     means = [each["rewards/mean"] for each in metrics(run(config))]
     assert 0.3 < means[0] < 0.7 and np.mean(means[-5:]) > 0.9
+
+
+def test_a_function_with_another_source_continues_no_run(tmp_path: Path) -> None:
+    """Another path changes nothing, and the change can be allowed. What is not learned from may change."""
+    run(make_config(tmp_path, **{"training.steps": 1}))
+    moved = tmp_path / "moved.py"
+    moved.write_text((tmp_path / "mine.py").read_text())
+    settings = {"rollouts.rewards": (f"{moved}:evenness",)}
+    run(make_config(tmp_path, **settings, **{"training.steps": 2}))
+    moved.write_text(moved.read_text().replace("== is_odd", "!= is_odd"))
+    with pytest.raises(InputError) as raised:
+        run(make_config(tmp_path, **settings, **{"training.steps": 3}))
+    assert re.search(
+        r"holds another run: rollouts.rewards names .*moved.py:evenness.*, whose source differs .*; set another "
+        "--run.directory, or allow the change with --run.allow-change rollouts.rewards$",
+        str(raised.value),
+    )
+    allowed = {"run.allow_change": ("rollouts.rewards",)}
+    run(make_config(tmp_path, **settings, **allowed, **{"training.steps": 3}))
+    assert len(metrics(run(make_config(tmp_path, **settings, **{"training.steps": 4})))) == 4
+    recorded = make_config(tmp_path, **settings)
+    assert hash_functions(recorded).keys() == {"rollouts.rewards"}
+    assert hash_functions(fields.replace_fields(recorded, {"training.objective": "distill"})) == {}
 
 
 def test_a_function_that_fails_keeps_the_steps_before(tmp_path: Path) -> None:
@@ -207,3 +232,5 @@ def test_the_planned_cache_is_that_of_the_sampler(tmp_path: Path, kv_heads: int)
     rows, slots = 8, config.training.sequence_length + 1
     made = jax.jit(lambda: scan.make_caches(Decoder(config.model), rows, slots, "float32", placement))()
     assert count_rollout_bytes(config) == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(made))
+    others = {"rollouts.server": "http://127.0.0.1:8000/v1"}, {"training.objective": "next_token"}
+    assert [count_rollout_bytes(fields.replace_fields(config, other)) for other in others] == [0, 0]

@@ -1,6 +1,7 @@
 """The reference of a run: log-probabilities that its corpora hold, or the model without its adapters."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from chats import write_tokenizer
 
+from jaxopt_llm import plan
 from jaxopt_llm.config import Config, DataConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
@@ -54,6 +56,50 @@ def test_adapters_need_none(folder: Path) -> None:
     for path in ("plain", "b.jsonl"):
         data = pack(folder, path, **ADAPTERS)
         assert data.reference is None and data.training[0][0].reference is None
+
+
+def test_the_reference_can_be_chosen(folder: Path) -> None:
+    adapters = {**ADAPTERS, "preference.reference": "base"}
+    data = pack(folder, "a-compared", **adapters)
+    assert data.reference is None and data.training[0][0].reference is None
+    for objective, compares in (("dpo", True), ("cpo", False)):
+        config: Config = replace_fields(Config(), {**adapters, "training.objective": objective})
+        assert config.runs_reference is compares
+        assert not replace_fields(config, {"preference.reference": "stored"}).runs_reference
+    with pytest.raises(InputError, match=r"stored: plain holds no log-probabilities .*--preference.reference base$"):
+        pack(folder, "plain", **ADAPTERS, **{"preference.reference": "stored"})
+    whole: Config = replace_fields(Config(), {"training.objective": "dpo", "preference.reference": "base"})
+    assert [each.split(":")[0] for each in whole.problems()] == ["preference.reference=base"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "reference"),
+    [
+        (["a-compared", "b-compared"], "stored"),
+        (["a-compared", "plain"], "auto"),
+        (["b.jsonl"], "auto"),
+        (["absent"], "auto"),
+    ],
+)
+def test_a_plan_reads_what_corpora_hold_of_a_reference(
+    folder: Path, paths: list[str], reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command plans the step that the run will have: here without the forward of the reference."""
+    given = ["--config", "dpo.py", "--lora.rank", "4", "--data.paths", *(str(folder / path) for path in paths)]
+    given += ["--data.tokenizer", str(folder / "tokenizer"), "--model.pretrained", "", "--gpus-per-host", "1"]
+    planned: list[Config] = []
+
+    def end(config: Config, *others: Any) -> None:
+        planned.append(config)
+        raise InputError("planned")
+
+    monkeypatch.setattr(sys, "argv", ["plan", *given])
+    monkeypatch.setattr(plan, "make_plan", end)
+    monkeypatch.setattr(plan, "prepare_jax", lambda: None)
+    with pytest.raises(InputError, match="^planned$"):
+        plan.main()
+    (config,) = planned
+    assert config.preference.reference == reference and config.runs_reference == (reference == "auto")
 
 
 def test_objectives_without_a_reference_ignore_log_probabilities(folder: Path) -> None:

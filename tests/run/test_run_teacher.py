@@ -14,13 +14,16 @@ from commands import metrics
 
 from jaxopt_llm import prepare
 from jaxopt_llm import train as training
+from jaxopt_llm.compiler import topology
 from jaxopt_llm.config import Config, DataConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
 from jaxopt_llm.observe.preemption import Preemption
+from jaxopt_llm.planning import step_plan
 from jaxopt_llm.prepare import Scoring
 from jaxopt_llm.run.setup import Data, open_documents, pack_documents
+from jaxopt_llm.step.program import Program, make_program
 
 TEACHER = replace(folders.CONFIG, pattern=("global",), layers=2, vocabulary_size=300)
 
@@ -90,6 +93,30 @@ def test_all_rows_hold_what_the_teacher_says(folder: Path) -> None:
     assert all(np.any(rows[0].teacher_ids) for rows in (*data.training, *data.validation.values()))
     others = pack(folder, "taught", **{"training.objective": "next_token"})
     assert others.teacher is None and others.training[0][0].teacher_ids is None
+
+
+@pytest.mark.parametrize(("path", "top_k"), [("more", 4), ("taught", 3), ("plain", 64), ("absent", 64)])
+def test_a_plan_counts_what_corpora_hold_of_a_teacher(
+    folder: Path, path: str, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch of the compiled step has as many tokens in each place."""
+    given = {"training.objective": "distill", "model.vocabulary_size": 512, "data.paths": (str(folder / path),)}
+    compiled: list[Program] = []
+
+    def end(step: object, *others: Any) -> None:
+        raise InputError("compiled")
+
+    def make(*arguments: Any) -> Program:
+        compiled.append(make_program(*arguments))
+        return compiled[-1]
+
+    monkeypatch.setattr(step_plan, "make_program", make)
+    monkeypatch.setattr(topology, "lower_without_gpu", end)
+    with pytest.raises(InputError, match="^compiled$"):
+        step_plan.make_plan(replace_fields(Config(), given), "h100", 1, 1)
+    (program,) = compiled
+    assert program.batch.teacher_ids.shape[-1] == top_k
+    assert program.batch.teacher_log_probabilities.shape[-1] == top_k + 1
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory, served: Served) -> tuple[Set
     write_identity(setup.directory, new_identity(config, SINGLE_PROCESS))
     initial = initial_weights.open_initial_weights(config, setup.program, 0, print, SINGLE_PROCESS)
     assert initial.weights is not None
-    write_run_files(config, setup.data.corpus, setup.data.tokenizer, "cpu", initial.base_sha256, initial.rows)
+    facts = (config, setup.data.corpus, setup.data.tokenizer, "cpu", setup.functions)
+    write_run_files(*facts, initial.base_sha256, initial.rows)
     specs, placement = setup.program.specs, setup.placement
     given = initial_weights.read_parameters(initial.weights, specs, placement)
     return setup, initialize_groups(specs, setup.program.optimizers, 0, placement, given)

@@ -52,6 +52,22 @@ def test_a_run_prefers_the_chosen_answers_and_resumes_to_the_bit(tmp_path: Path,
     assert_one_line(refused.stderr, "holds pairs of a chosen and a rejected answer, which have no loss per token")
 
 
+def test_a_function_with_another_source_continues_no_run(tmp_path: Path, data: tuple[object, ...]) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text("BETA = 1.0\ndef lose(chosen, rejected):\n    return -BETA * chosen.gain, {}\n")
+    given = run(tmp_path / "run", *data, "--preference.function", f"{file}:lose", "--training.steps")
+    assert command(*given, 1).returncode == 0
+    file.write_text(file.read_text().replace("1.0", "2.0"))
+    refused = command(*given, 2)
+    assert refused.returncode == 2
+    assert_one_line(
+        refused.stderr, f"preference.function names {file}:lose, whose source differs", "--run.allow-change"
+    )
+    refused = command(*run(tmp_path / "run", *data, "--training.steps", 2))
+    assert refused.returncode == 2
+    assert_one_line(refused.stderr, "preference.function names no function, whose source differs")
+
+
 def test_a_run_learns_from_judged_answers(tmp_path: Path, data: tuple[object, ...]) -> None:
     """Also from pairs, of which each gives two; the held-out ones are measured in the same way."""
     judged = ("--training.objective", "kto", "--data.content", "unpaired", "--training.steps", 6)

@@ -59,11 +59,11 @@ ON_MESHES = {
 
 
 def make(settings: dict[str, Any], compared: bool = False) -> tuple[Program, Placement]:
-    config = replace_fields(BASE, settings)
+    config = replace_fields(BASE, {"preference.reference": "stored" if compared else "auto"} | settings)
     validate(config)
     mesh = make_mesh(config.mesh, jax.devices("cpu")[: config.mesh.devices])
     placement = Placement(mesh, config.sharding, config.precision)
-    return make_program(config, placement, has_reference=compared), placement
+    return make_program(config, placement), placement
 
 
 def train(steps: int, compared: bool = False, **settings: Any) -> list[dict[str, float]]:

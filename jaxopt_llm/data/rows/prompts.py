@@ -1,7 +1,9 @@
 """Prompts that a model answers itself: what the data hold of them, and the room that their answers take in rows."""
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +12,29 @@ from numpy.typing import NDArray
 from jaxopt_llm.config import Config
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.reading.skipped import Skipped
+from jaxopt_llm.data.reading.source import Document
 from jaxopt_llm.data.rows.packing import BestFit, PackedRows
+from jaxopt_llm.data.tokens.pieces import frame_ids
+from jaxopt_llm.data.tokens.template import Renderer, find_template
+from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a function that rewards answers, besides the columns
+COMPLETION = "completion"  # column of the answers that rows have
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt. ids: its tokens, int32. row: the columns of its row, with the prompt itself as the row has it."""
+    """A prompt.
+
+    ids: its tokens, int32.
+    row: the columns of its row, with the prompt itself as the row has it.
+    answer: tokens of the answer that its row has, int32, with what ends it; None if nothing asks for it.
+    """
 
     ids: NDArray[np.int32]
     row: Mapping[str, Any]
+    answer: NDArray[np.int32] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -48,17 +62,71 @@ class Prompts:
         return f"prompts: {len(self.training):,}, with at most {self.longest} tokens{dropped}"
 
 
-def open_prompts(config: Config, training: Sequence[PackedRows], held_out: Sequence[PackedRows]) -> Prompts:
-    """Return the prompts of a run.
+def open_prompts(
+    config: Config, training: Sequence[PackedRows], held_out: Sequence[PackedRows], tokenizer: Tokenizer
+) -> Prompts:
+    """Return the prompts of a run. With `rollouts.share` those to train on have the answers of their rows.
 
     Raises:
-        InputError: there are none, or a column cannot be given to functions, or the answers of a step do not fit.
+        InputError: there are none, or a column cannot be given to functions, or the answers of a step do not fit; or a
+            row has no answer that can be read.
     """
     found = [_read_prompts(rows, config) if rows else ([], 0) for rows in (training, held_out)]
     (trained, dropped), (others, more) = found
+    if config.rollouts.share < 1:
+        read = AnswerReader(config, tokenizer)
+        trained = [replace(prompt, answer=read(prompt)) for prompt in trained]
     prompts = Prompts(trained, others, dropped + more)
     check_room(prompts.longest, config)
     return prompts
+
+
+class AnswerReader:
+    """Reader of the answers that rows have to their prompts: tokens that continue those of the prompt."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+
+    @functools.cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(find_template(self._config.data, self._tokenizer))
+
+    def __call__(self, prompt: Prompt) -> NDArray[np.int32]:
+        """Return the tokens of an answer. Raises InputError if there is none, or the template writes it elsewhere."""
+        given, name = prompt.row.get(COMPLETION), repr(str(prompt.row["prompt"])[:60])
+        if not given or (isinstance(given, list) and not prompt.is_chat):
+            raise InputError(
+                f"rollouts.share={self._config.rollouts.share}: the row of the prompt {name} has no answer in a column "
+                f"{COMPLETION}: add it, name another column with --data.columns {COMPLETION}=COLUMN, or set "
+                "--rollouts.share 1"
+            )
+        asked, answer, is_text = prompt.row["prompt"], given, not prompt.is_chat
+        if prompt.is_chat:
+            asked, answer = self._render(asked, given, name)
+        prefix, suffix = (self._tokenizer.prefix, self._tokenizer.suffix) if is_text else ((), ())
+        encoded = self._tokenizer.encode([(asked + answer).encode(), answer.encode()])
+        whole, alone = (
+            np.concatenate(frame_ids(ids, start, suffix), dtype=np.int32, casting="unsafe")
+            for ids, start in zip(encoded, (prefix, ()), strict=True)
+        )
+        if np.array_equal(whole[: prompt.ids.size], prompt.ids):
+            return whole[prompt.ids.size :]
+        return alone  # a token would reach from the prompt into the answer
+
+    def _render(self, messages: list[Any], given: Any, name: str) -> tuple[str, str]:
+        """Return the texts of a prompt and of its answer, with the token that ends it, as the template writes them."""
+        answer = given if isinstance(given, list) else [{"role": "assistant", "content": given}]
+        content = json.dumps({"messages": [*messages, *answer]}).encode()
+        document = Document(f"the prompt {name}", content, b"", ())
+        asked, text, end = self._renderer.render_prompt(messages), "", 0
+        for found in self._renderer.render(document, self._config.data, Skipped()):  # the last one is the whole one
+            text, end = found.content.decode(), max(end for _, end in found.spans or ((0, 0),))
+        if not text.startswith(asked) or end <= len(asked):
+            raise InputError(
+                f"rollouts.share={self._config.rollouts.share}: the chat template does not write the answer to {name} "
+                "where it asks for one: name another template with --data.chat_template, or set --rollouts.share 1"
+            )
+        return asked, text[len(asked) : end]
 
 
 def _read_prompts(rows: Sequence[PackedRows], config: Config) -> tuple[list[Prompt], int]:

@@ -596,12 +596,12 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             rows = [document.row or b"" for document in batch]
             encoded = tokenizer.encode(texts)
             framed = [
-                _frame(ids, prefix, ()) if document.spans is None else ((), ids, ())
+                frame_ids(ids, prefix, ()) if document.spans is None else ((), ids, ())
                 for ids, document in zip(encoded, batch, strict=True)
             ]
             tokens, lengths = _join(framed, dtype)
         elif batch[0].spans is None:
-            tokens, lengths = _join([_frame(ids, prefix, suffix) for ids in tokenizer.encode(texts)], dtype)
+            tokens, lengths = _join([frame_ids(ids, prefix, suffix) for ids in tokenizer.encode(texts)], dtype)
         else:
             encoded, offsets = zip(*tokenizer.encode_with_offsets(texts), strict=True)
             tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")
@@ -620,7 +620,7 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 Framed = tuple[Sequence[int], NDArray[Any], Sequence[int]]
 
 
-def _frame(ids: NDArray[Any], prefix: tuple[int, ...], suffix: tuple[int, ...]) -> Framed:
+def frame_ids(ids: NDArray[Any], prefix: tuple[int, ...], suffix: tuple[int, ...]) -> Framed:
     """Return the ids of a text between those of the beginning and of the end that it does not have itself."""
     begins, ends = tuple(ids[: len(prefix)]) == prefix, tuple(ids[max(0, ids.size - len(suffix)) :]) == suffix
     return () if begins else prefix, ids, () if ends else suffix

@@ -44,7 +44,7 @@ from jaxopt_llm.data.reading.files import File
 from jaxopt_llm.data.reading.rows import Part
 from jaxopt_llm.data.reading.skipped import Skipped
 from jaxopt_llm.data.reading.source import split_into_parts
-from jaxopt_llm.data.reading.storage import PLAN
+from jaxopt_llm.data.reading.storage import PLAN, is_url
 from jaxopt_llm.data.tokens.pieces import (
     FileArray,
     IndexedPiece,
@@ -414,6 +414,16 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
     mask, labels = arrays.get("mask"), arrays.get("labels")
     piece = IndexedPiece(name, tokens, ends, keys, mask, manifest.pairs, reference, labels, teacher=teacher)
     return piece, manifest.sha256
+
+
+def read_stored(paths: Iterable[str]) -> list[tuple[bool, tuple[int, int] | None]]:
+    """Return what the prepared corpora among local paths hold of other models, by their manifests alone.
+
+    Of each: whether there are log-probabilities of a reference; and of a teacher its K and the size of its vocabulary.
+    """
+    found = [_read_manifest(Path(path)) for path in paths if not is_url(path) and (Path(path) / MANIFEST).is_file()]
+    taught = [(each.teacher.top_k, each.teacher.vocabulary_size) if each.teacher else None for each in found]
+    return [(each.reference is not None, sizes) for each, sizes in zip(found, taught, strict=True)]
 
 
 def teacher_dtype(top_k: int, vocabulary_size: int) -> np.dtype[np.void]:
