@@ -195,7 +195,8 @@ def list_next_commands(config: Config) -> Iterator[str]:
     if config.training.objective in (NEXT_TOKEN, DISTILL) or config.model.scores:  # the others have no loss per token
         reads_texts = has_documents and not config.draws
         yield f"  {errors.program_name('evaluate')} {run}" + ("" if reads_texts else " --data.paths FILE")
-    question = "--prompt TEXT" if config.data.content in ("text", PROMPT) else "--chat"
+    is_joined = not config.data.names_template and (config.data.uses_bytes or config.data.chat_template)
+    question = "--prompt TEXT" if config.data.content in ("text", PROMPT) or is_joined else "--chat"
     if not config.model.scores:
         yield f"  {errors.program_name('generate')} {run} {question}"
     if not _has_family(config):
