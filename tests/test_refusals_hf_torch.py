@@ -1,5 +1,6 @@
 """Folders of models that are not supported: one line that names the field, its value, and what can be done."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from commands import command, some_text
 import jaxopt_llm
 from jaxopt_llm import convert
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
+from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
 from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
+from jaxopt_llm.checkpoint.huggingface.family import list_differences
 from jaxopt_llm.core.errors import InputError
 
 torch = pytest.importorskip("torch")
@@ -199,6 +202,37 @@ def test_heads_are_tied_where_transformers_ties_them(tmp_path: Path) -> None:
         own = CONFIG_MAPPING[model_type.removesuffix("_text") if is_of_whole else model_type]()
         if hasattr(own, "tie_word_embeddings"):  # the text of some models has it in the whole config.json
             assert family.defaults["tie_word_embeddings"] == own.tie_word_embeddings, model_type
+
+
+# What a class needs beside its own defaults, to describe a model that is read.
+READABLE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "glm4_moe": {"head_dim": 64},
+    "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+}
+# The whole config.json of a larger model has the first; with another value of the second, tensors have other shapes.
+NOT_COMPARED = {"tie_word_embeddings", "num_key_value_heads"}
+
+
+def test_a_field_that_is_missing_has_the_value_of_the_class_or_is_refused() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    compared: dict[str, int] = {}
+    for model_type, family in {name: each for each in FAMILIES for name in each.model_types}.items():
+        if model_type not in CONFIG_MAPPING or model_type == "gemma4_text":  # its own defaults are not read
+            continue
+        changed = READABLE.get(model_type, {})
+        own = CONFIG_MAPPING[model_type](**changed).to_json_string(use_diff=False)
+        settings = {name: value for name, value in json.loads(own).items() if value is not None}
+        expected = family.read(settings)
+        for name in settings.keys() - changed.keys() - NOT_COMPARED:
+            with contextlib.suppress(Unsupported):
+                found = family.read({key: value for key, value in settings.items() if key != name})
+                assert found == expected or not list_differences(expected, found), (model_type, name)
+                compared[model_type] = compared.get(model_type, 0) + 1
+    assert len(compared) > 40 and min(compared.values()) > 10, compared
 
 
 def test_commands_end_with_one_line(tmp_path: Path) -> None:

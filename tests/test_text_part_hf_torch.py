@@ -41,6 +41,7 @@ PIXTRAL |= {"image_size": 28, "patch_size": 14, "head_dim": 8, "model_type": "pi
 QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 IMAGES = {"image_token_id": 240, "video_token_id": 241, "vision_start_token_id": 242, "vision_end_token_id": 243}
+COHERE2 = {"model_type": "cohere2", "layer_norm_eps": 1e-2, "sliding_window": 4}
 # Class, settings of the whole, of the text and of the vision tower.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma 3": (
@@ -121,7 +122,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"image_size": 28, "patch_size": 14, "vision_output_dim": 24, "projector_input_dim": 24}
         | {"projector_output_dim": 24, "pixel_shuffle_ratio": 0.5},
     ),
+    "aya vision": (
+        "AyaVision",
+        {"image_token_index": 240},
+        COHERE2 | {"rope_theta": 50_000, "sliding_window_pattern": 4, "logit_scale": 0.25},
+        SIGLIP,
+    ),
+    "command a vision": (
+        "Cohere2Vision",
+        {"image_token_id": 240, "alignment_intermediate_size": 24},
+        COHERE2 | {"rope_theta": 100.0, "sliding_window_pattern": 2, "logit_scale": 0.3},
+        SIGLIP,
+    ),
 }  # fmt: skip
+
+
+def read_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Return the logits of a whole model. Cohere's classes with a vision tower leave out the factor of the text's."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
+    return logits * np.float32(getattr(model.config.text_config, "logit_scale", 1))
 
 
 def make(name: str, folder: Path) -> Any:
@@ -145,8 +165,7 @@ def make(name: str, folder: Path) -> Any:
 def test_a_text_model_is_trained_and_the_rest_is_kept(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path / "there")
     tokens = np.random.default_rng(0).integers(3, 230, (2, 20))
-    with torch.no_grad():
-        expected = model(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
+    expected = read_logits(model, tokens)
     here = jaxopt_llm.load_pretrained(tmp_path / "there")
     assert np.abs(here.logits(tokens) - expected).max() <= 2e-5 * np.abs(expected).max()
 
@@ -158,12 +177,24 @@ def test_a_text_model_is_trained_and_the_rest_is_kept(name: str, tmp_path: Path)
     assert (tmp_path / "back" / "preprocessor_config.json").read_text() == '{"of": "the processor"}'
     again, said = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(said.values()), said
-    with torch.no_grad():
-        found = again(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(read_logits(again, tokens), expected)
     read = jaxopt_llm.load_pretrained(tmp_path / "back")
     assert read.config == here.config
     jax.tree.map(np.testing.assert_array_equal, read.params, here.params)
+
+
+@pytest.mark.parametrize("name", ["aya vision", "command a vision"])
+def test_the_text_of_cohere_is_that_of_its_own_class(name: str, tmp_path: Path) -> None:
+    """With the factor of the logits, which the class of the whole model leaves out."""
+    whole = make(name, tmp_path / "there")
+    text = transformers.Cohere2ForCausalLM(whole.config.text_config).eval()
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    tokens = np.random.default_rng(0).integers(3, 230, (2, 20))
+    with torch.no_grad():
+        expected = text(torch.tensor(tokens), use_cache=False).logits.numpy()
+    found = jaxopt_llm.load_pretrained(tmp_path / "there").logits(tokens)
+    assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
 def test_every_family_without_a_class_of_text_alone_is_here_twice() -> None:

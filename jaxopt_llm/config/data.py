@@ -18,6 +18,7 @@ LongDocuments = Literal["auto", "split", "cut", "drop"]
 # What a run directory keeps of the files that these settings name.
 TOKENIZER_FOLDER = "tokenizer"
 TEMPLATE_FILE = "chat_template.jinja"
+NO_TEMPLATE: Final = "none"  # of data.chat_template
 
 # Names that a chat template gets from elsewhere, or that are arguments of apply_chat_template in transformers.
 RESERVED_ARGUMENTS = frozenset(
@@ -37,6 +38,7 @@ FORMS: dict[str, frozenset[str]] = {
     "preference": frozenset({"chosen", "rejected"}),
     "unpaired": frozenset({"prompt", "completion", "label"}),
 }
+TEXT_FORMS = ("pairs", PREFERENCE, UNPAIRED)  # forms of rows that may be texts, which need no template
 PROMPT = "prompt"  # the content of rows that are prompts: a field of that name, and columns for functions of the user
 _OPTIONAL = frozenset({"tools", "system", "chat_template_kwargs", "parallel_tool_calls"})
 _OPTIONAL_IN_FORM = {"alpaca": frozenset({"input", "history"}), "preference": frozenset({"prompt"})}
@@ -88,8 +90,9 @@ class DataConfig:
     """Turns of the assistant that are learned in a conversation. all: all of them; last: the last one. Fields of
     messages such as weight 0 exclude turns from both (docs/chat.md)."""
     chat_template: str = setting("", is_place=True)
-    """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. Empty = the
-    tokenizer's template; of several, tool_use for conversations with tools, and default for others."""
+    """File with a chat template in Jinja, or the name of one of several templates of data.tokenizer. none: no template;
+    a prompt and its answer are texts, which are joined as they are. Empty = the tokenizer's template, if there is one;
+    of several, tool_use for conversations with tools, and default for others."""
     template_arguments: tuple[str, ...] = ()
     """Variables of the chat template, each as NAME=VALUE with VALUE in JSON or as plain text, for example
     enable_thinking=false. The field chat_template_kwargs of a row overrides them."""
@@ -123,6 +126,11 @@ class DataConfig:
         return self.tokenizer in ("auto", "bytes")
 
     @property
+    def names_template(self) -> bool:
+        """True if data.chat_template names a template."""
+        return self.chat_template not in ("", NO_TEMPLATE)
+
+    @property
     def has_labels(self) -> bool:
         """True if each document gets a label."""
         return bool(self.label_field) or self.content == UNPAIRED
@@ -136,6 +144,10 @@ class DataConfig:
         if self.content == "text" and (self.chat_template or self.template_arguments or self.date):
             names = "data.chat_template, data.template_arguments and data.date"
             found.append(f"{names} apply only to conversations: also set data.content=chat")
+        if self.chat_template == NO_TEMPLATE and (self.template_arguments or self.date):
+            found.append(
+                "data.chat_template=none: leave data.template_arguments and data.date out, which a template reads"
+            )
         found += find_argument_problems("data.template_arguments", self.template_arguments)
         if self.content == "text" and self.learn_turns != "all":
             remedy = "also set data.content=chat"

@@ -50,7 +50,7 @@ def converse(
         InputError: there is no chat template, or the conversation does not fit into `context`.
     """
     tokenizer, data = source.tokenizer, source.config.data
-    if data.uses_bytes and not data.chat_template:
+    if data.uses_bytes and not data.names_template:
         raise InputError(
             "--chat: the model was trained on bytes, which have no chat template; continue a text with --prompt TEXT "
             "instead, or name a template file with --chat-template"

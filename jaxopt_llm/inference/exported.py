@@ -13,7 +13,7 @@ from jaxopt_llm.config import DataConfig
 from jaxopt_llm.config.data import PROMPT, parse_arguments
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.tokens.continuation import find_eos_ids
-from jaxopt_llm.data.tokens.template import Renderer, find_template
+from jaxopt_llm.data.tokens.template import Renderer, find_template, has_template
 from jaxopt_llm.data.tokens.tokenizer import (
     Tokenizer,
     find_tokenizer_folder,
@@ -130,11 +130,13 @@ def _find_turn_end(data: DataConfig, tokenizer: Tokenizer) -> str | None:
     """Return the token that ends a turn in the chat template; None: there is no template, or none ends a turn."""
     dated = replace(data, date=data.date or "2000-01-01")  # the end of a turn depends on no date
     try:
-        template = find_template(dated, tokenizer)
+        template = find_template(dated, tokenizer) if has_template(data) else None
     except InputError:
         if data.content not in ("text", PROMPT):
             raise
         return None  # texts need no template
+    if template is None:
+        return None
     try:
         return Renderer(template).find_turn_end()
     except InputError as error:

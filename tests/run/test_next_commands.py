@@ -52,3 +52,6 @@ def test_every_form_of_conversations_is_continued_as_a_conversation(content: str
     config = replace_fields(Config(model=toy.UNIFORM), {**LLAMA, "run.directory": "run", "data.content": content})
     (line,) = (line for line in list_next_commands(config) if "generate" in line)
     assert line.endswith(" --prompt TEXT" if content in ("text", "prompt") else " --chat")
+    without = replace_fields(config, {"data.chat_template": "none"})
+    (line,) = (line for line in list_next_commands(without) if "generate" in line)
+    assert line.endswith(" --prompt TEXT")

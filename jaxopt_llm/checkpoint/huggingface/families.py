@@ -10,6 +10,7 @@ BASIC_CODECS = (codecs.SIZES, codecs.HEADS, rope_codecs.ROPE)
 ROTARY_CODECS = (*BASIC_CODECS, codecs.MLP_SIZE)
 GATED_CODECS = (*ROTARY_CODECS, codecs.SWIGLU)
 UNTIED_DEFAULTS: Settings = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
+UNTIED: Settings = {"tie_word_embeddings": False}  # classes, or versions of one, differ in the default of rope_theta
 
 
 DEEPSEEK_NAMES = names.OUTSIDE | names.LATENT_ATTENTION | names.MLP | names.NORMS | names.EXPERTS | names.SHARED_EXPERTS
@@ -86,7 +87,7 @@ COHERE_CODECS: tuple[Codec, ...] = (
     codecs.set_fields({"norm": "layer_no_bias", "parallel_block": True}),
 )
 COHERE_DEFAULTS: Settings = {
-    **{"tie_word_embeddings": True, "rope_theta": 10_000.0, "layer_norm_eps": 1e-5, "logit_scale": 0.0625},
+    **{"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.0625},
 }
 
 FAMILIES = (
@@ -122,7 +123,7 @@ FAMILIES = (
         "Ministral3ForCausalLM",
         names.LLAMA,
         (*BASIC_CODECS[:2], rope_codecs.GROWING_ROPE, codecs.MLP_SIZE, codecs.SWIGLU, codecs.ONE_WINDOW),
-        UNTIED_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128},
+        UNTIED | {"num_key_value_heads": 8, "head_dim": 128},
         classifier="Ministral3ForSequenceClassification",
         models="Ministral 3",
     ),
@@ -131,7 +132,7 @@ FAMILIES = (
         "Qwen2ForCausalLM",
         names.LLAMA | names.QKV_BIASES,
         (*GATED_CODECS, codecs.WINDOWS_FROM_LAYER, codecs.set_fields({"biases": "qkv"})),
-        UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28},
+        UNTIED | {"sliding_window": 4096, "max_window_layers": 28},
         second_names=("qwen2_5_vl_text", "qwen2_vl_text"),
         classifier="Qwen2ForSequenceClassification",
         models="Qwen2, Qwen2.5, text of Qwen2-VL and Qwen2.5-VL",
@@ -146,7 +147,7 @@ FAMILIES = (
             codecs.require_values(attention_bias=False),
             codecs.set_fields({"qk_norm": "head"}),
         ),
-        UNTIED_DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+        UNTIED | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
         second_names=("qwen3_vl_text",),
         classifier="Qwen3ForSequenceClassification",
         models="Qwen3 (dense), text of Qwen3-VL (dense)",
@@ -327,8 +328,8 @@ FAMILIES = (
         "Cohere2ForCausalLM",
         COHERE_NAMES,
         (*COHERE_CODECS, codecs.HEADS, codecs.HEADS_FILL_WIDTH, codecs.COHERE2_WINDOWS),
-        COHERE_DEFAULTS | {"sliding_window": 4096},
-        models="Command R7B, Command A",
+        COHERE_DEFAULTS | {"rope_theta": 10_000.0, "sliding_window": 4096},
+        models="Command R7B, Command A, text of Aya Vision and Command A Vision",
     ),
     Family(
         "granite",

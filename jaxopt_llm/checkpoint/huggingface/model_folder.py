@@ -40,15 +40,24 @@ MAX_DIGEST_BYTES = 2**29  # of all tensors; with many tensors, fewer bytes of ea
 
 
 def read_settings(path: Path) -> Settings:
-    """Read the config.json of a folder. Raise InputError if the folder or the file is missing or invalid."""
-    if (path / ADAPTER_FILE).is_file() and not (path / CONFIG_FILE).is_file():
+    """Read the config.json of a folder.
+
+    Raises:
+        InputError: the folder or the file is missing or invalid, or the folder has adapters of PEFT. Beside weights of
+            a model, these may be merged into them or not: transformers reads the adapters, over their own base.
+    """
+    has_config = (path / CONFIG_FILE).is_file()
+    if (path / ADAPTER_FILE).is_file():
         base = json_files.read_object(path / ADAPTER_FILE, "download the adapter again")
         name = base.get("base_model_name_or_path")
         named = f" ({name})" if name else ""
+        remedy = f", or move {ADAPTER_FILE} elsewhere if the weights beside it are the model" if has_config else ""
         raise InputError(
             f"{path}: adapters of PEFT, not a model; name their base model here{named}, and the adapters with "
-            "--adapter, or with --lora.pretrained to train them"
+            f"--adapter, or with --lora.pretrained to train them{remedy}"
         )
+    if not has_config and (other := safetensors.find_other_layout(path)):
+        raise InputError(f"{path}: no {CONFIG_FILE}, only {other}; {safetensors.NAME_LAYOUT}")
     return safetensors.read_json(path, CONFIG_FILE, "Hugging Face model")
 
 

@@ -10,6 +10,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     SLIDING_LAYERS,
     Codec,
     Settings,
+    Unsupported,
     read_heads,
     read_value,
     set_fields,
@@ -172,7 +173,9 @@ BETA = "llama_4_scaling_beta"
 
 def _read_growing_rope(settings: Settings) -> dict[str, Any]:
     """Read Ministral 3's RoPE, with queries that grow with their positions."""
-    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    given = settings.get("rope_scaling") or settings.get("rope_parameters")
+    if not given:  # the class then takes the scaling of a published model
+        raise Unsupported(f"rope_parameters is missing; {CORRECT}")
     beta = read_value(given, BETA, float, 0.0) if isinstance(given, dict) else 0.0
     fields = ROPE.read(settings)
     if beta and "rope.original_length" not in fields:

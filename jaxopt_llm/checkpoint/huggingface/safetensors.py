@@ -38,6 +38,8 @@ CODE_DTYPES = {
 MASK_DTYPES = {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 MAX_FILE_BYTES = 5_000_000_000  # default limit for the tensors of one written file; a larger tensor has its own file
+OTHER_LAYOUT = re.compile(r"consolidated\b.*|.*\.gguf|original")  # names of files and folders
+NAME_LAYOUT = "name a folder of the same model in the layout of transformers"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -186,9 +188,15 @@ def open_folder(folder: Path, chosen: str | None = None) -> dict[str, StoredTens
     return _open_shards(folder, _read_index(folder / name)) if name.endswith(".json") else open_file(folder / name)
 
 
+def find_other_layout(folder: Path) -> str | None:
+    """Return the name of weights of a folder in the layout of other programs: of the authors', or of llama.cpp."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return next(filter(OTHER_LAYOUT.fullmatch, names), None)
+
+
 def _explain_missing(folder: Path) -> InputError:
     """Return the error for a folder without the files that transformers takes."""
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir() if not OTHER_LAYOUT.fullmatch(path.name))
     if variants := [name for name in names if re.fullmatch(r"model\.[^.]+\.safetensors", name)]:
         return InputError(
             f"{folder}: no {SINGLE} and no {INDEX}, only the variant {variants[0]}, which is not taken by itself; "
@@ -202,6 +210,8 @@ def _explain_missing(folder: Path) -> InputError:
             "M.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[2])"
         )
         return pickle_error(folder, code, str(folder), f"{folder}-safetensors")
+    if other := find_other_layout(folder):
+        return InputError(f"{folder}: no {SINGLE} and no {INDEX}, only {other}; {NAME_LAYOUT}")
     return InputError(f"{folder}: it has no weights, neither {SINGLE} nor {INDEX}; download the model again")
 
 
@@ -316,6 +326,9 @@ def check_shape(name: str, stored: StoredTensor, shape: tuple[int, ...], require
 def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
+        if not (folder / shard).is_file():
+            remedy = "download the folder again, or the index that belongs to its shards"
+            raise InputError(f"{folder / shard}: no such file, but {INDEX} names it; {remedy}")
         for name, stored in open_file(folder / shard).items():
             if name in tensors:
                 other = tensors[name].file.name

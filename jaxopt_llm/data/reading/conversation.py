@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jaxopt_llm.config.data import FORMS, PREFERENCE, UNPAIRED, fields_of_form
+from jaxopt_llm.config.data import FORMS, PREFERENCE, TEXT_FORMS, UNPAIRED, fields_of_form
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Malformed, Skipped
@@ -108,12 +108,14 @@ class FieldCounter:
 
     Args:
         skipped: holds the counts.
-        template: source of the chat template. It reads a field of a message, or an argument, if it has its name.
+        template: source of the chat template. It reads a field of a message, or an argument, if it has its name. None:
+            there is no template.
     """
 
-    def __init__(self, skipped: Skipped, template: str) -> None:
+    def __init__(self, skipped: Skipped, template: str | None) -> None:
         self.skipped = skipped
-        self._template = template
+        self.has_template = template is not None
+        self._template = template or ""
         self._is_read: dict[str, bool] = {}
 
     def names(self, text: str) -> bool:
@@ -196,6 +198,8 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
         detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
     check_row(row, form)
+    if _are_texts(row, form, needed=not counter.has_template):
+        counter.skipped.add_texts(are_joined=not counter.has_template)
     if "label" in row and form != UNPAIRED:
         counter.count({"label"})
     if form == PREFERENCE:
@@ -216,6 +220,31 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     present = [{name: value for name, value in each.items() if value} for each in parts]
     normalized = dict(zip(SIDES, present, strict=True)) if form == PREFERENCE else present[0]
     return json.dumps(normalized, ensure_ascii=False, default=_describe_value)
+
+
+_NAME_TEMPLATE = "name one with --data.chat-template"
+
+
+def _are_texts(row: Mapping[str, Any], form: str, needed: bool) -> bool:
+    """Return whether the prompt and the answers of a row are texts.
+
+    Raises:
+        Malformed: they must be, because there is no chat template, and something in the row is not.
+    """
+    parts = {name: row[name] for name in ("prompt", "completion", *SIDES) if name in row}
+    texts = [name for name, value in parts.items() if isinstance(_parse_messages(value), str)]
+    are_texts = form in TEXT_FORMS and len(texts) == len(parts)
+    if not needed:
+        return are_texts
+    if form not in TEXT_FORMS or not texts:
+        raise Malformed("with messages, which need a chat template", _NAME_TEMPLATE)
+    if not are_texts:
+        other = next(name for name in parts if name not in texts)
+        detail = f"write both as texts, or {_NAME_TEMPLATE}"
+        raise Malformed(f"with a {texts[0]} that is a text, and a {other} that is none", detail)
+    if others := sorted(row.keys() & fields_of_form("messages") - FORMS["messages"]):
+        raise Malformed(f"with the field {others[0]}, which needs a chat template", _NAME_TEMPLATE)
+    return True
 
 
 _JUDGEMENTS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}

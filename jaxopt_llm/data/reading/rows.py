@@ -59,10 +59,10 @@ class RowEncoder:
     Args:
         config: the settings.
         skipped: counts the fields that nothing reads.
-        template: source of the chat template, if there is one.
+        template: source of the chat template, which conversations of messages need; None: there is none.
     """
 
-    def __init__(self, config: DataConfig, skipped: Skipped, template: str = "") -> None:
+    def __init__(self, config: DataConfig, skipped: Skipped, template: str | None = "") -> None:
         self.config = config
         self._skipped = skipped
         self._counter = FieldCounter(skipped, template)

@@ -54,6 +54,8 @@ class Skipped:
         unread: number of rows by the name of a field that nothing reads, such as `id`, or `mood of a message`.
         texts: number of rows that are read as text, although data.content is chat.
         endless: number of conversations in which no special token ends a learned turn.
+        joined, turned: number of rows with a prompt and answers that are texts: joined as they are, or turns of the
+            chat template.
         divided, parts: number of conversations that have several documents, and of these documents.
         columns: the columns of the rows. They are only known if data.columns is set.
     """
@@ -62,7 +64,7 @@ class Skipped:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, Position] = {}
         self.unread: Counter[str] = Counter()
-        self.texts = self.endless = self.divided = self.parts = 0
+        self.texts = self.endless = self.divided = self.parts = self.joined = self.turned = 0
         self.first_text: Position | None = None
         self.columns: set[str] = set()
 
@@ -81,6 +83,11 @@ class Skipped:
             problem = "the fields match no form of conversations, and no other file has one"
             remedy = "name the columns of a form with --data.columns FIELD=COLUMN"
             raise InputError(f"{self.first_text}: {problem}; {remedy}, or read them as text with --data.content text")
+
+    def add_texts(self, are_joined: bool) -> None:
+        """Count a row with a prompt and answers that are texts."""
+        self.joined += are_joined
+        self.turned += not are_joined
 
     def add_divided(self, parts: int) -> None:
         """Count a conversation that has this number of documents, if there are several."""
@@ -102,6 +109,12 @@ class Skipped:
     def describe_notes(self) -> list[str]:
         """Return lines about the rows that are read: fields, texts, and conversations of several documents."""
         notes = [self.describe_unread()]
+        for count, treatment in (
+            (self.joined, "which are joined without a chat template"),
+            (self.turned, "which are turns of the chat template; data.chat_template=none joins them as they are"),
+        ):
+            rows = f"{count:,} row{'s have' if count > 1 else ' has'}"
+            notes += [f"prompts and answers: {rows} texts, {treatment}"] if count else []
         if self.texts:
             have = f"{self.texts:,} row{'s have' if self.texts > 1 else ' has'}"
             notes.append(
@@ -119,7 +132,7 @@ class Skipped:
         """Return a warning about learned turns without an end, which names the template; empty if there are none."""
         if not self.endless:
             return ""
-        name = "chat_template" if config.chat_template else "tokenizer"
+        name = "chat_template" if config.names_template else "tokenizer"
         rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
         return (
             f"data.{name}={getattr(config, name)}: the chat template writes no special token at the end of a learned "
@@ -154,6 +167,7 @@ class Skipped:
             record |= {"texts": self.texts, "first_text": [files.index(at.file), at.unit, at.number]}
         if self.endless:
             record["endless"] = self.endless
+        record |= {name: count for name in ("joined", "turned") if (count := getattr(self, name))}
         if self.divided:
             record |= {"divided": self.divided, "parts": self.parts}
         if self.columns:
@@ -172,6 +186,8 @@ class Skipped:
             index, unit, number = record["first_text"]
             self.first_text = self.first_text or Position(files[index], unit, number)
         self.endless += record.get("endless", 0)
+        self.joined += record.get("joined", 0)
+        self.turned += record.get("turned", 0)
         self.divided += record.get("divided", 0)
         self.parts += record.get("parts", 0)
         self.columns.update(record.get("columns", ()))

@@ -120,6 +120,7 @@ class Document:
             `undesirable`, then `mismatched`.
         label: its label (`DataConfig.has_labels`); None without labels.
         row: the row of a prompt as JSON, for functions that reward answers; None for other documents.
+        is_joined: whether a conversation was written without a template, so that it gets the tokenizer's BOS and EOS.
     """
 
     name: str | Position
@@ -129,6 +130,13 @@ class Document:
     side: str = ""
     label: float | None = None
     row: bytes | None = None
+    is_joined: bool = False
+
+    @property
+    def prompt(self) -> str:
+        """Text of a rendered conversation up to the first range that the loss counts."""
+        assert self.spans
+        return self.content.decode()[: self.spans[0][0]]
 
     @property
     def pairs(self) -> Pairs:
@@ -155,7 +163,7 @@ def _split_parquet(file: File) -> list[Part]:
     return parts
 
 
-def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: str = "") -> Iterator[Document]:
+def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: str | None = "") -> Iterator[Document]:
     """Yield the documents of a part as non-empty UTF-8, and add what is not read to `skipped`.
 
     The content of a conversation is JSON, as `normalize_conversation` returns it.
@@ -164,7 +172,7 @@ def read_documents(part: Part, config: DataConfig, skipped: Skipped, template: s
         part: the part of a file.
         config: the settings.
         skipped: counts skipped documents, and fields that nothing reads.
-        template: source of the chat template, which reads fields of conversations.
+        template: source of the chat template, which reads fields of conversations; None: see `RowEncoder`.
 
     Raises:
         InputError: a document is malformed and data.malformed is `error`, the text column is missing, or the file is

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxopt_llm.config.data import Pairs
+from jaxopt_llm.config.data import PREFERENCE, Pairs
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
 from jaxopt_llm.core.pulse import UNWATCHED, Pulse
@@ -564,7 +564,7 @@ class TokenBatch(NamedTuple):
         lengths: number of tokens of each document, int64 [documents].
         keys: see `IndexedPiece`.
         mask: see `Piece`.
-        pairs: kind of the pairs that the documents are of. A pair may begin in one batch and end in the next.
+        pairs: kind of the pairs that the documents are of.
         labels, rows: see `Piece`.
     """
 
@@ -581,8 +581,9 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     """Tokenize documents, a few megabytes of text at a time.
 
     Each document becomes the tokenizer's prefix (BOS, if there is one), its tokens and the suffix (EOS), in the
-    narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them. A prompt
-    gets no suffix. A text that spells them out, as a chat template wrote it, gets no second ones.
+    narrowest dtype that holds the vocabulary. A conversation gets neither, because its template writes them, unless it
+    was written without one. A prompt gets no suffix. A text that spells them out, as a chat template wrote it, gets no
+    second ones.
 
     Raises InputError if the tokenizer makes no token of a document of a pair.
     """
@@ -600,6 +601,12 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
                 for ids, document in zip(encoded, batch, strict=True)
             ]
             tokens, lengths = _join(framed, dtype)
+        elif batch[0].is_joined:
+            encoded = tokenizer.encode(texts)
+            framed = [_frame(ids, prefix, suffix) for ids in encoded]
+            tokens, lengths = _join(framed, dtype)
+            begins = [len(framed[at][0]) + begin for at, begin in enumerate(_find_answers(batch, encoded, tokenizer))]
+            mask = np.concatenate([np.arange(n) >= begin for n, begin in zip(lengths, begins, strict=True)])
         elif batch[0].spans is None:
             tokens, lengths = _join([frame_ids(ids, prefix, suffix) for ids in tokenizer.encode(texts)], dtype)
         else:
@@ -630,6 +637,24 @@ def _join(framed: Sequence[Framed], dtype: np.dtype[Any]) -> tuple[NDArray[Any],
     """Return the ids of all texts, and the number of those of each text."""
     tokens = np.concatenate([array for each in framed for array in each], dtype=dtype, casting="unsafe")
     return tokens, np.array([sum(len(part) for part in each) for each in framed], np.int64)
+
+
+def _find_answers(
+    batch: Sequence[Document], encoded: Sequence[NDArray[Any]], tokenizer: Tokenizer
+) -> NDArray[np.int64]:
+    """Return the place in the ids of each document, joined from a prompt and an answer, from which on it is learned.
+
+    It is where the ids first differ from those of the prompt alone, whose last tokens may merge with the answer. Both
+    documents of a pair have the place of the first one of them. So does TRL (`common_prefix_length`).
+    """
+    prompts = tokenizer.encode([document.prompt.encode() for document in batch])
+    begins = []
+    for ids, prompt in zip(encoded, prompts, strict=True):
+        size = min(ids.size, prompt.size)
+        differs = np.flatnonzero(ids[:size] != prompt[:size])
+        begins.append(int(differs[0]) if differs.size else size)
+    found = np.array(begins, np.int64)
+    return found.reshape(-1, 2).min(axis=1).repeat(2) if batch[0].pairs == PREFERENCE else found
 
 
 def in_spans(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -684,7 +709,7 @@ def _make_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         size += len(document.content)
-        if size >= _BATCH_BYTES:
+        if size >= _BATCH_BYTES and not (document.side and len(batch) % 2):  # pairs stay together
             yield batch
             batch, size = [], 0
     if batch:

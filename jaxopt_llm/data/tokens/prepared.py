@@ -54,7 +54,7 @@ from jaxopt_llm.data.tokens.pieces import (
     token_dtype,
     tokenize_batches,
 )
-from jaxopt_llm.data.tokens.template import find_template, make_reader
+from jaxopt_llm.data.tokens.template import find_template, has_template, make_reader
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 
 MANIFEST, SHARDS, REFERENCE, TEACHER = "manifest.json", "shards.jsonl", "reference.jsonl", "teacher.jsonl"
@@ -108,10 +108,11 @@ def make_plan(
     if config.columns:
         plan["columns"] = sorted(config.columns)
     if config.content != "text":
-        plan |= {"content": config.content, "template_sha256": find_template(config, tokenizer).sha256}
+        template = find_template(config, tokenizer).sha256 if has_template(config) else None
+        plan |= {"content": config.content, "template_sha256": template}
     if config.learn_turns != "all":
         plan["learn_turns"] = config.learn_turns
-    if config.chat_template:  # the folder of the tokenizer does not hold it
+    if config.names_template:  # the folder of the tokenizer does not hold it
         plan["chat_template"] = find_template(config, tokenizer).source
     return plan | (scored_by or {})
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jinja2
 
 from jaxopt_llm.config import DataConfig
-from jaxopt_llm.config.data import PROMPT, TEMPLATE_FILE, UNPAIRED, parse_arguments
+from jaxopt_llm.config.data import NO_TEMPLATE, PROMPT, TEMPLATE_FILE, TEXT_FORMS, UNPAIRED, parse_arguments
 from jaxopt_llm.core import json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import check_is_regular
@@ -33,30 +33,47 @@ _LEARN_LAST = "--data.learn-turns last learns its last turn"
 def find_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
     """Return the chat template of a tokenizer, or the one that data.chat_template names.
 
-    As in transformers, data.chat_template is the name of one of the tokenizer's templates, or else a file. Without it,
-    conversations with tools get the tokenizer's template `tool_use` if there is one, and the others `default`.
-
     Raises:
         InputError: there is no template, or it cannot be read.
     """
-    folder = find_tokenizer_folder(config)
-    settings = read_json_object(folder / SETTINGS) if folder else {}
-    named = _find_named_templates(folder, settings) if folder else {}
-    tool_use = None
-    if config.chat_template in named:
-        path, source = named[config.chat_template]
-    elif config.chat_template:
-        path = Path(config.chat_template)
-        source = _read_template(path, f"data.chat_template={path}", names=sorted(named.keys() - {"default"}))
-    elif "default" in named:
-        (path, source), (_, tool_use) = named["default"], named.get("tool_use", (None, None))
-    else:
-        raise InputError(_explain_no_template(config, sorted(named)))
+    if (found := _find_sources(config)) is None:
+        raise InputError(_explain_no_template(config))
+    path, source, tool_use = found
     for text in filter(None, (source, tool_use)):
         if len(text.encode()) > MAX_TEMPLATE_BYTES:
             raise InputError(f"{path}: the chat template is larger than {MAX_TEMPLATE_BYTES:,} bytes; check the file")
     ends, arguments = tuple(tokenizer.special_tokens), parse_arguments(config.template_arguments)
     return Template(path, source, dict(tokenizer.named_tokens), ends, config.date, arguments, tool_use)
+
+
+def has_template(config: DataConfig) -> bool:
+    """Return whether there is a chat template. Raise InputError as `find_template` does for one that cannot be read."""
+    return _find_sources(config) is not None
+
+
+def _find_sources(config: DataConfig) -> tuple[Path, str, str | None] | None:
+    """Return the file of the template, the template, and the one for conversations with tools; None: there is none.
+
+    As in transformers, data.chat_template is the name of one of the tokenizer's templates, or else a file. Without it,
+    conversations with tools get the tokenizer's template `tool_use` if there is one, and the others `default`.
+    """
+    if config.chat_template == NO_TEMPLATE:
+        return None
+    folder = find_tokenizer_folder(config)
+    settings = read_json_object(folder / SETTINGS) if folder else {}
+    named = _find_named_templates(folder, settings) if folder else {}
+    if config.chat_template in named:
+        return *named[config.chat_template], None
+    if config.chat_template:
+        path = Path(config.chat_template)
+        names = sorted(named.keys() - {"default"})
+        return path, _read_template(path, f"data.chat_template={path}", names), None
+    if "default" in named:
+        return *named["default"], named["tool_use"][1] if "tool_use" in named else None
+    if named:
+        problem = f"data.tokenizer={config.tokenizer} has several chat templates and none named default"
+        raise InputError(f"{problem}: name one with --data.chat_template: {', '.join(sorted(named))}")
+    return None
 
 
 def _find_named_templates(folder: Path, settings: dict[str, Any]) -> dict[str, tuple[Path, str]]:
@@ -87,10 +104,9 @@ def _read_template(path: Path, where: str, names: Sequence[str] = ()) -> str:
         raise InputError(f"{where}: the template cannot be read ({error}); {remedy}") from error
 
 
-def _explain_no_template(config: DataConfig, names: Sequence[str]) -> str:
-    if names:
-        remedy = f"name one with --data.chat_template: {', '.join(names)}"
-        return f"data.tokenizer={config.tokenizer} has several chat templates and none named default: {remedy}"
+def _explain_no_template(config: DataConfig) -> str:
+    if config.chat_template == NO_TEMPLATE:
+        return "data.chat_template=none: messages need a template; name a file, or leave it out for the tokenizer's own"
     if config.uses_bytes:
         where, remedy = "", "give --data.tokenizer FOLDER, the folder or hub id of a model that has one"
     else:
@@ -143,7 +159,7 @@ class Renderer:
             return
         # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
         skipped.endless += bool(self._template.ends) and not all(each.ends for each in rendered)
-        labels = (1.0, 0.0) if is_pair and is_judged else (document.label,) * len(sides)
+        labels = _list_labels(document, config, is_pair)
         documents = [
             Document(document.name, text.encode(), document.key, tuple(spans), side, label)
             for each, side, label in zip(rendered, SIDES if is_pair else ("",), labels, strict=True)
@@ -208,6 +224,33 @@ class Renderer:
             raise InputError(f"{self._template.path}: {problem}; correct the template") from error
 
 
+def _list_labels(document: Document, config: DataConfig, is_pair: bool) -> Sequence[float | None]:
+    """Return the label of each document of a conversation, or of a pair of them."""
+    return (1.0, 0.0) if is_pair and config.content == UNPAIRED else (document.label,) * (1 + is_pair)
+
+
+class Joiner:
+    """Writer of prompts and answers that are texts without a template: joined as they are, with EOS, as in TRL."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ends = (token for token in tokenizer.special_tokens if tokenizer.vocabulary[token] == tokenizer.eos)
+        end = next(ends, "")
+        (ids,) = tokenizer.encode([end.encode()])
+        self._end = end if ids.tolist() == [tokenizer.eos] else ""  # otherwise the tokenizer adds it to the ids
+
+    def render(self, document: Document, config: DataConfig, _: Skipped) -> Iterator[Document]:
+        """Yield the document of a prompt and its answer, or the two of a pair, with the same key."""
+        conversation = json_files.parse(document.content)
+        is_pair = SIDES[0] in conversation
+        sides = [conversation[side] for side in SIDES] if is_pair else [conversation]
+        labels = _list_labels(document, config, is_pair)
+        for each, side, label in zip(sides, SIDES if is_pair else ("",), labels, strict=True):
+            prompt, answer = (message["content"] for message in each["messages"])
+            text = prompt + answer + ("" if answer.endswith(self._end) else self._end)
+            spans = ((len(prompt), len(text)),)
+            yield Document(document.name, text.encode(), document.key, spans, side, label, is_joined=True)
+
+
 def add_mismatched(documents: Iterable[Document], skipped: Skipped) -> Iterator[Document]:
     """Yield each document with a judged answer, and after it the same prompt with the answer to another prompt.
 
@@ -218,7 +261,7 @@ def add_mismatched(documents: Iterable[Document], skipped: Skipped) -> Iterator[
     last: Document | None = None
     other: Document | None = None  # the last document before `last` with another prompt
     for document in documents:
-        if last is not None and _read_prompt(last) != _read_prompt(document):
+        if last is not None and last.prompt != document.prompt:
             other = last
         last = document
         if other is None:
@@ -232,16 +275,10 @@ def add_mismatched(documents: Iterable[Document], skipped: Skipped) -> Iterator[
         skipped.add("in a part of a file without a second prompt")
 
 
-def _read_prompt(document: Document) -> str:
-    """Return the text of a conversation up to the first range that is learned."""
-    assert document.spans
-    return document.content.decode()[: document.spans[0][0]]
-
-
 def _put_to_prompt(document: Document, other: Document) -> tuple[Document, Document]:
     """Return a document as the first one of a pair, and its prompt with the answer of the other document."""
     assert document.label is not None and other.spans
-    prompt, begin = _read_prompt(document), other.spans[0][0]
+    prompt, begin = document.prompt, other.spans[0][0]
     text = prompt + other.content.decode()[begin:]
     spans = tuple((first - begin + len(prompt), last - begin + len(prompt)) for first, last in other.spans)
     judged = replace(document, side=JUDGED[int(document.label)])
@@ -257,14 +294,15 @@ def make_reader(config: DataConfig, tokenizer: Tokenizer) -> Reader:
         return lambda part, skipped: read_documents(part, config, skipped)
     if config.content == PROMPT:
         return _make_prompt_reader(config, tokenizer)
-    template = find_template(config, tokenizer)
-    sources = template.source + (template.tool_source or "")
-    renderer = Renderer(template)
+    may_join = config.content in ("chat", *TEXT_FORMS)
+    template = None if may_join and not has_template(config) else find_template(config, tokenizer)
+    sources = None if template is None else template.source + (template.tool_source or "")
+    writer = Joiner(tokenizer) if template is None else Renderer(template)
 
     def read(part: Part, skipped: Skipped) -> Iterator[Document]:
         documents = read_documents(part, config, skipped, sources)
         rendered = chain.from_iterable(
-            (document,) if document.spans is None else renderer.render(document, config, skipped)
+            (document,) if document.spans is None else writer.render(document, config, skipped)
             for document in documents
         )
         return add_mismatched(rendered, skipped) if config.content == UNPAIRED else rendered

@@ -15,7 +15,7 @@ from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
 from jaxopt_llm.core import hub, json_files
 from jaxopt_llm.core.files import sync_directory, sync_tree
 from jaxopt_llm.data.tokens import prepared
-from jaxopt_llm.data.tokens.template import find_template
+from jaxopt_llm.data.tokens.template import find_template, has_template
 from jaxopt_llm.data.tokens.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer_folder, read_json_object
 from jaxopt_llm.data.tokens.tokenizer_folder import (
     MODEL_FILES,
@@ -45,7 +45,7 @@ def keep_tokenizer(
     """
     working, kept = (directory / name for name in (f".{TOKENIZER_FOLDER}.partial", TOKENIZER_FOLDER))
     shutil.rmtree(working, ignore_errors=True)
-    template = find_template(config, tokenizer).source if config.chat_template else None
+    template = find_template(config, tokenizer).source if config.names_template else None
     if find_tokenizer_folder(config) is not None:
         working.mkdir(parents=True)
         _copy_own_files(config, working, MODEL_FILES)
@@ -70,7 +70,7 @@ def write_tokenizer(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> N
         _copy_own_files(config, folder)
         settings = read_json_object(folder / SETTINGS)
     changed = _set_tokens(config, tokenizer, settings, folder / VOCABULARY)
-    if config.chat_template:
+    if config.names_template:
         changed.pop("chat_template", None)
         _replace_templates(folder, find_template(config, tokenizer).source)
     if changed != settings:
@@ -117,7 +117,8 @@ def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, An
     """Return the tokenizer_config.json with the BOS and EOS of the training.
 
     If a BOS must be added for it, the post-processor of `file`, the tokenizer.json, adds it from now on. A conversation
-    gets BOS only from its template. The template may read the names of the tokens, so they stay as they were.
+    gets BOS only from its template, if there is one. The template may read the names of the tokens, so they stay as
+    they were.
     """
     changed = dict(settings)
     # The training may have read another class from the config.json next to the files, which is not copied.
@@ -127,7 +128,8 @@ def _set_tokens(config: DataConfig, tokenizer: Tokenizer, settings: dict[str, An
         changed["clean_up_tokenization_spaces"] = False
     if config.uses_bytes:
         changed["split_special_tokens"] = True  # in a text, their names are bytes like others
-    if config.content != "text" or not (config.uses_bytes or not settings or config.bos or config.eos):
+    is_framed = config.content == "text" or not has_template(config)
+    if not is_framed or not (config.uses_bytes or not settings or config.bos or config.eos):
         return changed
     names: dict[int | None, str] = {index: token for token, index in tokenizer.vocabulary.items()}
     names |= BYTE_TOKENS if config.uses_bytes else {}

@@ -109,7 +109,7 @@ def test_one_file_is_taken_before_the_shards_of_an_index(tmp_path: Path) -> None
     with pytest.raises(InputError, match="invalid JSON"):
         safetensors.open_folder(tmp_path)
     (tmp_path / safetensors.INDEX).write_text(index)
-    with pytest.raises(InputError, match=f"{first.name}: cannot be read"):
+    with pytest.raises(InputError, match=f"{first.name}: no such file, but {safetensors.INDEX} names it"):
         safetensors.open_folder(tmp_path)
 
 
@@ -182,15 +182,27 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     [
         ((), "it has no weights"),
         (("pytorch_model.bin",), "are pickles, which can run code and are not opened; .* python -c .*save_pretrained"),
-        (("consolidated.00.pth",), "are pickles"),
+        (("consolidated.00.pth",), "only consolidated.00.pth; name a folder of the same model in the layout of"),
+        (
+            ("consolidated-00001-of-00002.safetensors", "params.json"),
+            "only consolidated-00001-of-00002.safetensors; name",
+        ),
+        (("m-Q4_K_M.gguf", "README.md"), "only m-Q4_K_M.gguf; name a folder of the same model in the layout of"),
+        (("consolidated.00.pth", "model-00001-of-00002.safetensors"), "only parts of them; download the folder again"),
+        (("consolidated.safetensors", "pytorch_model.bin"), "are pickles"),
+        (("original/consolidated.00.pth",), "only original; name a folder of the same model"),
         (("model-00001-of-00002.safetensors",), "only parts of them; download the folder again"),
     ],
 )
 def test_a_folder_without_weights_says_how_to_get_them(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
     for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\x80\x04")
     with pytest.raises(InputError, match=message):
         safetensors.open_folder(tmp_path)
+    if "layout" in message:
+        with pytest.raises(InputError, match=f"no config.json, {message}"):
+            model_folder.read_settings(tmp_path)
 
 
 def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
@@ -206,10 +218,15 @@ def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
     with pytest.raises(InputError, match="name their base model here, and the adapters with --adapter"):
         model_folder.read_settings(tmp_path / "adapter")
+    (tmp_path / "adapter" / "config.json").write_text("{}")
+    with pytest.raises(
+        InputError, match="or move adapter_config.json elsewhere if the weights beside it are the model"
+    ):
+        model_folder.read_settings(tmp_path / "adapter")
     write_arrays(tmp_path, 24)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.unlink()
-    with pytest.raises(InputError, match=f"{last.name}: cannot be read"):
+    with pytest.raises(InputError, match=f"{last.name}: no such file, but {safetensors.INDEX} names it; download"):
         safetensors.open_folder(tmp_path)
 
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import templates
 from chats import CHATML, Messages, write_tokenizer
-from commands import ROOT, command
+from commands import command
 from corpora import documents_of, prepare
 from test_conversation import write
 
@@ -413,27 +412,6 @@ def test_turns_of_an_answer_that_the_template_rewrites_are_refused(tmp_path: Pat
         [token for token, counts in zip(tokens, mask, strict=True) if counts]
     )
     assert "ein" in learned and "zwei" in learned and "two" not in learned
-
-
-# docs/chat.md has it.
-BARE = """\
-{% for message in messages %}{{ message.content }}{% endfor %}
-{%- if messages[-1].role == 'assistant' %}{{ eos_token }}{% endif %}
-"""
-
-
-def test_a_template_without_roles_writes_the_texts_as_they_are(tmp_path: Path) -> None:
-    """So transcripts become the tokens that TRL makes of plain texts: prompt, answer and EOS."""
-    assert textwrap.indent(BARE, "    ") in (ROOT / "docs" / "chat.md").read_text()
-    folder = write_tokenizer(tmp_path / "tokenizer", BARE)
-    given = DataConfig(tokenizer=str(folder), content="preference")
-    row, *_ = SHAPES["transcripts"]
-    _, documents = read_all(write(tmp_path / "a.jsonl", [row]), given)
-    tokenizer = load_tokenizer(given)
-    for (tokens, mask), answer in zip(documents, (" Yes, I do.", " No."), strict=True):
-        learned = [token for token, counts in zip(tokens, mask, strict=True) if counts]
-        assert tokens == tokenizer.encode([f"{HUMAN}{answer}</s>".encode()])[0].tolist()
-        assert learned == tokenizer.encode([f"{answer}</s>".encode()])[0].tolist()
 
 
 # ---- Corpora.
