@@ -87,6 +87,8 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, name: str) -> None:
     """Raise InputError if the names of files of rows say that they belong to several splits.
 
+    Files that name no split are those to train on: chats.jsonl beside val.jsonl.
+
     Args:
         folder: the folder that has the files.
         paths: the files.
@@ -94,13 +96,17 @@ def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, na
         name: what the user calls the folder.
     """
     found: dict[str, str] = {}  # split -> a glob of its files
+    unnamed = ""
     for path in paths:
-        parts = path.relative_to(folder).parts
+        parts, is_named = path.relative_to(folder).parts, False
         for part in parts:
             words = re.findall("[a-z]+", _SHARD.sub("", part.partition(".")[0].lower()))
             for word in {*words[:1], *words[-1:]} & _NAMED_SPLITS.keys():
-                ending = f"*{word}*" if part == parts[-1] else f"{part}/**"
+                ending, is_named = f"*{word}*" if part == parts[-1] else f"{part}/**", True
                 found.setdefault(_NAMED_SPLITS[word], f"{name.rstrip('/')}/**/{ending}")
+        unnamed = unnamed if is_named else unnamed or f"{name.rstrip('/')}/{'/'.join(parts)}"
+    if unnamed:
+        found.setdefault(_TRAIN, unnamed)
     if len(found) > 1:
         listed, example = ", ".join(sorted(found)), found.get(_TRAIN) or min(found.values())
         raise InputError(f"{where}: has files of the splits {listed}; name those of one by a glob, such as '{example}'")
