@@ -218,11 +218,16 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths", pu
         file = match.with_suffix(".idx") if file_format == "megatron" else match
         files[file] = file.relative_to(root).as_posix(), file_format
     if not files:
-        what = f"no file of the format {config.format}" if is_folder else "no such file or folder"
-        if is_folder and config.format == "auto" and (left := _find_left_out(storage)):
-            problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
-            raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set --data.format")
-        raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
+        if not is_folder:
+            raise InputError(f"{setting} {pattern}: no such file or folder; correct the path")
+        problem, remedy = f"the folder has no file of the format {config.format}", "correct the path"
+        if config.format == "auto":
+            problem = f"the folder has no file with a suffix of {', '.join(SUFFIXES)}"
+            remedy = "correct the path, or set --data.format"
+            if left := _find_left_out(storage):
+                problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
+                remedy = "name them with a glob, or set --data.format"
+        raise InputError(f"{setting} {pattern}: {problem}; {remedy}")
     return _make_files(storage, files, pulse)
 
 
