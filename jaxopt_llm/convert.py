@@ -74,6 +74,7 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, collect_leave
 from jaxopt_llm.checkpoint.huggingface.quantised import formats
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import StoredLayers, is_run_directory
 from jaxopt_llm.config import CheckpointConfig, Config, ModelConfig, fields
@@ -208,6 +209,9 @@ def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
     """Load the configuration of a run. remedy: what to do if the directory is a Hugging Face model folder."""
     if models.is_model_folder(directory):
         raise InputError(f"--checkpoint {directory}: this is a Hugging Face model folder, not a training run; {remedy}")
+    if (directory / adapter_config.FILE).is_file():
+        merge = "merge takes it with --base MODEL --adapter FOLDER"
+        raise InputError(f"--checkpoint {directory}: this is a PEFT folder of adapters, not a training run; {merge}")
     return models.move_base(directory, models.load_config(directory), base)
 
 

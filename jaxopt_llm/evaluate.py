@@ -181,10 +181,10 @@ def main() -> int:
             continue
         with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
             loss, tokens = evaluate(source, rows, config.training.batch_size, options.batches)
-        read = f"{tokens:,} tokens" if options.batches is None else f"read {tokens:,} of {documents.size:,} tokens"
+        part = "" if options.batches is None else f", with --batches {options.batches}"
         print(
             f"{model} on {name} ({documents}): {loss:.4f} nats per token, "
-            f"perplexity {math.exp(min(loss, 700)):.4g}, {read}"
+            f"perplexity {math.exp(min(loss, 700)):.4g}, over the {tokens:,} tokens that the loss counts{part}"
         )
     return 0
 

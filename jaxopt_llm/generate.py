@@ -145,8 +145,8 @@ def _read_prompts(file: Path) -> list[str]:
     for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             prompt = json_files.parse(line)
-        except ValueError as error:
-            raise InputError(f"--prompts {file}: line {line_number} is not JSON ({error})") from error
+        except ValueError:
+            prompt = None
         if not isinstance(prompt, str):
             raise InputError(f'--prompts {file}: line {line_number} is not a JSON string, such as "def main"')
         prompts.append(prompt)

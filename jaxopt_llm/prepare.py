@@ -198,6 +198,14 @@ def _mark_learned(text: str, starts: NDArray[np.int64], learned: NDArray[np.bool
     return marked
 
 
+# What the entries of a plan are called in messages, where their names do not say it.
+_DIFFERENCES = {
+    "files": "the content of the files",
+    "tokenizer_sha256": "the content of the tokenizer",
+    "template_sha256": "the chat template, with its variables and its date",
+}
+
+
 def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
     """Return whether the directory holds an unfinished corpus that must start over.
 
@@ -220,7 +228,8 @@ def _check_output(directory: Path, plan: dict[str, Any]) -> bool:
     may_start_over = prepared.have_same_command(old, plan) or prepared.holds_no_documents(directory)
     if may_start_over and prepared.is_unfinished(directory):
         return True
-    problem = f"holds another prepared corpus, which differs in {', '.join(differences)}"
+    named = ", ".join(_DIFFERENCES.get(name, name) for name in differences)
+    problem = f"holds another prepared corpus, which differs in {named}"
     raise InputError(f"--output {directory} {problem}; choose another directory")
 
 

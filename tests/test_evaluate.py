@@ -41,7 +41,7 @@ def evaluated(run: Path, *arguments: object) -> tuple[float, float, int]:
     told = command("evaluate", "--checkpoint", run, *arguments)
     assert told.returncode == 0, told.stderr
     found = re.search(
-        r"([\d.]+) nats per token, perplexity ([\d.]+), (?:read )?([\d,]+)(?: of [\d,]+)? tokens", told.stdout
+        r"([\d.]+) nats per token, perplexity ([\d.]+), over the ([\d,]+) tokens that the loss counts", told.stdout
     )
     assert found
     return float(found[1]), float(found[2]), int(found[3].replace(",", ""))

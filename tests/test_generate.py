@@ -128,7 +128,7 @@ def test_nothing_follows_the_end_of_the_document() -> None:
         ("--prompt x --top-p 0.9", "set --temperature above 0"),
         ("--prompt x --seed -1", "--seed -1: must lie between"),
         ("--prompt x --stop=", "--stop is empty"),
-        ("--prompts FILE", "line 2 is not JSON"),
+        ("--prompts FILE", 'line 2 is not a JSON string, such as "def main"'),
     ],
 )
 def test_bad_input(arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,10 @@ def test_a_failed_preparation_starts_over_after_the_repair(repaired: bool, tmp_p
     path.write_text(good + '{"text": "three"}\n')
     (out / "thesis.txt").write_text("kept")
     refused = command(*same)
-    assert refused.returncode == 2 and "another prepared corpus, which differs in files" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "another prepared corpus, which differs in the content of the files" in refused.stderr
+    )
     (out / "thesis.txt").unlink()
     assert {each.name: each.read_bytes() for each in out.iterdir()} == left
 

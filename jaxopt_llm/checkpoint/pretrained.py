@@ -113,7 +113,10 @@ def make_teacher_config(config: Config) -> Config:
 def _read_teacher(name: str) -> ModelConfig:
     path = hub.find_folder(name, f"{TEACHER}=", weights=False)
     if not path.exists():
-        raise InputError(f"{TEACHER}={name}: no such folder; name a downloaded model, or an id of the Hugging Face hub")
+        without = "with log-probabilities in data.paths, set it to ''"
+        raise InputError(
+            f"{TEACHER}={name}: no such folder; name a downloaded model or an id of the hub, or, {without}"
+        )
     if is_run_directory(path):
         raise InputError(
             f"{TEACHER}={name}: this is a run directory; export it first: python -m jaxopt_llm.convert export "

@@ -141,9 +141,12 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         found = find_out_of_range("data", self) + self._find_wrong_columns()
-        if self.content == "text" and (self.chat_template or self.template_arguments or self.date):
-            names = "data.chat_template, data.template_arguments and data.date"
-            found.append(f"{names} apply only to conversations: also set data.content=chat")
+        if self.content == "text":
+            of_templates = ("chat_template", "template_arguments", "date")
+            remedy = "remove it, or set data.content=chat"
+            found += [
+                f"data.{name} applies only to conversations: {remedy}" for name in of_templates if getattr(self, name)
+            ]
         if self.chat_template == NO_TEMPLATE and (self.template_arguments or self.date):
             found.append(
                 "data.chat_template=none: leave data.template_arguments and data.date out, which a template reads"

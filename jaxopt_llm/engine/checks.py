@@ -76,7 +76,7 @@ def check_config(config: Config, rows: int) -> None:
         if name.startswith("sharding.") and name not in unread
     ]
     if unread:
-        found.append(f"an engine does not read {', '.join(unread)}, settings of the decoder: leave them out")
+        found.append(f"an engine does not read {', '.join(unread)}, which only the decoder does: leave it out")
     if config.remat.policy not in POLICIES:
         found.append(f"remat.policy={config.remat.policy}: for an engine it must be one of {', '.join(POLICIES)}")
     if config.training.batch_size not in (TrainingConfig.batch_size, rows):

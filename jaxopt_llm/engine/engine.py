@@ -430,6 +430,8 @@ class Engine:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint of the state, with the hashes of its files and the identity of the run.
 
+        It replaces a checkpoint of the same step of this run.
+
         Raises:
             CheckpointError: the directory holds checkpoints of another run, or the save failed.
         """

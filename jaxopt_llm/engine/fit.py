@@ -273,7 +273,7 @@ def _check_directory(directory: Path, config: Config) -> None:
         json_files.parse(json_files.read_bytes(directory / "parameters.json"))
     except (InputError, ValueError, TypeError, OSError) as error:
         raise InputError(
-            f"fit: {directory} holds checkpoints of something else than fit ({type(error).__name__}); give another "
+            f"fit: {directory} holds checkpoints that fit did not write, such as those of Engine.save; give another "
             "run_directory"
         ) from error
     if found := fields.forbidden_changes(old, config):

@@ -75,7 +75,7 @@ def read_losses(
     """Return the losses that the arguments of `initialize` describe.
 
     Raises:
-        InputError: a mapping lacks a loss or names another one, or an optimizer is none.
+        InputError: a mapping lacks a loss or names another one, or a loss or an optimizer is none.
     """
     names = [*loss] if isinstance(loss, Mapping) else [""]
     for name in names:
@@ -107,6 +107,10 @@ def read_losses(
     given = []
     for name in names:
         own = loss[name] if isinstance(loss, Mapping) else loss
+        evaluated = choose("evaluation_loss", evaluation_loss, name, own)
+        for each in (own, evaluated):
+            if not callable(each):
+                raise InputError(f"loss: {each!r} is no function; give one of (model, batch) that returns a mean loss")
         own_optimizer = choose("optimizer", optimizer, name)
         if own_optimizer is not None:
             check_optimizer(own_optimizer)
@@ -115,7 +119,7 @@ def read_losses(
             GivenLoss(
                 name=name,
                 loss=own,
-                evaluation_loss=choose("evaluation_loss", evaluation_loss, name, own),
+                evaluation_loss=evaluated,
                 example=example[name] if by_loss else example,
                 optimizer=own_optimizer,
                 trains=(patterns,) if isinstance(patterns, str) else tuple(patterns),

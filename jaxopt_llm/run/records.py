@@ -148,7 +148,8 @@ def open_records(
 def describe_end(config: Config, step: int, patience: Patience) -> str:
     """Return why a run has ended at a step, and what to set to train longer; empty if it goes on."""
     if step >= config.training.steps:
-        return f"{config.run.directory} is finished at step {step}; train longer with a larger training.steps"
+        longer = "train longer with a larger training.steps or training.epochs"
+        return f"{config.run.directory} is finished at step {step}; {longer}"
     if reason := patience.describe_end(config.evaluation.patience):
         return (
             f"{config.run.directory} has ended at step {step}: {reason}; train longer with a larger "

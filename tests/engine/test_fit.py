@@ -225,7 +225,7 @@ def test_another_run_in_the_directory_is_not_overwritten(tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"holds another run.*run\.seed"):
         jaxopt_llm.fit(make_engine(run={"seed": 1}), make_batch, 4, tmp_path)
     (tmp_path / "parameters.json").unlink()
-    with pytest.raises(InputError, match="of something else than fit"):
+    with pytest.raises(InputError, match="checkpoints that fit did not write"):
         jaxopt_llm.fit(make_engine(), make_batch, 4, tmp_path)
     assert (tmp_path / "config.json").read_text() == before
 
@@ -254,7 +254,9 @@ def test_settings_of_the_loop_are_those_of_an_engine(name: str) -> None:
     assert checks.find_unread(fields.replace_fields(Config(), {name: other})) == []
 
 
-def test_an_optimizer_that_is_none_is_refused() -> None:
+def test_an_optimizer_or_a_loss_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match=r"loss: 'mse' is no function; give one of \(model, batch\)"):
+        jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), "mse", make_batch(0))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="adam is no optax transformation"):
         jaxopt_llm.initialize(lambda: Network(nnx.Rngs(0)), loss, make_batch(0), optimizer=optax.adam)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"the class Network needs arguments.*lambda: Network"):

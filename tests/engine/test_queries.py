@@ -316,9 +316,12 @@ def test_a_learning_rate_that_is_set_is_used_and_saved(tmp_path: Any) -> None:
     assert_close(engine.model(), params)
 
     engine.save(tmp_path)
+    engine.learning_rate = {"body": 0.3}
+    engine.save(tmp_path)  # in place of the checkpoint of the same step
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
     resumed = start(optax.partition(groups, LABELS), mesh={"fsdp": 8})
     resumed.restore(tmp_path)
-    assert resumed.learning_rate == pytest.approx({"body": 0.2, "head": 0.01})
+    assert resumed.learning_rate == pytest.approx({"body": 0.3, "head": 0.01})
 
 
 def test_the_rate_of_our_schedule_is_that_of_the_next_step() -> None:

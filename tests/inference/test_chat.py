@@ -61,6 +61,7 @@ def test_a_prepared_corpus_gives_the_same_run(folder: Path, run: tuple[Path, str
         write_jsonl(tmp_path / "texts.jsonl", ["x"])
         again = command("prepare", *given, *other, "--output", tmp_path / "prepared")
         assert again.returncode == 2 and "another prepared corpus, which differs in" in again.stderr, again.stderr
+    assert "the chat template, with its variables and its date" in again.stderr
     assert prepared.verify_corpus(tmp_path / "prepared", 1)[0] == 1
     mask = tmp_path / "prepared" / "mask.bin"
     content = bytearray(mask.read_bytes())
@@ -76,7 +77,7 @@ def test_a_prepared_corpus_gives_the_same_run(folder: Path, run: tuple[Path, str
 def test_evaluation_counts_only_the_assistants_tokens(folder: Path, run: tuple[Path, str], tmp_path: Path) -> None:
     path = write_chats(tmp_path / "one.jsonl", [CONVERSATION])
     done = command("evaluate", "--checkpoint", run[0], "--data.paths", path, "--training.sequence-length", 128)
-    assert done.returncode == 0 and ": 1 rows of whole documents, " in done.stderr  # also says how many are cut
+    assert done.returncode == 0 and ": 1 row of whole documents, " in done.stderr  # also says how many are cut
     shown = command("prepare", *preview(folder, path, 1))
     learnt = int(shown.stdout.splitlines()[0].split()[-2])
     assert done.stdout.rstrip().endswith(f" {learnt} tokens")

@@ -48,7 +48,9 @@ def test_a_run_begins_where_another_ended(run: Path, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, old["masters"], new["masters"])
     assert json.loads((second / "config.json").read_text())["model"]["pretrained"] == str(run)
     again = train(second, *options, "--model.pretrained", run / ".." / run.name)
-    assert "is finished at step 1" in again.stdout, again.stderr
+    assert "is finished at step 1; train longer with a larger training.steps or training.epochs" in again.stdout, (
+        again.stderr
+    )
 
 
 def test_adapters_begin_over_a_run_and_are_no_beginning_themselves(run: Path, tmp_path: Path) -> None:

@@ -73,9 +73,13 @@ def working_path(directory: Path, step: int) -> Path:
 
 
 def commit(path: Path) -> None:
-    """Rename a complete working directory to its step."""
-    path.rename(path.with_suffix(""))
+    """Rename a complete working directory to its step, in place of an earlier checkpoint of this step."""
+    final = path.with_suffix("")
+    earlier = final.rename(final.with_name(f"{final.name}.deleting")) if final.exists() else None
+    path.rename(final)
     sync_directory(path.parent)
+    if earlier is not None:
+        shutil.rmtree(earlier)
 
 
 def set_aside(path: Path) -> Path:

@@ -29,6 +29,7 @@ JUDGED, MISMATCHED = ("undesirable", "desirable"), "mismatched"  # sides of pair
 _PAIR = "with a preference pair (chosen, rejected) instead of one conversation"
 _READ_PAIRS = "--data.content preference and --training.objective dpo train on it"
 _READ_JUDGED = "--data.content unpaired and --training.objective kto train on it"
+_RENAME = "--data.columns FIELD=COLUMN names other columns"
 _COMPARED = "which judges answers or compares them"
 _NO_TEXT = "which is not text"
 _TOKENS = "which belongs to rows of tokens"
@@ -195,7 +196,9 @@ def normalize_conversation(row: dict[str, Any], form: str, counter: FieldCounter
     """
     row = {name: value for name, value in _without_nulls(row).items() if value != "" or name in FORMS[form]}
     if not row.keys() >= FORMS[form]:
-        detail = f"it has {', '.join(sorted(row)[:20])}; --data.columns FIELD=COLUMN names other columns"
+        readers = {PREFERENCE: _READ_PAIRS, UNPAIRED: _READ_JUDGED}
+        remedy = next((readers[each] for each in readers if row.keys() >= FORMS[each]), _RENAME)
+        detail = f"it has {', '.join(sorted(row)[:20])}; {remedy}"
         raise Malformed(f"without the fields of the form {form} ({', '.join(sorted(FORMS[form]))})", detail)
     check_row(row, form)
     if _are_texts(row, form, needed=not counter.has_template):

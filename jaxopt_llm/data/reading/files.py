@@ -87,6 +87,8 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, name: str) -> None:
     """Raise InputError if the names of files of rows say that they belong to several splits.
 
+    Files that name no split are those to train on: chats.jsonl beside val.jsonl.
+
     Args:
         folder: the folder that has the files.
         paths: the files.
@@ -94,13 +96,17 @@ def _check_one_split(folder: PurePath, paths: Sequence[PurePath], where: str, na
         name: what the user calls the folder.
     """
     found: dict[str, str] = {}  # split -> a glob of its files
+    unnamed = ""
     for path in paths:
-        parts = path.relative_to(folder).parts
+        parts, is_named = path.relative_to(folder).parts, False
         for part in parts:
             words = re.findall("[a-z]+", _SHARD.sub("", part.partition(".")[0].lower()))
             for word in {*words[:1], *words[-1:]} & _NAMED_SPLITS.keys():
-                ending = f"*{word}*" if part == parts[-1] else f"{part}/**"
+                ending, is_named = f"*{word}*" if part == parts[-1] else f"{part}/**", True
                 found.setdefault(_NAMED_SPLITS[word], f"{name.rstrip('/')}/**/{ending}")
+        unnamed = unnamed if is_named else unnamed or f"{name.rstrip('/')}/{'/'.join(parts)}"
+    if unnamed:
+        found.setdefault(_TRAIN, unnamed)
     if len(found) > 1:
         listed, example = ", ".join(sorted(found)), found.get(_TRAIN) or min(found.values())
         raise InputError(f"{where}: has files of the splits {listed}; name those of one by a glob, such as '{example}'")
@@ -212,11 +218,16 @@ def find_files(pattern: str, config: DataConfig, setting: str = "data.paths", pu
         file = match.with_suffix(".idx") if file_format == "megatron" else match
         files[file] = file.relative_to(root).as_posix(), file_format
     if not files:
-        what = f"no file of the format {config.format}" if is_folder else "no such file or folder"
-        if is_folder and config.format == "auto" and (left := _find_left_out(storage)):
-            problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
-            raise InputError(f"{setting} {pattern}: {problem}; name them with a glob, or set --data.format")
-        raise InputError(f"{setting} {pattern}: {what}; correct the path (known suffixes: {', '.join(SUFFIXES)})")
+        if not is_folder:
+            raise InputError(f"{setting} {pattern}: no such file or folder; correct the path")
+        problem, remedy = f"the folder has no file of the format {config.format}", "correct the path"
+        if config.format == "auto":
+            problem = f"the folder has no file with a suffix of {', '.join(SUFFIXES)}"
+            remedy = "correct the path, or set --data.format"
+            if left := _find_left_out(storage):
+                problem = f"a folder's .json and .csv files, such as {left}, are read only if they are named"
+                remedy = "name them with a glob, or set --data.format"
+        raise InputError(f"{setting} {pattern}: {problem}; {remedy}")
     return _make_files(storage, files, pulse)
 
 

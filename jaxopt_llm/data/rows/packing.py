@@ -462,9 +462,8 @@ class PackedRows:
             raise InputError(f"{self.name} has {self.stream}, but {problem}: increase the length, or add documents")
         rows = BestFit(starts[kept], lengths[kept], self.sequence_length, limit)
         filled = int(lengths[kept].sum())
-        summary = (
-            f"{self.name}: {len(rows):,} rows of whole {kind}, {filled / (len(rows) * self.sequence_length):.0%} filled"
-        )
+        counted = f"{len(rows):,} row{'s' * (len(rows) != 1)} of whole {kind}"
+        summary = f"{self.name}: {counted}, {filled / (len(rows) * self.sequence_length):.0%} filled"
         if not self.scored:
             summary += f"; the loss counts {int(counts.sum()) / filled:.0%} of the tokens"
         if long:

@@ -110,6 +110,9 @@ def test_labels_are_true_or_false(config: DataConfig, tmp_path: Path) -> None:
             read(config, path)
     with pytest.raises(InputError, match=r"without the fields of the form unpaired \(completion, label, prompt\)"):
         read(config, write(tmp_path / "c.jsonl", [{"prompt": "p", "completion": "a"}]))
+    told = r"it has completion, label, prompt; --data.content unpaired and --training.objective kto train on it"
+    with pytest.raises(InputError, match=told):
+        read(replace(config, content="preference"), write(tmp_path / "d.jsonl", ROWS))
     told = r"--data.content unpaired and --training.objective kto train on it; --data.columns label= leaves"
     with pytest.raises(InputError, match=told):
         read(replace(config, content="chat"), write(tmp_path / "d.jsonl", ROWS))

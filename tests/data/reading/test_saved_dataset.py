@@ -181,6 +181,7 @@ PUBLISHED = {
     "beside each other": ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"),
     "in folders": ("plain/train/0000.parquet", "plain/validation/0000.parquet"),
     "of several tasks": ("train_sft.jsonl.gz", "eval_sft.jsonl.gz"),
+    "without a name": ("chats.jsonl", "val.jsonl"),
     "in a cache": ("chats-train-00000-of-00002.arrow", "chats-test.arrow"),
 }
 

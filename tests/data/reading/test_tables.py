@@ -262,6 +262,12 @@ def test_a_folder_gives_json_and_csv_only_if_they_are_named(tmp_path: Path) -> N
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(InputError, match=r"b.json, are read only if they are named; name them with a glob"):
         names("")
+    for file in tmp_path.iterdir():
+        file.unlink()
+    (tmp_path / "a.py").touch()
+    with pytest.raises(InputError, match=r"the folder has no file with a suffix of \.txt, .*correct the path, or set"):
+        names("")
+    assert names("", format="text") == ["a.py"]
 
 
 def test_the_corpus_of_known_files_never_changes(tmp_path: Path) -> None:

@@ -632,7 +632,8 @@ def test_wrong_arguments_are_refused(argument: str, message: str) -> None:
     assert "several values" in str(
         DataConfig(content="chat", paths=("a",), template_arguments=("a=1", "a=2")).problems()
     )
-    assert "data.template_arguments" in str(DataConfig(template_arguments=("a=1",)).problems())
+    told = "data.template_arguments applies only to conversations: remove it, or set data.content=chat"
+    assert DataConfig(template_arguments=("a=1",)).problems() == [told]
 
 
 def test_the_documents_of_a_conversation_are_held_out_together(folders: dict[str, Path], tmp_path: Path) -> None:
