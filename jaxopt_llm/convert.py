@@ -91,7 +91,6 @@ from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.run.directory import read_token_rows
 from jaxopt_llm.run.initial_weights import find_frozen_base
 from jaxopt_llm.step import lora
 
@@ -236,12 +235,11 @@ def _export_adapters(directory: Path, path: Path, config: Config, dtype: str | N
     text = card.describe_run(directory, config, restored, path.resolve().name, notes, "peft")
     files = describe_training(config.data, source, lambda folder: card.write(folder, text)).write_files
     origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base), files)
-    whole, rows = None, read_token_rows(directory)
-    has_whole = config.training.trainable or config.model.resize_vocabulary
-    if has_whole or rows:
+    whole = None
+    if config.training.trainable or config.model.resize_vocabulary:
         trained = {name for name, leaf in collect_leaves(params).items() if not leaves.is_wrapped(leaf)}
-        layers = models.open_run_layers(directory, config, restored) if has_whole else None
-        whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0, rows)
+        layers = models.open_run_layers(directory, config, restored)
+        whole = WholeParameters(layers, frozenset(trained), config.model.resize_vocabulary > 0)
     write_adapter_folder(path, params, family, model, config.lora, origin, dtype, whole)
     print(f"the adapters of step {restored} of {directory} are in {path}, in {dtype or 'float32'}")
     for line in (*notes, *said):

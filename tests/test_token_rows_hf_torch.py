@@ -1,9 +1,8 @@
-"""Single rows of tables that PEFT's own classes train, `trainable_token_indices`: brought here, and back."""
+"""Single rows of tables that PEFT's own classes train, `trainable_token_indices`: read and merged."""
 
 import copy
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from commands import command, some_text
-from test_convert import RECIPE
 from test_peft_hf_torch import Model, library, models, same, start_run, torch, write_run
 
 import jaxopt_llm
@@ -125,13 +122,12 @@ def write_tokenizer(file: Path) -> Path:
     return file
 
 
-def test_a_run_with_a_larger_vocabulary_begins_with_the_rows(models: dict[str, Model], tmp_path: Path) -> None:
-    model = models["llama"]
-    theirs, *_ = adapted(model, 0, {"trainable_token_indices": [7, 3]}, tmp_path)
-    settings = {"model.pretrained": str(model.folder), "lora.pretrained": str(tmp_path), "data.tokenizer": "byte.json"}
-    _, params = start_run(settings | {"model.resize_vocabulary": 157, "training.trainable": ("embedding",)})
-    merged = theirs.merge_and_unload().get_input_embeddings().weight.numpy()
-    np.testing.assert_array_equal(params["non_layer"]["embedding"]["table"][:150], merged)
+def test_no_run_begins_with_rows(models: dict[str, Model], tmp_path: Path) -> None:
+    """Not even beside adapters, because checkpoints would lack them."""
+    adapted(models["llama"], 0, {"trainable_token_indices": [7, 3]}, tmp_path)
+    settings = {"model.pretrained": str(models["llama"].folder), "lora.pretrained": str(tmp_path)}
+    with pytest.raises(InputError, match="rows of tables .*, which no run trains; merge it .*convert merge"):
+        start_run(settings)
 
 
 def test_codes_of_a_base_are_not_exported_as_trained(models: dict[str, Model], tmp_path: Path) -> None:
@@ -143,72 +139,6 @@ def test_codes_of_a_base_are_not_exported_as_trained(models: dict[str, Model], t
     write_run(tmp_path / "run", *start_run(settings | {"lora.base": "nf4", "training.trainable": ("final_norm",)}))
     convert.export_run(tmp_path / "run", tmp_path / "out", None, 10**9)
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"] == ["model.norm"]
-
-
-def done(*arguments: object) -> str:
-    found = command(*arguments)
-    assert found.returncode == 0, found.stderr
-    return found.stdout + found.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "given", "written", "left"),
-    [
-        (
-            "llama",
-            {"embed_tokens": [7, 3], "lm_head": [9]},
-            {"model.embed_tokens": [7, 3], "lm_head": [9]},
-            {"lm_head": [9]},
-        ),
-        ("qwen2", {"embed_tokens": [7, 3]}, [7, 3], None),
-    ],
-    ids=["two tables", "one table"],
-)
-def test_a_run_keeps_the_rows_that_it_started_from(
-    name: str, given: Any, written: Any, left: Any, models: dict[str, Model], tmp_path: Path
-) -> None:
-    """Also after its restart; they are in what it exports and merges."""
-    model, adapter, run = models[name], tmp_path / "adapter", tmp_path / "run"
-    settings = {"trainable_token_indices": given, "modules_to_save": ["norm"]}
-    _, tokens, expected = adapted(model, 0, settings, adapter)
-    (tmp_path / "recipe.py").write_text(RECIPE.format(path=str(model.folder)))
-    options = (*some_text(tmp_path / "a.jsonl"), "--config", tmp_path / "recipe.py", "--run.directory", run)
-    options += ("--lora.pretrained", adapter, "--precision.compute-dtype", "float32", "--evaluation.every", 0)
-    options += ("--data.tokenizer", write_tokenizer(tmp_path / "tokenizer.json"), "--data.eos", "word2")
-    still = ("--optimizer.learning-rate", 1e-30, "--optimizer.weight-decay", 0)
-    assert "(trainable_token_indices) stay as they are" in done("train", *options, *still, "--training.steps", 2)
-    same(jaxopt_llm.load_pretrained(run).logits(tokens), expected)
-    done("train", *options, *still, "--training.steps", 3)
-    same(jaxopt_llm.load_pretrained(run).logits(tokens), expected)
-
-    out, merged = tmp_path / "out", tmp_path / "merged"
-    convert.export_run(run, out, None, 10**9)
-    assert json.loads((out / "adapter_config.json").read_text())["trainable_token_indices"] == written
-    stored = [safetensors.open_file(path / WEIGHTS) for path in (adapter, out)]
-    for delta in [key for key in stored[0] if key.endswith("trainable_tokens_delta")]:
-        np.testing.assert_array_equal(*(each[delta].read() for each in stored))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys|.*unexpected")
-        theirs = library.PeftModel.from_pretrained(model.fresh(), out).eval()
-    with torch.no_grad():
-        same(theirs(torch.tensor(tokens), use_cache=False).logits.numpy(), expected)
-    convert.merge_run(run, merged, None, 10**9)
-    with torch.no_grad():
-        same(model.fresh(merged)(torch.tensor(tokens), use_cache=False).logits.numpy(), expected)
-
-    (run / "token_rows.safetensors").rename(tmp_path / "away")
-    for way in (convert.export_run, convert.merge_run):
-        with pytest.raises(InputError, match="token_rows.safetensors: missing or of another run"):
-            way(run, tmp_path / "none", None, 10**9)
-
-    # A whole table that is trained begins with the rows, and is written as a whole.
-    whole = (*options, "--training.trainable", "embedding", "*norm/scale")
-    done("train", *whole, "--run.directory", tmp_path / "whole", *still, "--training.steps", 1)
-    convert.export_run(tmp_path / "whole", tmp_path / "again", None, 10**9)
-    described = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
-    assert described["trainable_token_indices"] == left and "embed_tokens" in described["modules_to_save"]
-    same(jaxopt_llm.load_pretrained(model.folder, adapter=tmp_path / "again").logits(tokens), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -232,7 +162,7 @@ def test_rows_without_adapters_are_loaded_and_merged(
     with torch.no_grad():
         same(model.fresh(tmp_path / "merged")(torch.tensor(tokens), use_cache=False).logits.numpy(), expected)
     settings = {"model.pretrained": str(model.folder), "lora.pretrained": str(tmp_path / "adapter")}
-    with pytest.raises(InputError, match="it has no adapters, only rows of tables .*convert merge"):
+    with pytest.raises(InputError, match="it has rows of tables .*convert merge"):
         start_run(settings)
 
 

@@ -137,10 +137,8 @@ def _set_adapter_fields(config: Config, adapter: AdapterFolder) -> Config:
     name, size = f"lora.pretrained={config.lora.pretrained}", adapter.model.vocabulary_size
     values: dict[str, Any] = {"lora": _set_fields("lora", config.lora, adapter.lora)}
     merge = "merge it (python -m jaxopt_llm.convert merge --base MODEL --adapter ADAPTER --to FOLDER) and train FOLDER"
-    if not adapter.lora:
-        raise InputError(
-            f"{name}: it has no adapters, only rows of tables (token_indices), which are not trained; {merge}"
-        )
+    if adapter.whole.rows:
+        raise InputError(f"{name}: it has rows of tables (trainable_token_indices), which no run trains; {merge}")
     if config.model.tied_head and not adapter.model.tied_head:
         raise InputError(f"{name}: its head differs from its embedding table, which the model ties; {merge}")
     if size != config.model.vocabulary_size:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.pretrained import TEACHER, make_teacher_config
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import Config, cli, fields
@@ -27,12 +26,10 @@ from jaxopt_llm.data.tokens.tokenizer_folder import VOCABULARY
 _FILES = ("*.json", "*.jsonl", "*.safetensors", "*.txt", "*.csv", "*.parquet", "*.bin", "*.npy")
 # Files that are written before config.json. A start that hung leaves the stacks.
 _WRITTEN_FIRST = re.compile(
-    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl|faults\.jsonl|"
-    r"token_rows\.safetensors|stacks\.\d+\..*\.txt"
+    r"(memory|corpus|device|run)\.json|(metrics|samples|events)(\.\d+)?\.jsonl"
+    r"|faults\.jsonl|stacks\.\d+\..*\.txt"
 )
-TOKEN_ROWS = "token_rows.safetensors"
 FUNCTIONS_SHA256 = "functions_sha256"  # in corpus.json: of functions of the user, by the name of their setting
-ROWS_SHA256 = "token_rows_sha256"  # in corpus.json, if there are rows
 TEACHER_SHA256 = "teacher_sha256"  # in corpus.json, if there is a teacher
 DEVICE_FILE = "device.json"  # kind of the devices, which decides what `auto` means
 
@@ -96,24 +93,6 @@ def read_teacher_digest(directory: Path) -> str | None:
     """Return the digest of the folder of the teacher that a run learns from, or None without a teacher."""
     digest: str | None = _read_identity(directory, TEACHER_SHA256, "teacher", needed=False)
     return digest
-
-
-def read_token_rows(directory: Path) -> token_rows.Rows:
-    """Return the rows that a run has in place of those of its base's tables.
-
-    Raises:
-        InputError: their file is missing, or it is that of another run.
-    """
-    expected = _read_identity(directory, ROWS_SHA256, "rows of the base", needed=False)
-    if expected is None:
-        return {}
-    file = directory / TOKEN_ROWS
-    if not file.exists() or token_rows.digest(rows := token_rows.read_rows(file)) != expected:
-        raise InputError(
-            f"{file}: missing or of another run: it holds rows of the base's tables (trainable_token_indices) with "
-            "which the run started; restore it"
-        )
-    return rows
 
 
 def read_tokenizer_digest(directory: Path) -> str:
@@ -296,7 +275,6 @@ def write_run_files(
     device: str,
     functions: Mapping[str, str],
     base_sha256: str | None,
-    rows: token_rows.Rows,
     reference: ReferenceLogProbabilities | None = None,
     teacher_sha256: str | None = None,
 ) -> None:
@@ -307,7 +285,7 @@ def write_run_files(
     Args:
         device: kind of the devices.
         functions: see `hash_functions`.
-        base_sha256, rows: see `InitialWeights`.
+        base_sha256: see `InitialWeights`.
         reference: the reference whose log-probabilities the corpus holds; None: it holds none, or they are not used.
         teacher_sha256: digest of the teacher's folder; None without a teacher.
     """
@@ -326,9 +304,6 @@ def write_run_files(
     keep_tokenizer(config.data, tokenizer, directory, find_prepared(corpus.files))
     if teacher_sha256:
         description[TEACHER_SHA256] = teacher_sha256
-    if rows:
-        description[ROWS_SHA256] = token_rows.digest(rows)
-        token_rows.write_rows(directory / TOKEN_ROWS, rows)
     replace_durably(directory / DEVICE_FILE, json.dumps({"kind": device}))
     replace_durably(directory / "corpus.json", json.dumps(description))
     replace_durably(directory / "config.json", fields.to_json(config))

@@ -17,7 +17,6 @@ from jaxopt_llm.checkpoint import pretrained
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
-from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.checkpoint.run_weights import AVERAGE, RunWeights, describe_average, find_trained_tree, is_run_directory
 from jaxopt_llm.config import Config, ModelConfig, cli
@@ -31,7 +30,7 @@ from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import parameter_sharding
-from jaxopt_llm.run.directory import read_base_digest, read_teacher_digest, read_token_rows
+from jaxopt_llm.run.directory import read_base_digest, read_teacher_digest
 from jaxopt_llm.step.program import Program
 from jaxopt_llm.step.state import StateSpecs, state_shardings
 
@@ -45,14 +44,12 @@ class InitialWeights:
             hold; None if there are none.
         adapter: adapter of `lora.pretrained`, for a new run.
         base_sha256: digest of the Hugging Face folder that the run started from; None if it started from no folder.
-        rows: rows in place of those of the folder's tables.
         teacher: the model that the run learns from, if any.
     """
 
     weights: ModelFolder | RunWeights | None
     adapter: AdapterFolder | None
     base_sha256: str | None
-    rows: token_rows.Rows
     teacher: ModelFolder | None = None
 
 
@@ -72,22 +69,20 @@ def open_initial_weights(
     if start:
         needs_base = jax.tree.leaves(program.specs.frozen) and not program.specs.keep_frozen
         base = open_frozen_base(directory, config) if needs_base else None
-        return InitialWeights(base, None, read_base_digest(directory), read_token_rows(directory), teacher)
+        return InitialWeights(base, None, read_base_digest(directory), teacher)
     weights = open_pretrained(config, say, processes) if config.model.pretrained else None
     base = weights if isinstance(weights, ModelFolder) else None
     adapter = pretrained.open_pretrained_adapter(config) if config.lora.pretrained else None
-    rows: token_rows.Rows = {}
     if adapter is not None:
         adapter.check_base(base)
         if adapter.whole:
             if base is None:
                 raise InputError(
-                    f"lora.pretrained={adapter.path}: it also has weights of the model itself (modules_to_save, "
-                    "trainable_token_indices), which need the Hugging Face folder of the model; name that with "
-                    "--model.pretrained"
+                    f"lora.pretrained={adapter.path}: it also has weights of the model itself (modules_to_save), which "
+                    "need the Hugging Face folder of the model; name that with --model.pretrained"
                 )
-            weights, rows = adapter.whole.replace_in(base, adapter.model), adapter.whole.rows
-    return InitialWeights(weights, adapter, base.sha256 if base else None, rows, teacher)
+            weights = adapter.whole.replace_in(base, adapter.model)
+    return InitialWeights(weights, adapter, base.sha256 if base else None, teacher)
 
 
 def open_teacher(config: Config, start: int) -> ModelFolder:
@@ -183,7 +178,7 @@ def open_frozen_base(directory: Path, config: Config) -> ModelFolder | None:
             "and the checkpoints of that run hold only adapters: restore the original weights, or name their "
             "revision of a hub id, org/name@commit"
         )
-    return token_rows.replace_in(folder.for_model(config.model), read_token_rows(directory))
+    return folder.for_model(config.model)
 
 
 class Weights(Protocol):

@@ -119,11 +119,6 @@ def list_warnings(setup: Setup) -> Iterator[str]:
         folder = hub.find_folder(config.lora.pretrained, "lora.pretrained=")
         if other := adapter_config.describe_other_base(folder, config.model.pretrained):
             yield other
-        if adapter_config.read_peft_config(folder).trainable_token_indices:
-            yield (
-                f"the rows of tables in {folder} (trainable_token_indices) stay as they are, unless "
-                "training.trainable names the whole table; export writes them again"
-            )
     if config.lora.rank and not config.model.pretrained:
         yield "the adapters train over random parameters; name a model with --model.pretrained"
     if config.mesh.pipeline > config.training.accumulation:

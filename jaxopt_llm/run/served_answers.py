@@ -33,7 +33,6 @@ from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.mesh import make_mesh
 from jaxopt_llm.run.answer_server import AnswerServer, Draw, Drawn, Scored
-from jaxopt_llm.run.directory import read_token_rows
 from jaxopt_llm.run.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 from jaxopt_llm.run.samples import make_sampling_model, make_sampling_placement
 from jaxopt_llm.run.setup import Setup
@@ -207,11 +206,6 @@ class ServedSampler:
         if digest == self._loaded:
             return
         first = not self._loaded
-        if first and read_token_rows(self._setup.directory):
-            raise InputError(
-                "rollouts.server: the run began with single rows of a table (trainable_token_indices), which no server "
-                "reads: leave it out, so that the run draws its own answers"
-            )
         self._loaded, adapters = digest, self._read_adapters(state)
         self._share(lambda: self._give(adapters))
         if first:

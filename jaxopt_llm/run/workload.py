@@ -257,7 +257,7 @@ class DecoderWorkload:
         teacher = initial.teacher.sha256 if initial.teacher else None
         write_run_files(
             *(self.config, data.corpus, data.tokenizer, device),
-            *(self._setup.functions, initial.base_sha256, initial.rows),
+            *(self._setup.functions, initial.base_sha256),
             reference=data.reference,
             teacher_sha256=teacher,
         )

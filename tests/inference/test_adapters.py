@@ -114,7 +114,7 @@ def test_adapters_bring_larger_tables_and_their_tokenizer(base: Path, run_of_bas
     larger, path = replace(CONFIG, vocabulary_size=600), tmp_path / "adapter"
     params = jax.device_put(adapters.add_adapters(larger, "attention/query"), toy.placement().replicated)
     whole = WholeParameters(
-        LoadedLayers(collect_leaves(params)), frozenset({"non_layer/embedding/table", "non_layer/head/table"}), True, {}
+        LoadedLayers(collect_leaves(params)), frozenset({"non_layer/embedding/table", "non_layer/head/table"}), True
     )
     family = huggingface.choose_family(larger)
     write_adapter_folder(path, params, family, larger, adapters.LORA, whole=whole)

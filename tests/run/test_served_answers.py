@@ -91,7 +91,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory, served: Served) -> tuple[Set
     initial = initial_weights.open_initial_weights(config, setup.program, 0, print, SINGLE_PROCESS)
     assert initial.weights is not None
     facts = (config, setup.data.corpus, setup.data.tokenizer, "cpu", setup.functions)
-    write_run_files(*facts, initial.base_sha256, initial.rows)
+    write_run_files(*facts, initial.base_sha256)
     specs, placement = setup.program.specs, setup.placement
     given = initial_weights.read_parameters(initial.weights, specs, placement)
     return setup, initialize_groups(specs, setup.program.optimizers, 0, placement, given)

@@ -25,7 +25,6 @@ from jaxopt_llm.checkpoint.huggingface.model_folder import (
 )
 from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder, TensorSpec
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import TensorLayout, TensorPiece, list_tensor_layouts
-from jaxopt_llm.checkpoint.peft import token_rows
 from jaxopt_llm.checkpoint.peft.adapter_config import (
     BASE,
     EMBEDDING_FACTORS,
@@ -67,19 +66,17 @@ class AdapterOrigin:
 
 
 class WholeParameters(NamedTuple):
-    """Whole parameters, and rows of them, that are written next to adapters.
+    """Whole parameters that are written next to adapters.
 
     Attributes:
-        layers: where they are read; None: there are only rows.
+        layers: where they are read.
         trained: paths of those that were trained with the adapters (PEFT: modules_to_save).
         resized: whether the tables have other rows than those of the base model, and are written for that.
-        rows: rows that the tables have in place of those of the base model.
     """
 
-    layers: Layers | None
+    layers: Layers
     trained: frozenset[str]
     resized: bool
-    rows: token_rows.Rows
 
 
 def write_adapter_folder(
@@ -121,20 +118,16 @@ def write_adapter_folder(
         layouts[f"{HEAD}.weight"] = layouts[f"{find_table(family)}.weight"]
     enclosing = {module for name in layouts for module in list_enclosing(name)}
     saved = _list_trained_modules(path, whole.trained, layouts, adapted, config) if whole else []
-    rows = _choose_rows(path, whole, modules) if whole else {}
     peft_config = dataclasses.replace(
         _describe_targets(counts, modules, layouts, rank, lora),
         use_dora=dora,
         ensure_weight_tying=config.table_is_head and bool({*adapted, *saved} & {HEAD}),
         modules_to_save=find_endings(saved, enclosing, whole_words=False) or None,
-        trainable_token_indices=_describe_rows(rows, find_table(family)),
     )
     get_tensor = _tensor_getter(path, adapted, modules, stems, specs)
     if whole:
         named = _name_whole_tensors(saved, whole.resized, layouts, adapted)
-        if whole.layers:
-            specs, get_tensor = _add_whole_tensors(path, specs, get_tensor, named, whole.layers, dtype)
-        specs, get_tensor = _add_rows(path, specs, get_tensor, rows, dtype)
+        specs, get_tensor = _add_whole_tensors(path, specs, get_tensor, named, whole.layers, dtype)
     with NewFolder(path) as folder:
         safetensors.write_file(folder / WEIGHTS, _put_widest_first(specs), get_tensor)
         # PEFT reads the layout of a parameter from its class.
@@ -187,47 +180,6 @@ def _add_whole_tensors(
 def _put_widest_first(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """Return the specs of tensors in an order in which each is aligned in the file."""
     return dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
-
-
-def _choose_rows(path: Path, whole: WholeParameters, modules: Mapping[str, PeftModule]) -> token_rows.Rows:
-    """Return the rows to write. A table that is written as a whole has them already."""
-    if missing := sorted(whole.rows.keys() - modules.keys()):
-        raise InputError(
-            f"{path}: rows of {missing[0]}: the folder of the base, which says how PEFT names this module, is missing; "
-            "restore it, or name its new location with --base"
-        )
-    layouts = {module: modules[module].layout for module in whole.rows}
-    return {
-        module: rows
-        for module, rows in whole.rows.items()
-        if layouts[module].pieces[0].path not in whole.trained and not (whole.resized and is_table(layouts[module]))
-    }
-
-
-def _describe_rows(rows: token_rows.Rows, table: str) -> list[int] | dict[str, list[int]] | None:
-    """Return PEFT's trainable_token_indices: a list is of the embedding table."""
-    if rows.keys() == {table}:
-        return list(rows[table].indices)
-    return {module: list(each.indices) for module, each in rows.items()} or None
-
-
-def _add_rows(
-    path: Path,
-    specs: Mapping[str, TensorSpec],
-    get_other: Callable[[str], np.ndarray],
-    rows: token_rows.Rows,
-    dtype: Any,
-) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
-    """Return the specs of a folder's tensors, and the function that builds them, with single rows of tables."""
-    stored = {f"{PREFIX}{module}.{token_rows.DELTA}": each.stored for module, each in rows.items()}
-    added = {name: TensorSpec(jnp.dtype(dtype or each.dtype), each.array.shape) for name, each in stored.items()}
-
-    def get_tensor(name: str) -> np.ndarray:
-        if name not in stored:
-            return get_other(name)
-        return safetensors.round_finite(stored[name].read(), added[name].dtype, f"{path}: tensor {name!r}")
-
-    return {**specs, **added}, get_tensor
 
 
 def _list_trained_modules(

@@ -1,10 +1,8 @@
 """Single rows of tables in PEFT folders, `trainable_token_indices`, in place of the rows of the base model.
 
-A run that starts from such a folder does not train the rows. It keeps them in a file of its directory, because its
-checkpoints do not hold the frozen table, and the folder of its base has other rows.
+No run starts from such a folder, because a run trains whole tables or none.
 """
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 from jaxopt_llm.checkpoint.huggingface import safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, have_equal_values
 from jaxopt_llm.checkpoint.huggingface.quantised.codes import Codes, Part
-from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor, TensorSpec
+from jaxopt_llm.checkpoint.huggingface.safetensors import StoredTensor
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.peft.adapter_config import HEAD, PREFIX, PeftConfig, PeftModule
 from jaxopt_llm.core.errors import InputError
@@ -24,7 +22,6 @@ DELTA = "token_adapter.trainable_tokens_delta"  # PEFT's name: it holds the rows
 FIELD = "trainable_token_indices"
 _BASE = ".token_adapter.base_layer.weight"  # the table without the rows
 _ALONE = ".trainable_tokens_delta"  # in an adapter that is only rows
-_INDICES = "token_adapter.token_indices"  # only in the file of a run
 
 
 class TokenRows(NamedTuple):
@@ -179,36 +176,3 @@ def _replace(table: StoredTensor, module: str, rows: TokenRows) -> StoredTensor:
 
 def _slice(indices: range) -> slice:
     return slice(indices.start, indices.stop, indices.step)
-
-
-# --- the rows of a run
-
-
-def digest(rows: Rows) -> str:
-    """Return the SHA-256 of rows, their places and their modules."""
-    whole = hashlib.sha256()
-    for module, (indices, stored) in sorted(rows.items()):
-        whole.update(f"{module} {indices} {stored.dtype} ".encode())
-        whole.update(np.ascontiguousarray(stored.read()).view(np.uint8).data)
-    return whole.hexdigest()
-
-
-def write_rows(file: Path, rows: Rows) -> None:
-    """Write a file that `read_rows` reads."""
-    tensors: dict[str, np.ndarray] = {}
-    for module, (indices, stored) in rows.items():
-        tensors |= {f"{module}.{_INDICES}": np.asarray(indices, np.int64), f"{module}.{DELTA}": stored.read()}
-    specs = {name: TensorSpec(array.dtype, array.shape) for name, array in tensors.items()}
-    temporary = file.with_name(file.name + ".tmp")
-    safetensors.write_file(temporary, specs, tensors.__getitem__)
-    temporary.replace(file)
-
-
-def read_rows(file: Path) -> dict[str, TokenRows]:
-    """Read the rows that `write_rows` wrote. Raise InputError if the file is damaged."""
-    tensors = safetensors.open_file(file)
-    modules = [name.removesuffix(f".{DELTA}") for name in tensors if name.endswith(f".{DELTA}")]
-    if tensors.keys() != {f"{module}.{kind}" for module in modules for kind in (DELTA, _INDICES)}:
-        raise InputError(f"{file}: not the rows of a run; restore the file")
-    indices = {module: tuple(map(int, tensors[f"{module}.{_INDICES}"].read())) for module in modules}
-    return {module: TokenRows(indices[module], tensors[f"{module}.{DELTA}"]) for module in modules}

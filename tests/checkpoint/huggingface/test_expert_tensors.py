@@ -546,7 +546,7 @@ def test_adapters_of_all_matrices_are_written_and_read(tmp_path: Path) -> None:
 def test_a_trained_sink_is_merged_and_not_written_as_a_module(tmp_path: Path) -> None:
     """PEFT would take the module that holds it, with all of attention, for trained."""
     path, params = "segment_0/block_0/attention/sinks", add_adapters(GPT_OSS, "attention/query")
-    whole = WholeParameters(LoadedLayers(collect_leaves(params)), frozenset({path}), resized=False, rows={})
+    whole = WholeParameters(LoadedLayers(collect_leaves(params)), frozenset({path}), resized=False)
     with pytest.raises(
         InputError, match=f"{path} was trained: PEFT has no module for .*self_attn.sinks.*convert merge"
     ):
