@@ -71,18 +71,18 @@ ATTENTION = Path(__file__).parent / "results" / "nvidia-h200-attention.json"
 
 @dataclass(frozen=True)
 class Case:
-    """Recipe with settings, compiled for (GPU, hosts, GPUs of each). plain, networks: see `memory.compile_step`."""
+    """Recipe with settings, compiled for (GPU, hosts, GPUs of each). plain, network: see `memory.compile_step`."""
 
     settings: str
     recipe: str = LLAMA
     machines: tuple[str, int, int] = EIGHT
     plain: bool = False
-    networks: tuple[float, ...] = ()
+    network: float | None = None
 
     def compile(self) -> Row:
         config = cli.override_config(cli.load_recipe(self.recipe), shlex.split(self.settings), "benchmarks/claims.py")
         validate(config)
-        return memory.compile_step(config, *self.machines, plain=self.plain, networks=self.networks)
+        return memory.compile_step(config, *self.machines, plain=self.plain, network=self.network)
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ CLAIMS = (
             "two hosts": Case(
                 f"{BF16.settings} --mesh.data 2 --mesh.fsdp 8 --training.batch-size 32 --data.documents-per-row 1",
                 machines=("h100", 2, 8),
-                networks=(10.0,),
+                network=10.0,
             )
         },
         judge_network,

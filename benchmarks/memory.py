@@ -24,7 +24,7 @@ import jax
 import remat
 from outcomes import Verdict
 
-from jaxopt_llm.compiler.chips import CHIPS
+from jaxopt_llm.compiler.chips import CHIPS, LinkRates
 from jaxopt_llm.config import Config, cli
 from jaxopt_llm.core import errors
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
@@ -191,14 +191,14 @@ def compile_step(
     gpus_per_host: int,
     roomy: bool = True,
     plain: bool = False,
-    networks: tuple[float, ...] = (),
+    network: float | None = None,
 ) -> Row:
     """Return bytes, FLOPs and seconds of one GPU.
 
     Args:
         roomy: see Table.
         plain: let the blocks keep elementwise results, as plain autodiff does.
-        networks: see `make_plan`.
+        network: rate of the network of a host, Gb/s; None for the usual one.
     """
     chip = CHIPS[gpu]
     limit = int(chip.memory_bytes * float(MEMORY_FRACTION))
@@ -207,7 +207,7 @@ def compile_step(
             patched.enter_context(mock.patch.dict(CHIPS, {gpu: dataclasses.replace(chip, memory_bytes=ROOMY)}))
         if plain:
             patched.enter_context(remat.autodiff_alone())
-        plan = make_plan(config, gpu, hosts, gpus_per_host, networks=networks)
+        plan = make_plan(config, gpu, hosts, gpus_per_host, LinkRates(network=network))
     return {
         "memory": dataclasses.asdict(plan.memory) | {"peak": plan.memory.peak},
         "fits": plan.memory.peak <= limit,
@@ -217,7 +217,7 @@ def compile_step(
         "sent": sum(each.bytes for each in plan.collectives),
         "flops": plan.flops,
         "step_seconds": plan.speed.step_seconds,
-        "networks": [dataclasses.asdict(each) for each in plan.networks],
+        "network_seconds": plan.network_seconds,
     }
 
 

@@ -47,10 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hosts", type=int, metavar="N", help=f"number of machines (default: {hosts})")
     add("--gpus-per-host", type=int, metavar="N", help=f"GPUs of each machine (default: {gpus})")
     add(
-        "--network", type=float, nargs="+", default=[], metavar="GBPS",
-        help="network of each host, in Gb/s, which its GPUs share (default: the usual one of a server with such GPUs); "
-        "with several, show the time of the step for each, with settings for the first; with --search, the fastest "
-        "settings for each",
+        "--network", type=float, metavar="GBPS",
+        help="network of each host, in Gb/s, which its GPUs share (default: the usual one of a server with such GPUs)",
     )  # fmt: skip
     add("--nvlink", type=float, metavar="GB/S", help="NVLink of each GPU in one direction (default: the GPU's)")
     add("--pcie", type=float, metavar="GB/S", help="PCIe of each GPU in one direction (default: the GPU's)")
@@ -91,7 +89,7 @@ from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
-from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, format_checkpoints, format_speed, make_plan, make_plans
+from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, format_checkpoints, format_speed, make_plan
 from jaxopt_llm.planning.stored_scores import resolve_reference
 from jaxopt_llm.step.validation import validate
 
@@ -126,22 +124,8 @@ def format_plan(plan: Plan) -> str:
         *format_checkpoints(plan.checkpoints),
         "",
         *format_speed(plan.speed, fits=plan.spare >= 0),
-        *_format_networks(plan),
     ]
     return "\n".join(lines)
-
-
-def _format_networks(plan: Plan) -> list[str]:
-    if not plan.networks:
-        return []
-    lines = ["", f"{'network of a host, Gb/s':>24} {'s a step':>10} {'tokens/s':>12} {'waits for the network':>22}"]
-    tokens = plan.speed.tokens_per_second * plan.speed.step_seconds
-    for each in plan.networks:
-        share = each.network_seconds / each.step_seconds
-        lines.append(
-            f"{each.gigabits:24,.4g} {each.step_seconds:10,.4g} {tokens / each.step_seconds:12,.0f} {share:22.1%}"
-        )
-    return lines
 
 
 def _make_heading(plan: Plan) -> str:
@@ -171,6 +155,7 @@ def to_json(plan: Plan) -> str:
     values = dataclasses.asdict(plan)
     values |= values.pop("speed")
     values["memory"]["peak"] = plan.memory.peak
+    values["network_seconds"] = plan.network_seconds
     return json.dumps(values | {"spare": plan.spare, "fits": plan.spare >= 0}, indent=2)
 
 
@@ -200,7 +185,7 @@ def main() -> int:
     for line in describe_unread(config):
         print(f"warning: {line}", file=sys.stderr)
     rates = _read_rates(options)
-    plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host, rates, options.network)
+    plan = make_plan(config, options.gpu, options.hosts, options.gpus_per_host, rates)
     for line in describe_newly_unread(fields.replace_fields(config, plan.chosen), config):
         print(f"warning: {line}", file=sys.stderr)
     print(to_json(plan) if options.json else format_plan(plan))
@@ -228,7 +213,7 @@ def _plan_own_model(recipe: cli.Recipe, options: argparse.Namespace) -> int:
     engine = make_engine(recipe)
     if options.search:
         found = engine.search(options.gpu, (options.hosts or 1) * gpus, gpus, options.rows, allow=options.allow)
-        _print_search([found.result], found.seconds, [], options, _list_own_values)
+        _print_search(found.result, found.seconds, [], options, _list_own_values)
         if found.config is None:
             raise DoesNotFit(
                 f"nothing fits: the smallest of the compiled settings lacks {-found.plan.spare / GIB:.2f} GiB of each "
@@ -257,20 +242,17 @@ def _without_illegal_mesh(config: Config) -> Config:
 
 
 def _read_rates(options: argparse.Namespace) -> LinkRates:
-    """Return the rates of links that the command line gives; of several networks, the first."""
-    given = {name: getattr(options, name) for name in ("nvlink", "pcie")}
-    given["network"] = options.network[0] if options.network else None
-    for name, value in (*given.items(), *(("network", value) for value in options.network)):
+    """Return the rates of links that the command line gives."""
+    given = {name: getattr(options, name) for name in ("network", "nvlink", "pcie")}
+    for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"--{name} {value:g}: must be a finite number above 0")
     if options.pcie is not None and CHIPS[options.gpu].host_link != "PCIe":
         raise InputError(f"--pcie has no effect: {options.gpu} is linked to its host by {CHIPS[options.gpu].host_link}")
     if options.nvlink is not None and options.gpus_per_host == 1:
         raise InputError("--nvlink has no effect on one GPU: give --gpus-per-host")
-    if options.network and options.hosts == 1:
+    if options.network is not None and options.hosts == 1:
         raise InputError("--network has no effect on one host: give --hosts")
-    if options.write and len(options.network) > 1:
-        raise InputError("--write saves the settings for one network: give one --network, or leave out --write")
     return LinkRates(**given)
 
 
@@ -330,28 +312,26 @@ def _search(config: Config, options: argparse.Namespace) -> int:
         _check_new_recipe(options.write)
     place = options.gpu, options.hosts, options.gpus_per_host
     topology.gpu_topology(*place)  # raises an error now, before the search
-    rates, allowed = _read_rates(options), tuple(dict.fromkeys(options.allow))
-    clusters = [Cluster(*place, dataclasses.replace(rates, network=each)) for each in options.network or [None]]
-    limit = count_chip_bytes(clusters[0].chip)
-    config = _with_choices(config, clusters[0], limit)
+    cluster, allowed = Cluster(*place, _read_rates(options)), tuple(dict.fromkeys(options.allow))
+    limit = count_chip_bytes(cluster.chip)
+    config = _with_choices(config, cluster, limit)
     clock, compiles = time.perf_counter(), min(os.cpu_count() or 1, MAX_COMPILES, ranking.MAX_COMPILED)
-    plan_config = functools.partial(make_plans, clusters=clusters)
-    spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED * len(clusters))
+    plan_config = functools.partial(_plan_on, cluster)
+    spawn, line = multiprocessing.get_context("spawn"), CompileLine(ranking.MAX_COMPILED)
     with ProcessPoolExecutor(compiles, spawn, prepare_jax) as processes, line:
         if compiles > 1:
             for _ in range(compiles):
                 processes.submit(prepare_jax)  # the processes start and import JAX while this one estimates
 
-        def compile_all(candidates: Sequence[Config]) -> Iterator[tuple[Plan, ...]]:
+        def compile_all(candidates: Sequence[Config]) -> Iterator[Plan]:
             line.announce([report.describe_setting(candidate, config) for candidate in candidates])
-            for plans in (processes.map if compiles > 1 else map)(plan_config, candidates):
+            for plan in (processes.map if compiles > 1 else map)(plan_config, candidates):
                 line.advance()
-                yield plans
+                yield plan
 
-        results = ranking.search_networks(config, clusters, limit, allowed, compile_all, compiles)
-    seconds, found = time.perf_counter() - clock, results[0]  # what fits is the same with each network
+        found = ranking.search_settings(config, cluster, limit, allowed, compile_all, compiles)
     steps = [] if found.winner else find_remedies(found, allowed)
-    _print_search(results, seconds, steps, options)
+    _print_search(found, time.perf_counter() - clock, steps, options)
     if found.winner is None:
         lacking = min(-candidate.plan.spare for candidate in found.compiled) / GIB
         problem = f"nothing fits: the smallest of the compiled settings lacks {lacking:.1f} GiB of each GPU"
@@ -360,6 +340,10 @@ def _search(config: Config, options: argparse.Namespace) -> int:
         with options.write.open("x") as file:
             file.write(format_recipe(drop_unread(found.winner.config), _make_docstring(options, found, found.winner)))
     return 0
+
+
+def _plan_on(cluster: Cluster, config: Config) -> Plan:
+    return make_plan(config, cluster.gpu, cluster.hosts, cluster.gpus_per_host, cluster.links)
 
 
 def _with_choices(config: Config, cluster: Cluster, limit: int) -> Config:
@@ -371,26 +355,18 @@ def _with_choices(config: Config, cluster: Cluster, limit: int) -> Config:
 
 
 def _print_search(
-    results: Sequence[ranking.SearchResult],
+    result: ranking.SearchResult,
     seconds: float,
     steps: list[str],
     options: argparse.Namespace,
     list_values: Callable[[Any], Any] = lambda plan: json_files.parse(to_json(plan)),
 ) -> None:
-    trees = [report.format_tree(each) if options.explain else "" for each in results]
-    several = len(results) > 1
+    tree = report.format_tree(result) if options.explain else ""
     if options.json:
-        told = []
-        for result, tree in zip(results, trees, strict=True):
-            values = report.to_json(result, seconds, list_values)
-            told.append(values | ({"tree": tree.splitlines()} if tree else {}))
-        found = {"networks": told} if several else told[0]
-        print(json.dumps(found | {"next_steps": steps}, indent=2))
+        values = report.to_json(result, seconds, list_values) | ({"tree": tree.splitlines()} if tree else {})
+        print(json.dumps(values | {"next_steps": steps}, indent=2))
         return
-    print(report.format_networks(results, seconds) if several else report.format_table(results[0], seconds))
-    for result, tree in zip(results, trees, strict=True):
-        if tree:
-            print("", *([f"with {result.cluster.links.network:,.6g} Gb/s:"] if several else []), tree, sep="\n")
+    print(report.format_table(result, seconds), *(["", tree] if tree else []), sep="\n")
 
 
 def _check_new_recipe(file: Path) -> None:
@@ -407,7 +383,7 @@ def _make_docstring(options: argparse.Namespace, found: ranking.SearchResult, wi
     plan = winner.plan
     assert isinstance(plan, Plan)
     gpus = f"--gpu {options.gpu} --hosts {options.hosts} --gpus-per-host {options.gpus_per_host}"
-    rates = {"network": options.network[0] if options.network else None, "nvlink": options.nvlink, "pcie": options.pcie}
+    rates = {name: getattr(options, name) for name in ("network", "nvlink", "pcie")}
     gpus += "".join(f" --{name} {value:g}" for name, value in rates.items() if value is not None)
     sent = sum(traffic.bytes for traffic in plan.collectives)
     parameters = flops.describe_parameters(plan.parameters, plan.active_parameters)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -516,11 +516,11 @@ def test_bad_input_of_the_search(search: Callable[..., int], arguments: tuple[ob
 
 
 def test_a_search_covers_latent_attention(search: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def estimate_only(config: Config, clusters: Sequence[Cluster], *_: object) -> None:
-        raise InputError(f"estimated {len(ranking.estimate_legal(config, clusters[0], ())[1])} settings")
+    def estimate_only(config: Config, cluster: Cluster, *_: object) -> None:
+        raise InputError(f"estimated {len(ranking.estimate_legal(config, cluster, ())[1])} settings")
 
     monkeypatch.setattr(planning, "MAX_COMPILES", 1)  # starts no processes
-    monkeypatch.setattr(ranking, "search_networks", estimate_only)
+    monkeypatch.setattr(ranking, "search_settings", estimate_only)
     with pytest.raises(InputError, match=r"^estimated \d\d+ settings$"):
         search("--model.mla.kv-rank", 8, "--model.mla.rotary-head-dim", 4, "--model.kv-heads", 2)
 
@@ -538,8 +538,8 @@ def test_the_search_is_at_least_as_good_as_the_recipe() -> None:
     )  # the arithmetic is of a loop
     cluster = Cluster("h100", 1, 8)
     limit = int(0.92 * CHIPS["h100"].memory_bytes)
-    (found,) = ranking.search_networks(
-        recipe, (cluster,), limit, (), lambda some: [(make_plan(each, "h100", 1, 8),) for each in some]
+    found = ranking.search_settings(
+        recipe, cluster, limit, (), lambda some: [make_plan(each, "h100", 1, 8) for each in some]
     )
     assert found.winner is not None
     of_recipe = next(choice for choice in found.compiled if choice.config == recipe)

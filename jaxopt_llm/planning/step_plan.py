@@ -241,21 +241,6 @@ GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
-class NetworkTime:
-    """Time of a step with another network between the hosts.
-
-    Attributes:
-        gigabits: rate of a host, Gb/s.
-        step_seconds: time of the step.
-        network_seconds: the part of it in which the step waits for the network.
-    """
-
-    gigabits: float
-    step_seconds: float
-    network_seconds: float
-
-
-@dataclass(frozen=True)
 class StepFigures:
     """Figures of each GPU, read off the compiled step of any model.
 
@@ -333,43 +318,27 @@ class Plan(StepFigures):
     model_flops: float  # FLOPs per GPU and step that the model needs: no recomputation, causal attention
     repeated_flops: float  # FLOPs per GPU and step of recomputed forwards, calculated
     speed: Speed
-    networks: tuple[NetworkTime, ...]  # times with other networks
     checkpoints: CheckpointPlan
     idle: float  # share of the stages' time without a microbatch, or in a slot for a layer that holds none
     rollout_bytes: int = 0  # cache of a GPU for the answers that the model draws, between steps
 
+    @property
+    def network_seconds(self) -> float:
+        """Time of a step in which it waits for the network between hosts."""
+        return sum(part.seconds for part in self.speed.breakdown if part.name.endswith("(network)"))
 
-def make_plan(
-    config: Config,
-    gpu: str,
-    hosts: int,
-    gpus_per_host: int,
-    rates: LinkRates = USUAL_LINKS,
-    networks: Sequence[float] = (),
-) -> Plan:
+
+def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int, rates: LinkRates = USUAL_LINKS) -> Plan:
     """Compile the training step and measure its memory, traffic and FLOPs.
 
     Args:
         rates: rates of links that differ from the usual ones.
-        networks: rates of the network of a host, Gb/s, with which the time of the step is computed, too.
 
     Raises:
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
     cluster = Cluster(gpu, hosts, gpus_per_host, rates)
-    return _describe_step(_compile_step(config, cluster), cluster, networks)
-
-
-def make_plans(config: Config, clusters: Sequence[Cluster]) -> tuple[Plan, ...]:
-    """Compile the training step once, and return its plan for each of these clusters.
-
-    Args:
-        clusters: the same GPUs with different links. The plan of each has the time with its network, if that is given.
-    """
-    step = _compile_step(config, clusters[0])
-    return tuple(
-        _describe_step(step, each, () if each.links.network is None else (each.links.network,)) for each in clusters
-    )
+    return _describe_step(_compile_step(config, cluster), cluster)
 
 
 def count_rollout_bytes(config: Config) -> int:
@@ -429,8 +398,8 @@ def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
     )
 
 
-def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[float]) -> Plan:
-    """Return the plan of a compiled step on GPUs with these links. `make_plan` describes the networks."""
+def _describe_step(step: _CompiledStep, cluster: Cluster) -> Plan:
+    """Return the plan of a compiled step on GPUs with these links."""
     config, program, placement, chip = step.config, step.program, step.placement, cluster.chip
     mesh, text = step.mesh, step.text
     collectives = _sum_traffic(*step.collectives, config, mesh, cluster)
@@ -467,7 +436,6 @@ def _describe_step(step: _CompiledStep, cluster: Cluster, networks: Sequence[flo
         model_flops=_count_model_flops(config, program) / mesh.size,
         repeated_flops=work.repeated_flops,
         speed=speed,
-        networks=tuple(_time_network(text, step.collectives, config, mesh, cluster, each) for each in networks),
         checkpoints=plan_checkpoints(config, program.specs, speed.step_seconds),
         idle=work.idle,
     )
@@ -513,25 +481,6 @@ def _sum_traffic(
         links.sum_traffic(each, mesh, cluster.chip, cluster.gpus_per_host) for each in (of_step, of_outer_step)
     )
     return (*inner, *links.spread_over_steps(outer, config.training.local_steps))
-
-
-def _time_network(
-    text: str,
-    collectives: tuple[Sequence[hlo.Collective], Sequence[hlo.Collective]],
-    config: Config,
-    mesh: jax.sharding.Mesh,
-    cluster: Cluster,
-    gigabits: float,
-) -> NetworkTime:
-    """Return the time of a compiled step on a cluster with another network.
-
-    Args:
-        collectives: those of the step, and those of the outer step.
-    """
-    cluster = replace(cluster, links=replace(cluster.links, network=gigabits))
-    parts = break_down_step(text, _sum_traffic(*collectives, config, mesh, cluster), cluster.chip)
-    waited = sum(part.seconds for part in parts if part.name.endswith("(network)"))
-    return NetworkTime(gigabits, sum(part.seconds for part in parts), waited)
 
 
 def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> Sequence[jax.Device]:

@@ -106,9 +106,8 @@ def test_the_settings_that_a_search_found_wait_for_the_network_as_the_page_says(
     config = replace_fields(cli.load_recipe("10b.py"), best["settings"])
     assert config.training.batch_size == cli.load_recipe("10b.py").training.batch_size
     assert config.training.local_steps == (20 if found_by == "with local steps" else 1)
-    plan = make_plan(config, "h100", hosts=4, gpus_per_host=8, rates=LinkRates(network=10), networks=(10,))
-    (time,) = plan.networks
-    share = time.network_seconds / time.step_seconds
+    plan = make_plan(config, "h100", hosts=4, gpus_per_host=8, rates=LinkRates(network=10))
+    share = plan.network_seconds / plan.speed.step_seconds
     assert share == pytest.approx(best["network_share"], abs=0.02)
     assert (share < 0.5) == (config.training.local_steps > 1)
     assert plan.spare > 0

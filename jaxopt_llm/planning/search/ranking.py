@@ -2,8 +2,7 @@
 
 Arithmetic discards the settings that cannot fit. The others are compiled in the order of their estimated time, until
 the next ones differ from the best that fits only by the estimate's error (`is_settled`), or MAX_COMPILED have been
-compiled. They are then ranked by the time that `plan` reads off the compiled program. One set of compiled
-programs serves every network between the hosts.
+compiled. They are then ranked by the time that `plan` reads off the compiled program.
 """
 
 import functools
@@ -265,6 +264,28 @@ def estimate_legal(
     return illegal, candidates
 
 
+def search_settings(
+    config: Config,
+    cluster: Cluster,
+    limit: int,
+    allowed: tuple[str, ...],
+    compile_all: CompileAll,
+    at_once: int = 1,
+) -> SearchResult:
+    """Find the fastest settings of a recipe on a cluster.
+
+    Args:
+        limit: bytes of each GPU that XLA may use.
+        allowed: fields that may also change (`fields.SEARCHED`).
+        compile_all: compiles up to `at_once` settings in parallel.
+
+    Raises:
+        InputError: no setting is legal.
+    """
+    illegal, candidates = estimate_legal(config, cluster, allowed)
+    return rank_settings(config, cluster, limit, illegal, candidates, compile_all, at_once)
+
+
 def rank_settings(
     config: Config,
     cluster: Cluster,
@@ -366,62 +387,3 @@ def is_valid(config: Config) -> bool:
 def measure(candidate: Candidate, plan: CompiledPlan) -> CompiledCandidate:
     """Return a candidate with the time of its compiled program."""
     return CompiledCandidate(candidate, plan, candidate.compute_compiled_time(plan))
-
-
-CompileForAll = Callable[[Sequence[Config]], Iterable[Sequence[CompiledPlan]]]
-
-
-def search_networks(
-    config: Config,
-    clusters: Sequence[Cluster],
-    limit: int,
-    allowed: tuple[str, ...],
-    compile_all: CompileForAll,
-    at_once: int = 1,
-) -> list[SearchResult]:
-    """Find the fastest settings of a recipe on each cluster. A program is the same on all of them.
-
-    Only its time differs with the network between hosts. Every ranking has all programs that were compiled for any.
-
-    Args:
-        clusters: the same GPUs with different links.
-        limit: bytes of each GPU that XLA may use.
-        allowed: fields that may also change (`fields.SEARCHED`).
-        compile_all: compiles up to `at_once` settings in parallel, and returns the plans of each for all clusters.
-
-    Raises:
-        InputError: no setting is legal.
-    """
-    plans: dict[Config, Sequence[CompiledPlan]] = {}
-
-    def compile_for(index: int, some: Sequence[Config]) -> list[CompiledPlan]:
-        """Return the plans of settings for one cluster. Compile only the settings that no cluster has needed before."""
-        if new := [each for each in some if each not in plans]:
-            plans.update(zip(new, compile_all(new), strict=True))
-        return [plans[each][index] for each in some]
-
-    illegal, estimated = estimate_legal(config, clusters[0], allowed)
-    results = [
-        rank_settings(
-            config,
-            cluster,
-            limit,
-            illegal,
-            [replace(each, cluster=cluster) for each in estimated],
-            functools.partial(compile_for, index),
-            at_once,
-        )
-        for index, cluster in enumerate(clusters)
-    ]
-    candidates = {each.config: each.candidate for result in results for each in result.compiled}
-
-    def measure_all(index: int, cluster: Cluster) -> tuple[CompiledCandidate, ...]:
-        return order_compiled(
-            measure(replace(candidate, cluster=cluster), plans[setting][index])
-            for setting, candidate in candidates.items()
-        )
-
-    return [
-        replace(result, compiled=measure_all(index, cluster))
-        for index, (cluster, result) in enumerate(zip(clusters, results, strict=True))
-    ]

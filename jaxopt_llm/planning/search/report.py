@@ -125,38 +125,11 @@ def format_table(result: SearchResult, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def format_networks(results: Sequence[SearchResult], seconds: float) -> str:
-    """Return the table of the fastest settings on each network.
-
-    Args:
-        results: one for each network. Either all of them have a setting that fits, or none has.
-        seconds: duration of the search.
-    """
-    first = results[0]
-    lines = [
-        _make_heading(first, seconds, f" for {len(results)} networks"),
-        "",
-        f"{'network of a host, Gb/s':>23} {'s/step':>10} {'tokens/s':>12} {'waits for the network':>21}  "
-        "fastest that fits",
-    ]
-    flags = ["", "the flags for each network:"]
-    for result in results:
-        winner, gigabits = result.winner, f"{result.cluster.links.network:,.6g}"
-        if winner is None:
-            return "\n".join([lines[0], "no setting fits"])
-        lines.append(
-            f"{gigabits:>23} {winner.time.total:10,.4g} {compute_rate(winner):12,.0f} "
-            f"{winner.network_share:21.1%}  {describe_setting(winner.config, result.recipe)}"
-        )
-        flags.append(f"{gigabits:>7} Gb/s: {format_flags(winner.config, result.recipe) or 'the recipe'}")
-    return "\n".join(lines + flags)
-
-
-def _make_heading(result: SearchResult, seconds: float, purpose: str = "") -> str:
+def _make_heading(result: SearchResult, seconds: float) -> str:
     cluster, may_fit = result.cluster, sum(map(result.may_fit, result.candidates))
     return (
         f"{len(result.candidates):,} settings on {cluster.hosts} × {cluster.gpus_per_host} {cluster.chip.name}: "
-        f"{may_fit:,} fit by arithmetic, {len(result.compiled)} compiled{purpose}, in {seconds:.0f} s"
+        f"{may_fit:,} fit by arithmetic, {len(result.compiled)} compiled, in {seconds:.0f} s"
     )
 
 

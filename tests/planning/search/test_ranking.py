@@ -29,7 +29,7 @@ from jaxopt_llm.planning.search.ranking import (
     estimate,
     estimate_all,
     order_candidates,
-    search_networks,
+    search_settings,
 )
 from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster, StepTime
@@ -88,7 +88,6 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
         flops_seconds=0.0,
         model_flops=found.work.flops,
         repeated_flops=found.work.repeated_flops,
-        networks=(),
         speed=compute_speed(config, CLUSTER.chip, _as_parts(found), 0.0, found.work),
         idle=found.work.idle,
     )
@@ -120,12 +119,11 @@ def run(
 ) -> tuple[SearchResult, list[Config]]:
     compiled: list[Config] = []
 
-    def remember(configs: Sequence[Config]) -> list[tuple[Plan]]:
+    def remember(configs: Sequence[Config]) -> list[Plan]:
         compiled.extend(configs)
-        return [(compile_for(config),) for config in configs]
+        return [compile_for(config) for config in configs]
 
-    (found,) = search_networks(recipe, (CLUSTER,), limit, (), remember)
-    return found, compiled
+    return search_settings(recipe, CLUSTER, limit, (), remember), compiled
 
 
 def test_the_fastest_that_fits_wins_and_the_recipe_is_compiled() -> None:
@@ -349,7 +347,7 @@ def plan_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             return dataclasses.replace(as_estimated(config, limit=limit), collectives=())
 
         monkeypatch.setattr(planning, "make_plan", make_plan)
-        monkeypatch.setattr(ranking, "search_networks", lambda *_: [run(make_plan, limit=limit)[0]])
+        monkeypatch.setattr(ranking, "search_settings", lambda *_: run(make_plan, limit=limit)[0])
         given = ("--config", "10b.py", "--mesh.fsdp", "4", "--gpus-per-host", "4", *arguments)
         monkeypatch.setattr(sys, "argv", ["plan", *given])
         return planning.main()
