@@ -79,7 +79,7 @@ from jaxopt_llm.kernels.attention_auto import AttentionChoice
 from jaxopt_llm.model import flops
 from jaxopt_llm.observe.progress import CompileLine
 from jaxopt_llm.planning import links
-from jaxopt_llm.planning.advice import format_advice, format_less_remat
+from jaxopt_llm.planning.advice import format_advice
 from jaxopt_llm.planning.device_mesh import Devices, divides_over, fill_mesh
 from jaxopt_llm.planning.exchanges import resolve_context_exchange
 from jaxopt_llm.planning.free_memory import GIB, count_chip_bytes
@@ -111,7 +111,6 @@ def format_plan(plan: Plan) -> str:
         *plan.format_memory(),
         *([_format_host_memory(plan)] if plan.host_bytes else []),
         *([_format_rollouts(plan)] if plan.rollout_bytes else []),
-        *([f"  {format_less_remat(plan.less_remat)}"] if plan.less_remat else []),
         *((*format_largest(plan.largest), *format_advice(plan.advice)) if plan.spare < 0 else ()),
         "",
         *links.format_traffic(plan.collectives),

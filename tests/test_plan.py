@@ -118,10 +118,6 @@ def test_speed_in_words_and_as_json(plans: dict[int, Plan]) -> None:
     assert values["checkpoints"]["seconds"] == pytest.approx(500 * plan.speed.step_seconds)
     interval = step_plan.format_duration(500 * plan.speed.step_seconds)
     assert f"checkpoints: one every 500 steps ({interval}), " in text
-    # The policy recomputes everything, on GPUs that are nearly empty. To compute attention over 128 tokens again takes
-    # less time than to copy its result into a stack and out of it.
-    assert values["less_remat"]["settings"] == {"remat.policy": "dots"}
-    assert "memory is left to recompute less: --remat.policy dots: " in text
 
 
 @pytest.mark.parametrize("rows", [1, 16])

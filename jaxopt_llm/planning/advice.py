@@ -194,28 +194,6 @@ def _order(found: Sequence[Advice]) -> tuple[Advice, ...]:
     return tuple(sorted(best, key=lambda advice: (not advice.same, not advice.fits, advice.slowdown)))
 
 
-def advise_less_remat(config: Config, cluster: Cluster, room: int) -> Advice | None:
-    """Return the fastest policy of rematerialisation that needs at most `room` bytes more; None: none is faster.
-
-    With offloaded activations, or with policies of the user's own names, the choice is the user's.
-    """
-    remat = config.remat
-    if remat.offload or not isinstance(remat.policy, str):
-        return None
-    before, seconds = predict_footprint(config).peak, predict_seconds(config, cluster)
-    found, current = [], _count_extra(remat)
-    for policy in (name for name, extra in POLICIES.items() if extra < current):
-        settings: Settings = {"remat.policy": policy} | ({"remat.every": 1} if remat.every > 1 else {})
-        changed = apply_settings(config, settings)
-        if changed is None or (needs := round(predict_footprint(changed).peak - before)) > room:
-            continue
-        slowdown = predict_seconds(changed, cluster) / seconds - 1
-        if slowdown < -MIN_GAIN:
-            price = f"about {current - POLICIES[policy]}% fewer FLOPs"
-            found.append(Advice(settings, -needs, slowdown, price, fits=True, same=True))
-    return min(found, key=lambda advice: advice.slowdown, default=None)
-
-
 def apply_settings(config: Config, settings: Settings) -> Config | None:
     """Return the configuration with these fields changed, or None if `train` would refuse it."""
     changed = fields.replace_fields(config, settings)
@@ -231,14 +209,6 @@ def format_advice(found: Sequence[Advice]) -> list[str]:
     if not any(advice.fits for advice in found):
         lines.append("  not enough even together: use more GPUs, a smaller model or shorter sequences")
     return lines
-
-
-def format_less_remat(advice: Advice) -> str:
-    """Return the line that proposes to recompute less."""
-    price = f"{advice.price}{describe_slowdown(advice.slowdown)}"
-    return (
-        f"memory is left to recompute less: {advice.flags}: {price}, {-advice.saves / GIB:.2f} GiB more by arithmetic"
-    )
 
 
 def describe_slowdown(slowdown: float) -> str:

@@ -27,10 +27,10 @@ from jaxopt_llm.model.moe import exchange
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, make_mesh
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.planning import links
-from jaxopt_llm.planning.advice import Advice, advise, advise_less_remat
+from jaxopt_llm.planning.advice import Advice, advise
 from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, break_down_step, format_breakdown
 from jaxopt_llm.planning.exchanges import FIELD, resolve_context_exchange
-from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes, leave_free
+from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, format_kinds, sum_by_kind
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
@@ -311,7 +311,6 @@ class Plan(StepFigures):
     chosen: dict[str, Any]  # values of the settings that the configuration leaves open
     refused: tuple[str, ...]  # faster values of these settings, and why each was not chosen
     advice: tuple[Advice, ...]  # changes that save most memory; empty if the step fits
-    less_remat: Advice | None  # change that recomputes less in the memory that is left
     pcie_bytes: int  # bytes between each GPU and its host in a step
     host_link: str  # name of the link to the host
     pcie_seconds: float  # pcie_bytes at the rate of the link, reads after writes
@@ -338,7 +337,13 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int, rates: L
         InputError: the mesh has another size than the GPUs, the GPU is unknown, or JAX cannot compile for GPUs.
     """
     cluster = Cluster(gpu, hosts, gpus_per_host, rates)
-    return _describe_step(_compile_step(config, cluster), cluster)
+    mesh = make_mesh(config.mesh, _describe_gpus(config, gpu, hosts, gpus_per_host))
+    requested, config = config, resolve_context_exchange(config, cluster)
+    clock = time.perf_counter()
+    choice = _choose_and_compile(config, cluster, Placement(mesh, config.sharding, config.precision, config.offload))
+    seconds = time.perf_counter() - clock
+    chosen = {FIELD: config.sharding.context_exchange} if config != requested else {}
+    return _describe_step(choice, cluster, mesh, chosen | list_choices(config, choice.config), seconds)
 
 
 def count_rollout_bytes(config: Config) -> int:
@@ -358,51 +363,23 @@ def count_rollout_bytes(config: Config) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)) // (tensor if divides else 1)
 
 
-@dataclass(frozen=True)
-class _CompiledStep:
-    """Compiled training step.
+def _describe_step(
+    choice: Choice[tuple[Program, Peak]],
+    cluster: Cluster,
+    mesh: jax.sharding.Mesh,
+    chosen: dict[str, Any],
+    compile_seconds: float,
+) -> Plan:
+    """Return the plan of a compiled step.
 
-    Attributes:
-        config: the configuration without `auto`. chosen: the values that replace it. refused: why faster ones do not.
-        text: the program as text.
-        collectives: those of the step, and those of the outer step.
+    Args:
+        chosen: the values that replace `auto`.
     """
-
-    config: Config
-    chosen: dict[str, Any]
-    refused: tuple[str, ...]
-    program: Program
-    mesh: jax.sharding.Mesh
-    placement: Placement
-    peak: Peak
-    text: str
-    collectives: tuple[Sequence[hlo.Collective], Sequence[hlo.Collective]]
-    compile_seconds: float
-
-
-def _compile_step(config: Config, cluster: Cluster) -> _CompiledStep:
-    mesh = make_mesh(config.mesh, _describe_gpus(config, cluster.gpu, cluster.hosts, cluster.gpus_per_host))
-    requested, config = config, resolve_context_exchange(config, cluster)
+    config, (program, peak), chip = choice.config, choice.compiled, cluster.chip
     placement = Placement(mesh, config.sharding, config.precision, config.offload)
-    clock = time.perf_counter()
-    choice = _choose_and_compile(config, cluster, placement)
-    compile_seconds = time.perf_counter() - clock
-    program, peak = choice.compiled
     text = str(peak.compiled.as_text())
-    collectives = hlo.list_collectives(text, mesh), _list_outer_collectives(program, mesh)
-    chosen = {FIELD: config.sharding.context_exchange} if config != requested else {}
-    chosen |= list_choices(config, choice.config)
-    placement = replace(placement, sharding=choice.config.sharding)
-    return _CompiledStep(
-        choice.config, chosen, choice.refused, program, mesh, placement, peak, text, collectives, compile_seconds
-    )
-
-
-def _describe_step(step: _CompiledStep, cluster: Cluster) -> Plan:
-    """Return the plan of a compiled step on GPUs with these links."""
-    config, program, placement, chip = step.config, step.program, step.placement, cluster.chip
-    mesh, text = step.mesh, step.text
-    collectives = _sum_traffic(*step.collectives, config, mesh, cluster)
+    outer = _list_outer_collectives(program, mesh)
+    collectives = _sum_traffic(hlo.list_collectives(text, mesh), outer, config, mesh, cluster)
     computed = hlo.count_dot_flops_by_dtype(text)
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
@@ -410,7 +387,7 @@ def _describe_step(step: _CompiledStep, cluster: Cluster) -> Plan:
         _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
     )
     known = KnownShapes.from_program(program, config, placement)
-    figures = read_figures(program, cluster, step.peak, known, computed)
+    figures = read_figures(program, cluster, peak, known, computed)
     lacking = figures["memory"].peak - figures["limit"]
     mfu_per_token = compute_utilisation(config, program, placement, chip)["mfu"]
     speed = compute_speed(config, chip, break_down_step(text, collectives, chip), mfu_per_token, work)
@@ -419,15 +396,11 @@ def _describe_step(step: _CompiledStep, cluster: Cluster) -> Plan:
         parameters=leaves.count_parameters(program.model.specs),
         active_parameters=flops.count_active_parameters(config.model, program.model.specs),
         attention=program.attention,
-        chosen=step.chosen,
-        refused=step.refused,
+        chosen=chosen,
+        refused=choice.refused,
         exchange=exchange.describe_exchange(config.model.moe, placement),
-        compile_seconds=step.compile_seconds,
+        compile_seconds=compile_seconds,
         advice=advise(resolved, cluster, lacking) if lacking > 0 else (),
-        # A policy that was chosen is the fastest that fits: arithmetic must not contradict what was compiled.
-        less_remat=None
-        if "remat.policy" in step.chosen
-        else advise_less_remat(resolved, cluster, leave_free(figures["limit"]) - figures["memory"].peak),
         rollout_bytes=count_rollout_bytes(resolved),
         pcie_bytes=pcie_bytes,
         host_link=chip.host_link,

@@ -374,18 +374,3 @@ def test_format_advice() -> None:
     *_, last = format_advice(found[1:])
     assert last == "  not enough even together: use more GPUs, a smaller model or shorter sequences"
     assert cli.override_config(SMALL, found[0].flags.split(), "") == advice.apply_settings(SMALL, both)
-
-
-def test_free_memory_is_used_to_recompute_less() -> None:
-    config = llama()
-    for room, policy in ((1, None), (5, "save_qkv"), (20, "none")):
-        found = advice.advise_less_remat(config, CLUSTER, room * GIB)
-        assert (found and found.settings["remat.policy"]) == policy
-        if found:
-            after = advice.apply_settings(config, found.settings)
-            assert after is not None and -room * GIB <= found.saves == saved(config, after) < 0 and found.slowdown < 0
-            assert f"--remat.policy {policy}: about " in advice.format_less_remat(found)
-    assert advice.advise_less_remat(llama(remat__policy="none"), CLUSTER, 20 * GIB) is None
-    assert advice.advise_less_remat(llama(remat__offload=("block_input",)), CLUSTER, 20 * GIB) is None
-    grouped = advice.advise_less_remat(llama(remat__every=4), CLUSTER, 40 * GIB)
-    assert grouped is not None and grouped.settings == {"remat.policy": "none", "remat.every": 1}

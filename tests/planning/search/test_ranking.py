@@ -64,7 +64,6 @@ def as_estimated(config: Config, more: float = 1.0, limit: int = LIMIT) -> Plan:
     return Plan(
         largest=(),
         advice=(),
-        less_remat=None,
         checkpoints=CheckpointPlan(500, 1.0, 0, 0, {}),
         gpu=CLUSTER.chip.name,
         hosts=CLUSTER.hosts,
