@@ -1,13 +1,11 @@
-"""Command `convert`: conversion between run directories and folders of Hugging Face and PEFT.
+"""Command `convert`: conversion of run directories to folders of Hugging Face and PEFT.
 
-python -m jaxopt_llm.convert import --from FOLDER --to RUN_DIR
 python -m jaxopt_llm.convert export --checkpoint RUN_DIR [--step N|best] [--base FOLDER] --to FOLDER
 python -m jaxopt_llm.convert merge --checkpoint RUN_DIR [--step N|best] [--base FOLDER] --to FOLDER
 python -m jaxopt_llm.convert merge --base FOLDER --adapter FOLDER --to FOLDER
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -21,23 +19,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 def make_parser() -> argparse.ArgumentParser:
     parser = errors.ArgumentParser(
         prog=errors.program_name("convert"),
-        description="Convert Hugging Face folders (config.json and safetensors) to run directories and back, and "
-        "adapters to PEFT folders.",
+        description="Convert run directories to Hugging Face folders (config.json and safetensors), and adapters "
+        "to PEFT folders.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
-    importing = commands.add_parser("import", help="make a run directory from a folder, to generate and evaluate")
-    add = importing.add_argument
-    add(
-        "--from",
-        type=Path,
-        required=True,
-        dest="source",
-        metavar="FOLDER",
-        help="Hugging Face folder or hub id to read",
-    )
-    add("--to", type=Path, required=True, metavar="RUN_DIR", help="new run directory")
-    add("--tokenizer", metavar="PATH", help="tokenizer.json, or bytes (default: the tokenizer.json in FOLDER)")
-    flags.add_family_flag(importing)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="export|merge")
     exporting = commands.add_parser("export", help="write a checkpoint of a run, or its adapters, as a folder")
     exporting.add_argument("--checkpoint", type=Path, required=True, metavar="RUN_DIR", help="training run to read")
     merging = commands.add_parser("merge", help="merge adapters into their model and write it as a folder")
@@ -72,59 +57,20 @@ from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface import safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, collect_leaves, write_layers, write_nothing
 from jaxopt_llm.checkpoint.huggingface.quantised import formats
-from jaxopt_llm.checkpoint.huggingface.safetensors import NewFolder
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import StoredLayers, is_run_directory
-from jaxopt_llm.config import CheckpointConfig, Config, ModelConfig, fields
-from jaxopt_llm.core import hub, tree
-from jaxopt_llm.core.errors import CheckpointError, InputError
-from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
-from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
+from jaxopt_llm.config import Config, ModelConfig, fields
+from jaxopt_llm.core import hub
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.inference import base_difference, card, models
 from jaxopt_llm.inference.exported import describe_merge, describe_training, list_prompt_notes, list_tokenizer_notes
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.models import use_checkpoint
 from jaxopt_llm.inference.proof import Proof, check_folder
-from jaxopt_llm.model import param
-from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.linear import leaves
-from jaxopt_llm.parallel.zero import parameter_sharding
 from jaxopt_llm.run.initial_weights import find_frozen_base
-from jaxopt_llm.step import lora
-
-
-@errors.own_flags({"data.tokenizer": "--tokenizer", "model.family": "--family"})
-def import_folder(path: Path, directory: Path, tokenizer: str, family: str = "") -> None:
-    """Make a run directory with one checkpoint, of step 0, from the model of a Hugging Face folder.
-
-    family: see `ModelConfig.family`.
-    """
-    folder = huggingface.open_model_folder(hub.find_folder(path, "--from "), family)
-    config = models.make_folder_config(folder, hub.absolute_name(path), directory, tokenizer)
-    model = config.model
-    vocabulary = load_tokenizer(config.data)
-    if vocabulary.vocabulary_size > model.vocabulary_size:
-        raise InputError(
-            f"{path}: the tokenizer {tokenizer} has {vocabulary.vocabulary_size} tokens, but the model has only "
-            f"{model.vocabulary_size}: give the model's own tokenizer with --tokenizer"
-        )
-    parts, specs, _ = lora.adapt_model(Decoder(model), config.lora, config.precision)
-    with NewFolder(directory) as working:
-        placement = models.make_placement(models.count_bytes(specs), config.precision)
-        params = tree.map_with_path(
-            lambda name, spec: folder.read(name, spec, parameter_sharding(spec, placement)), specs
-        )
-        corpus = {"name": str(path), "summary": "", "sha256": "", "tokenizer_sha256": vocabulary.sha256}
-        (working / "corpus.json").write_text(json.dumps(corpus))
-        (working / "config.json").write_text(fields.to_json(config))
-        keep_tokenizer(config.data, vocabulary, working)
-        with Checkpoints(working / "checkpoints", CheckpointConfig()) as checkpoints:
-            checkpoints.save(0, {"masters": params}, {"tokens": 0})
-        if checkpoints.last_save_failed:
-            raise CheckpointError(f"{directory}: the checkpoint could not be saved, and the directory was not created")
-    print(f"{param.count_parameters(parts.specs):,} parameters of {path} are the checkpoint of step 0 in {directory}")
 
 
 def export_run(
@@ -292,10 +238,6 @@ def main() -> int:
     arguments = make_parser().parse_args(sys.argv[1:])
     jax.config.update("jax_platforms", "cpu")  # copying weights needs no accelerator
     safetensors.check_path_is_free(arguments.to)  # now, because reading the weights takes long
-    if arguments.command == "import":
-        tokenizer = arguments.tokenizer or hub.absolute_name(arguments.source)
-        import_folder(arguments.source, arguments.to, tokenizer, arguments.family)
-        return 0
     shard_bytes = safetensors.MAX_FILE_BYTES if arguments.shard_bytes is None else arguments.shard_bytes
     if shard_bytes < 1:
         raise InputError(f"--shard-bytes {shard_bytes}: must be at least 1")

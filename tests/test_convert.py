@@ -67,7 +67,7 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     """With the folder's own tokenizer, which comes along."""
     source, run, back = (tmp_path / name for name in ("source", "run", "back"))
     shutil.copytree(folder, source)
-    assert "are the checkpoint of step 0" in done("convert", "import", "--from", source, "--to", run)
+    folders.make_run(source, run)
     assert done("generate", "--checkpoint", run, "--prompt", "def", "--tokens", 4).startswith("def")
     assert "choose one of 0, or best" in refused("convert", "export", "--checkpoint", run, "--to", back, "--step", 3)
     said = done("convert", "export", "--checkpoint", run, "--to", back, "--shard-bytes", 20_000, "--step", 0)
@@ -88,7 +88,6 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
         (folder.parent / "adapters" / "adapter_config.json").touch()
         said = refused("convert", conversion, "--checkpoint", folder.parent / "adapters", "--to", run / "new")
         assert "this is a PEFT folder of adapters, not a training run; merge takes it with --base" in said
-    assert "already exists" in refused("convert", "import", "--from", folder, "--to", run)
     assert "already exists" in refused("convert", "export", "--checkpoint", run, "--to", back)
     folders_have_no_step = ("--base", folder, "--adapter", back, "--to", run / "new", "--step", 2)
     assert "--step 2: --base is a model folder" in refused("convert", "merge", *folders_have_no_step)
@@ -336,13 +335,11 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
     fresh = ("train", "--config", "quickstart.py", "--run.directory", tmp_path / "run")
     assert "there is no model whose tables to resize" in refused(*fresh, "--model.resize-vocabulary", 300)
     bare = folders.folder(tmp_path / "bare", CONFIG)
-    assert "not a readable tokenizer.json" in refused("convert", "import", "--from", bare, "--to", tmp_path / "run")
+    assert "not a readable tokenizer.json" in refused("generate", "--checkpoint", bare, "--prompt", "a")
     small = folders.folder(tmp_path / "small", replace(CONFIG, vocabulary_size=100))
-    line = refused("convert", "import", "--from", small, "--to", tmp_path / "run", "--tokenizer", "bytes")
-    assert "the tokenizer bytes has 258 tokens, but the model has only 100: give the model's own tokenizer" in line
     (small / "model.safetensors.index.json").unlink()
     (small / "pytorch_model.bin").touch()
     for file in small.glob("*.safetensors"):
         file.unlink()
-    assert "are pickles" in refused("convert", "import", "--from", small, "--to", tmp_path / "run")
+    assert "are pickles" in refused("generate", "--checkpoint", small, "--prompt", "a")
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import folders
 import numpy as np
 import pytest
 import texts
@@ -139,9 +140,7 @@ def test_every_command_reads_a_renamed_family_on_request(tmp_path: Path) -> None
     loaded.save_pretrained(tmp_path / "saved")
     check_is_own(tmp_path / "saved")
 
-    with pytest.raises(InputError, match="give --family mistral"):
-        convert.import_folder(folder, tmp_path / "run", str(folder))
-    convert.import_folder(folder, tmp_path / "run", str(folder), "mistral")
+    folders.make_run(folder, tmp_path / "run", "mistral")
     convert.export_run(tmp_path / "run", tmp_path / "exported", None, 10**9)
     check_is_own(tmp_path / "exported")
     with pytest.raises(InputError, match=r"family=mistral: .*run is a run, which has no model_type; leave it out"):

@@ -63,7 +63,7 @@ def test_an_export_holds_a_few_tensors(
 ) -> None:
     """A checkpoint whose stacks are single chunks costs one stack in memory, and is decompressed once to be written."""
     monkeypatch.setattr(checkpoints, "MAX_STACK_CHUNK_BYTES", LAYER_BYTES if divided else 2**40)
-    convert.import_folder(base, tmp_path / "run", str(base))
+    folders.make_run(base, tmp_path / "run")
     reads: list[str] = []
     read_slice = RunWeights._read_slice
 

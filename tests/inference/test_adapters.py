@@ -57,7 +57,7 @@ def merged(base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def run_of_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "run"
-    convert.import_folder(base, path, str(base))
+    folders.make_run(base, path)
     return path
 
 

@@ -158,7 +158,7 @@ def test_named_templates_are_kept_and_a_template_of_ones_own_replaces_them(chat_
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (base / "chat_template.jinja").write_text(TURNS)
-    convert.import_folder(base, tmp_path / "run", str(base))
+    folders.make_run(base, tmp_path / "run")
     shutil.rmtree(base / "additional_chat_templates")
     convert.export_run(tmp_path / "run", tmp_path / "out", None, 10**9)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -250,7 +250,7 @@ def test_larger_tables_agree_with_the_tokenizer(tmp_path: Path) -> None:
 def test_a_class_that_transformers_forces_is_that_of_the_training(tmp_path: Path) -> None:
     """A tokenizer of one's own in a Qwen2 folder is read as a Qwen2Tokenizer, in the run and in its export."""
     base = folders.folder_with_tokenizer(tmp_path / "base")
-    convert.import_folder(base, tmp_path / "run", str(base))
+    folders.make_run(base, tmp_path / "run")
     said = done("convert", "export", "--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
     assert "AutoTokenizer" not in said
     ours = load_tokenizer(cli.load_run_config(tmp_path / "run", "").data)

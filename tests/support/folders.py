@@ -1,5 +1,6 @@
 """Small Hugging Face folders, written without their library, so that tests do not need it."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,19 @@ import numpy as np
 import toy
 from texts import write_byte_tokenizer
 
-from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
-from jaxopt_llm.config import ModelConfig
+from jaxopt_llm.checkpoint.huggingface.model_folder import open_model_folder, write_model_folder
+from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
+from jaxopt_llm.config import CheckpointConfig, ModelConfig, fields
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.core import tree
+from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
+from jaxopt_llm.data.tokens.tokenizer_files import keep_tokenizer
+from jaxopt_llm.inference import models
+from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.decoder_specs import param_specs
 from jaxopt_llm.model.model import Params
+from jaxopt_llm.parallel.zero import parameter_sharding
+from jaxopt_llm.step import lora
 
 # Two segments, two kinds of block, biases, fewer key-value heads than heads, and a padded vocabulary.
 CONFIG = replace(toy.CONFIG, pattern=("global", "sliding"), biases="qkv", tied_head=False, width=32, norm_epsilon=1e-2)
@@ -43,6 +52,25 @@ def folder(path: Path, config: ModelConfig = CONFIG, dtype: Any = np.float32, mo
     arrays = jax.device_put(params(config, dtype), toy.placement().replicated)
     write_model_folder(path, arrays, config, max_file_bytes=most)
     return path
+
+
+def make_run(source: Path, directory: Path, family: str = "") -> None:
+    """Make a run directory with one checkpoint, of step 0, from the model of a folder with a tokenizer."""
+    model_folder = open_model_folder(source, family)
+    config = models.make_folder_config(model_folder, str(source), directory, str(source))
+    tokenizer = load_tokenizer(config.data)
+    _, specs, _ = lora.adapt_model(Decoder(config.model), config.lora, config.precision)
+    placement = models.make_placement(models.count_bytes(specs), config.precision)
+    masters = tree.map_with_path(
+        lambda name, spec: model_folder.read(name, spec, parameter_sharding(spec, placement)), specs
+    )
+    directory.mkdir()
+    corpus = {"name": str(source), "summary": "", "sha256": "", "tokenizer_sha256": tokenizer.sha256}
+    (directory / "corpus.json").write_text(json.dumps(corpus))
+    (directory / "config.json").write_text(fields.to_json(config))
+    keep_tokenizer(config.data, tokenizer, directory)
+    with Checkpoints(directory / "checkpoints", CheckpointConfig()) as checkpoints:
+        checkpoints.save(0, {"masters": masters}, {"tokens": 0})
 
 
 def folder_with_tokenizer(path: Path, config: ModelConfig = CONFIG) -> Path:

@@ -603,7 +603,7 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
             tokens, lengths = _join(framed, dtype)
         elif batch[0].is_joined:
             encoded = tokenizer.encode(texts)
-            framed = [_frame(ids, prefix, suffix) for ids in encoded]
+            framed = [frame_ids(ids, prefix, suffix) for ids in encoded]
             tokens, lengths = _join(framed, dtype)
             begins = [len(framed[at][0]) + begin for at, begin in enumerate(_find_answers(batch, encoded, tokenizer))]
             mask = np.concatenate([np.arange(n) >= begin for n, begin in zip(lengths, begins, strict=True)])

@@ -183,7 +183,7 @@ def test_each_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     check(tmp_path / "saved", lambda name: "norm" in name or in_stack(name), "float32")
     texts.write_byte_tokenizer(folder / "tokenizer.json")
-    convert.import_folder(folder, tmp_path / "run", str(folder))
+    folders.make_run(folder, tmp_path / "run")
     convert.export_run(tmp_path / "run", tmp_path / "exported", None, 10**9)
     check(tmp_path / "exported", lambda name: False, "bfloat16")
 
