@@ -68,6 +68,9 @@ LATENT = SIZES | {
 }
 ROUTED = SIZES | {key: each for key, each in LATENT.items() if "_experts" in key or "moe" in key or "_repl" in key}
 ROUTED |= {"num_experts_per_tok": 3, "routed_scaling_factor": 1.5}
+SOLAR = {name: each for name, each in ROUTED.items() if name not in ("first_k_dense_replace", "intermediate_size")}
+DENSE_LATENT = {name: each for name, each in LATENT.items() if name not in ROUTED or name in SIZES}
+DENSE_LATENT |= {"pad_token_id": None}  # whose row the class sets to 0 when it loads a folder
 AFMOE = SIZES | MOE | {"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5}
 # Of the four pairs that are turned one stays, one is slowed down, and two are mixed.
 YARN_ROPE = {
@@ -546,6 +549,91 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": WINDOW + 2, "num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 4}
         | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
     ),
+    "gemma": ("Gemma", SIZES | {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma untied": ("Gemma", SIZES | {"head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "vault gemma": (
+        "VaultGemma",
+        SIZES
+        | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "vault gemma, global": (
+        "VaultGemma",
+        SIZES
+        | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+        | {"layer_types": ["full_attention"] * LAYERS, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
+    "glm": (
+        "Glm",
+        SIZES | {"head_dim": 12, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "glm without biases": (
+        "Glm",
+        SIZES
+        | {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 1.0}},
+    ),
+    "helium": ("Helium", SIZES | {"head_dim": 8}),
+    "helium tied, biases": (
+        "Helium",
+        SIZES | {"head_dim": 16, "num_attention_heads": 2, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "starcoder 2": (
+        "Starcoder2",
+        SIZES | {"norm_epsilon": 1e-2, "sliding_window": WINDOW, "num_key_value_heads": 1, "residual_dropout": 0.0},
+    ),
+    "starcoder 2 untied": (
+        "Starcoder2",
+        SIZES | {"norm_epsilon": 1e-2, "sliding_window": None, "use_bias": False, "tie_word_embeddings": False},
+    ),
+    "stablelm": (
+        "StableLm",
+        SIZES | {"layer_norm_eps": 1e-2, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25}},
+    ),
+    "stablelm 2 tied": (
+        "StableLm",
+        SIZES
+        | {"layer_norm_eps": 1e-2, "use_qkv_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "cwm": ("Cwm", SIZES | {"sliding_window": WINDOW, "head_dim": 12, "rope_parameters": LLAMA3_ROPE}),
+    "cwm tied": (
+        "Cwm",
+        SIZES
+        | {"sliding_window": WINDOW + 2, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+    ),
+    "youtu": ("Youtu", DENSE_LATENT | {"q_lora_rank": 16, "rope_parameters": YARN_ROPE | {"mscale": 1.0}}),
+    "youtu untied": ("Youtu", DENSE_LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}),
+    "solar open": ("SolarOpen", SOLAR | {"head_dim": 12, "n_group": 4, "topk_group": 2}),
+    "solar open tied, biases": (
+        "SolarOpen",
+        SOLAR
+        | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False}
+        | {"n_shared_experts": 1, "rope_parameters": PLAIN_YARN},
+    ),
+    "k exaone": (
+        "ExaoneMoe",
+        SIZES
+        | MOE
+        | {"head_dim": 12, "sliding_window": WINDOW, "sliding_window_pattern": 4, "num_shared_experts": 2}
+        | {"routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2, "num_experts": 6},
+    ),
+    "k exaone tied, without positions": (
+        "ExaoneMoe",
+        SIZES
+        | MOE
+        | {"head_dim": 8, "sliding_window": 3, "layer_types": ["full_attention"] * LAYERS, "norm_topk_prob": False}
+        | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "hy 3": ("HYV3", SIZES | MOE | {"head_dim": 12, "num_shared_experts": 2, "router_scaling_factor": 1.5}),
+    "hy 3 tied": (
+        "HYV3",
+        SIZES
+        | MOE
+        | {"head_dim": 8, "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["dense", "sparse"] * 2 + ["dense"]},
+    ),
     "gpt 2": ("GPT2", GPT),
     "gpt 2 untied": ("GPT2", GPT | {"n_inner": 48, "tie_word_embeddings": False}),
 }
@@ -636,7 +724,11 @@ def test_a_model_of_ones_own_is_loaded_there(name: str, cases: dict[str, Case], 
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen 3 moe", "olmoe", "deepseek 2", "deepseek 3", "ernie 4.5 moe", "granite moe shared"]
+    "name",
+    [
+        *("mixtral", "qwen 3 moe", "olmoe", "deepseek 2", "deepseek 3", "ernie 4.5 moe", "granite moe shared"),
+        *("k exaone", "hy 3"),
+    ],
 )
 def test_experts_are_read_as_the_classes_hold_them(name: str, cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases[name]

@@ -26,7 +26,9 @@ transformers = pytest.importorskip("transformers")
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("Gemma3nText", {}, ["model_type='gemma3n_text'", "the nearest is", "altup_num_inputs=4"]),
     ("Gemma3n", {}, ["model_type='gemma3n_text'", "the nearest is", "altup_num_inputs=4"]),
-    ("Glm", {}, ["model_type='glm'", "the nearest is"]),
+    ("StableLm", {"qk_layernorm": True}, ["qk_layernorm=True", "each head has its own scale"]),
+    ("StableLm", {"use_parallel_residual": True}, ["use_parallel_residual=True", "read the same input"]),
+    ("Jais2", {}, ["model_type='jais2'", "the nearest is"]),
     ("MiniMax", {}, ["model_type='minimax'", "mixtral", "block_size=256"]),
     ("GPTNeoX", {}, ["model_type='gpt_neox'", "use_parallel_residual=True"]),
     (

@@ -576,6 +576,49 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         116_829_156_672,
         {"moe.experts": 128, "moe.experts_per_token": 4, "rope.theta": 150_000.0, "mlp": "clamped_swiglu"},
     ),
+    "gemma 2b": (
+        sizes(256000, 2048, 16384, 18, 8, 1, head_dim=256, hidden_act="gelu", rope_theta=10000.0)
+        | {"hidden_activation": None},
+        2_506_172_416,
+        {"mlp": "geglu", "norm_zero_centered": True, "embedding_scale": 2048**0.5, "tied_head": True, "kv_heads": 1},
+    ),
+    "gemma 7b": (
+        sizes(256000, 3072, 24576, 28, 16, 16, head_dim=256, hidden_act="gelu_pytorch_tanh", rope_theta=10000.0),
+        8_537_680_896,
+        {"norm_placement": "pre", "head_dim": 256},
+    ),
+    "glm 9b": (
+        sizes(
+            151552, 4096, 13696, 40, 32, 2, head_dim=128, attention_bias=True, partial_rotary_factor=0.5,
+            rope_theta=10000.0, tie_word_embeddings=False,
+        ),
+        9_399_951_360,
+        {"norm_placement": "pre", "biases": "qkv", "rope.size": 64, "rope.interleaved": True},
+    ),
+    "starcoder2 3b": (
+        sizes(
+            49152, 3072, 12288, 30, 24, 2, hidden_act="gelu_pytorch_tanh", norm_epsilon=1e-5, norm_type="layer_norm",
+            mlp_type="default", use_bias=True, sliding_window=4096, rope_theta=999999.4420358813,
+        ),
+        3_030_371_328,
+        {"norm": "layer", "mlp": "gelu", "biases": "all", "pattern": ("sliding",), "tied_head": True},
+    ),
+    "stablelm 2 1.6b": (
+        sizes(
+            100352, 2048, 5632, 24, 32, 32, layer_norm_eps=1e-5, use_qkv_bias=True, partial_rotary_factor=0.25,
+            rope_theta=10000, tie_word_embeddings=False,
+        ),
+        1_644_515_328,
+        {"norm": "layer", "biases": "qkv", "rope.size": 16, "mlp": "swiglu"},
+    ),
+    "stablelm 3b": (
+        sizes(
+            50304, 2560, 6912, 32, 32, 32, layer_norm_eps=1e-5, use_qkv_bias=False, partial_rotary_factor=0.25,
+            rope_theta=10000, tie_word_embeddings=False,
+        ),
+        2_795_443_200,
+        {"norm": "layer", "biases": "none", "rope.size": 20},
+    ),
     "gpt2": (
         {
             "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,

@@ -41,6 +41,7 @@ NEEDS = {
     "moe_layer_freq": "layers without experts between those with experts",
     "moe_norm_min": "another bound of the sum of the chosen experts' scores",
     "norm_topk_prob": "another sum of the chosen experts' weights, which the class in transformers does not compute",
+    "qk_layernorm": "norms of queries and keys in which each head has its own scale",
     "rope_interleave": "queries and keys in which RoPE pairs halves instead of neighbours",
     "router_jitter_noise": "noise in the input of the routers",
     "scale_attn_by_inverse_layer_idx": "scores divided by the number of the layer",
@@ -51,6 +52,7 @@ NEEDS = {
     "swiglu_limit": "other limits of the gates of the MLPs",
     "topk_method": "another choice of experts by the routers",
     "use_bias": "biases of all projections except those of the experts",
+    "use_parallel_residual": "attention and MLP that read the same input",
     "use_cla": "keys and values that layers share",
     "use_bidirectional_attention": "attention to later tokens",
     "use_qk_norm": "norms of queries and keys in which each head has its own scale",
@@ -298,6 +300,7 @@ BIASES = copy_biases(
 )
 ATTENTION_BIASES = copy_biases(("attention_bias",), {(False,): "none", (True,): "attention"})
 QWEN2_BIASES = copy_biases(("qkv_bias",), {(False,): "none", (True,): "qkv"})
+STABLELM_BIASES = copy_biases(("use_qkv_bias",), {(False,): "none", (True,): "qkv"})
 INPUT_BIASES = copy_biases(("attention_bias",), {(False,): "none", (True,): "qkv"})
 OUTPUT_BIASES = copy_biases(
     ("attention_bias", "attention_out_bias"), {(False, False): "none", (True, False): "qkv", (True, True): "attention"}
@@ -610,6 +613,11 @@ def write_layer_types(config: ModelConfig) -> Settings:
     }
 
 
+def write_window(config: ModelConfig) -> Settings:
+    """Write a window also for a model without sliding layers, because the class makes their mask in any case."""
+    return write_layer_types(config) | {"sliding_window": config.window}
+
+
 def _write_windows_from_layer(config: ModelConfig) -> Settings:
     kinds = list_layer_kinds(config)
     windows = "sliding" in kinds
@@ -659,7 +667,7 @@ ONE_WINDOW = Codec(_read_one_window, _write_one_window)
 MOE_WINDOW = Codec(_read_moe_window, _write_moe_window)
 WINDOWS_FROM_LAYER = Codec(_read_windows_from_layer, _write_windows_from_layer)
 ALTERNATING_WINDOWS, GEMMA3_WINDOWS, OLMO3_WINDOWS = (
-    Codec(functools.partial(_read_windows_between, every=every, name=name), write_layer_types)
+    Codec(functools.partial(_read_windows_between, every=every, name=name), write_window)
     for every, name in ((2, ""), (6, "sliding_window_pattern"), (4, ""))
 )
 NOPE = Codec(_read_nope, _write_nope)

@@ -20,6 +20,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     shorten,
     unsupported,
     write_layer_types,
+    write_window,
 )
 from jaxopt_llm.config import Kind, ModelConfig
 
@@ -44,6 +45,13 @@ def _read_mlp_types(settings: Settings) -> dict[str, Any]:
 def _write_mlp_types(config: ModelConfig) -> Settings:
     names = {has_experts: name for name, has_experts in MLP_TYPES.items()}
     return {"mlp_layer_types": [names[config.moe.has_experts(layer)] for layer in range(config.layers)]}
+
+
+def _read_prior_mlp_types(settings: Settings) -> dict[str, Any]:
+    """Read the layers of K-EXAONE: mlp_layer_types or, without it, first_k_dense_replace, by default 1."""
+    if settings.get("mlp_layer_types") is not None:
+        return _read_mlp_types(settings | {"first_k_dense_replace": None})
+    return {"moe.dense_layers": read_value(settings, "first_k_dense_replace", int, 1, minimum=0)}
 
 
 def _read_expert_interval(settings: Settings) -> dict[str, Any]:
@@ -145,6 +153,13 @@ def _write_qwen2_windows(config: ModelConfig) -> Settings:
     return write_layer_types(config) | {"use_sliding_window": used, "max_window_layers": config.layers}
 
 
+def _read_windows_after_global(settings: Settings) -> dict[str, Any]:
+    """Read windows of all layers except each fourth from the first on, or of those that layer_types names."""
+    return read_windows(
+        read_layer_types(settings, lambda layer: SLIDING_LAYERS if layer % 4 else GLOBAL_LAYERS), settings
+    )
+
+
 def _write_chunks(config: ModelConfig) -> Settings:
     names = {kind: each for each, kind in LLAMA4_TYPES.items()}
     has_positions, types = zip(*(names.get(kind, (1, "")) for kind in list_layer_kinds(config)), strict=True)
@@ -186,6 +201,8 @@ def _write_granite_kinds(config: ModelConfig) -> Settings:
 
 
 EXPERT_TYPES = Codec(_read_mlp_types, _write_mlp_types)
+PRIOR_EXPERT_TYPES = Codec(_read_prior_mlp_types, _write_mlp_types)
+WINDOWS_AFTER_GLOBAL = Codec(_read_windows_after_global, write_window)
 EXPERT_INTERVAL = Codec(_read_expert_interval, _write_expert_interval)
 EXPERT_LIST = Codec(_read_expert_list, _write_expert_list)
 CHOICES = Codec(_read_choices, lambda config: {"moe_topk": config.moe.experts_per_token})

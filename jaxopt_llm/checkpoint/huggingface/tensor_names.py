@@ -54,6 +54,12 @@ XIELU = layer_names({f"mlp.act_fn.{name}": f"mlp/{name}" for name in ("alpha_p",
 NORMS = layer_names(
     {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
 )
+NORM_BIASES = {"model.norm.bias": "non_layer/final_norm/bias"} | layer_names(
+    {"input_layernorm.bias": "attention_norm/bias", "post_attention_layernorm.bias": "mlp_norm/bias"}
+)
+VAULTGEMMA_NORMS = layer_names(
+    {"input_layernorm.weight": "attention_norm/scale", "pre_feedforward_layernorm.weight": "mlp_norm/scale"}
+)
 APERTUS_NORMS = layer_names(
     {"attention_layernorm.weight": "attention_norm/scale", "feedforward_layernorm.weight": "mlp_norm/scale"}
 )
@@ -90,6 +96,14 @@ GEMMA4_LAYER = layer_names(
     "model.per_layer_model_projection.weight": "non_layer/layer_inputs/projection",
     "model.per_layer_projection_norm.weight": "non_layer/layer_inputs_norm/scale",
 }
+GLM_MLP = layer_names({"mlp.gate_up_proj.weight": "mlp/gate mlp/up", "mlp.down_proj.weight": "mlp/down"})
+STARCODER_MLP = layer_names(
+    {
+        f"mlp.c_{name}.{kind}": f"mlp/{ours}{end}"
+        for name, ours in (("fc", "up"), ("proj", "down"))
+        for kind, end in (("weight", ""), ("bias", "_bias"))
+    }
+)
 GLM_NORMS = NORMS | layer_names(
     {
         "post_self_attn_layernorm.weight": "attention_post_norm/scale",
@@ -165,6 +179,12 @@ GRANITE_SHARED = layer_names(
     }
 )
 
+EXAONE_ROUTER_BIAS = layer_names({"mlp.e_score_correction_bias": "mlp/router_bias"})
+HY_EXPERTS = (
+    layer_names({"mlp.router.gate.weight": "mlp/router", "mlp.expert_bias": "mlp/router_bias"})
+    | mlp_names("mlp.experts.{}")
+    | mlp_names("mlp.shared_mlp", "mlp/shared_")
+)
 HUNYUAN_EXPERTS = (
     layer_names({"mlp.gate.wg.weight": "mlp/router"})
     | mlp_names("mlp.experts.{}")
@@ -206,6 +226,17 @@ STACKED_MIXTRAL_EXPERTS = {
 }
 IN_MEMORY_ERNIE = layer_names(
     {"mlp.gate.moe_statics.e_score_correction_bias": ("model.layers.{}.mlp.moe_statics.e_score_correction_bias")}
+)
+IN_MEMORY_EXAONE = layer_names({"mlp.gate.e_score_correction_bias": "model.layers.{}.mlp.e_score_correction_bias"})
+IN_MEMORY_HY = layer_names(
+    {
+        "mlp.gate.weight": "model.layers.{}.mlp.router.gate.weight",
+        "mlp.e_score_correction_bias": "model.layers.{}.mlp.expert_bias",
+        **{
+            f"mlp.shared_experts.{name}_proj.weight": f"model.layers.{{}}.mlp.shared_mlp.{name}_proj.weight"
+            for name in ("gate", "up", "down")
+        },
+    }
 )
 IN_MEMORY_GRANITE = layer_names(
     {
