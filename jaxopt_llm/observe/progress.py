@@ -153,4 +153,4 @@ class CompileLine:
 
 
 def _decimals(value: float | None, places: int) -> str:
-    return "not finite" if value is None else f"{value:.{places}f}"
+    return "not finite" if value is None else f"{value:z.{places}f}"
