@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import codes
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,6 +67,26 @@ def write(folder: Path, prefix: str, more: dict[str, Any], block: int = BLOCK) -
     method = FP8 if block else {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     (folder / "fp8" / "config.json").write_text(json.dumps(settings | {"quantization_config": method}))
     return folder / "fp8"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4 in groups", "gptq", "awq", "nf4"])
+def test_the_config_of_a_quantised_copy_changes_no_whole_weights_and_codes_need_theirs(
+    kind: str, tmp_path: Path
+) -> None:
+    """As where one config.json was copied over the other."""
+    whole = write_float(tmp_path, "Qwen3", {}, "float32")
+    quantised = tmp_path / "codes"
+    codes.quantise_folder(whole, quantised, codes.KINDS[kind])
+    expected = jaxopt_llm.load_pretrained(whole)
+    own, other = ((folder / "config.json").read_text() for folder in (whole, quantised))
+    (whole / "config.json").write_text(other)
+    found = jaxopt_llm.load_pretrained(whole)
+    assert found.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    (quantised / "config.json").write_text(own)
+    with pytest.raises(InputError) as error:
+        jaxopt_llm.load_pretrained(quantised)
+    assert "\n" not in str(error.value) and "self_attn.q_proj.weight' is" in str(error.value)
 
 
 @pytest.mark.parametrize(("prefix", "more"), [("Qwen3", {}), ("Qwen3Moe", EXPERTS)])

@@ -63,9 +63,14 @@ def find_by_model(config: ModelConfig, source: Settings | None = None) -> Family
     differences = {family: family.find_differences(config) for family in ordered}
     fitting = next((family for family in ordered if not differences[family]), None)
     if fitting is None:
-        nearest = min(ordered, key=lambda family: len(differences[family]))
+        nearest = min(ordered, key=lambda family: _measure(differences[family]))
         raise Unsupported(
             f"no Hugging Face family fits the model; the nearest, {nearest.model_type}, does not support "
             f"{', '.join(differences[nearest])}"
         )
     return fitting
+
+
+def _measure(differences: list[str]) -> tuple[bool, int]:
+    """Return how far a family is. One that cannot write a config.json at all is the farthest."""
+    return not all(each.startswith("model.") for each in differences), len(differences)

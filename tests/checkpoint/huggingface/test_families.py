@@ -230,6 +230,9 @@ def test_rope_kinds(name: str, changes: dict[str, Any], fields: dict[str, Any]) 
     ("config", "family"),
     [
         (ModelConfig(), "llama"),
+        (ModelConfig(kv_heads=4, mla=MLAConfig(kv_rank=8)), "youtu"),
+        (ModelConfig(norm="layer", biases="all", mlp="gelu"), "starcoder2"),
+        (ModelConfig(norm="layer", biases="qkv"), "stablelm"),
         (ModelConfig(pattern=("sliding",) * 3), "mistral"),
         (ModelConfig(width=36, heads=5, kv_heads=5, head_dim=8), "mistral"),  # Llama's class refuses this width
         (ModelConfig(pattern=("global", "sliding"), biases="qkv"), "qwen2"),
@@ -306,7 +309,7 @@ def test_a_family_that_cannot_express_the_balance_loss_does_not_fit() -> None:
         ({"moe.experts": 4, "moe.router_groups": 2}, "model.moe.router_groups=2"),
         ({"moe.experts": 4, "moe.router_scale": 2.0}, "model.moe.router_scale=2.0"),
         ({"moe.experts": 4, "moe.dense_layers": 1}, "model.moe.dense_layers=1"),
-        ({"kv_heads": 4, "mla.kv_rank": 8}, "model.mla.kv_rank=8"),
+        ({"kv_heads": 4, "mla.kv_rank": 8, "logit_softcap": 3.0}, "model.logit_softcap=3.0"),
         (
             DEEPSEEK | {"moe.shared_expert_width": 9},
             "model.moe.shared_expert_width=9: must be a multiple of model.moe.expert_width=8",

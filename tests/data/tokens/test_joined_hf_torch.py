@@ -22,6 +22,7 @@ from tokenizer_shapes import PIECES, SHAPES
 from jaxopt_llm.config import DataConfig
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.skipped import Skipped
+from jaxopt_llm.data.tokens import tokenizer_files
 from jaxopt_llm.data.tokens.corpus import open_all_documents
 from jaxopt_llm.data.tokens.pieces import TokenStream
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
@@ -186,6 +187,19 @@ def test_messages_still_need_a_template(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             read(path, DataConfig(content=content, tokenizer=tokenizer, chat_template=template))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("template", "adds"), [("", True), ("none", True), ("chat.jinja", False)])
+def test_an_exported_tokenizer_adds_the_bos_of_the_training(template: str, adds: bool, tmp_path: Path) -> None:
+    """A template would write its own."""
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    folder = write_tokenizer(tmp_path / "t", CHATML if template == "none" else None)
+    name = str(tmp_path / template) if template == "chat.jinja" else template
+    config = DataConfig(content="pairs", tokenizer=str(folder), bos="<|bos|>", chat_template=name)
+    (tmp_path / "out").mkdir()
+    tokenizer_files.write_tokenizer(config, load_tokenizer(config), tmp_path / "out")
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("a")["input_ids"]
+    assert (ids[0] == load_tokenizer(config).bos) == adds
 
 
 @pytest.mark.slow
