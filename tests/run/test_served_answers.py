@@ -196,7 +196,7 @@ def test_another_model_on_the_server_ends_the_run(
     setup: tuple[Setup, TrainState], sampler: ServedSampler, served: Served
 ) -> None:
     whole, state = setup
-    params = jax.tree.map(lambda x: x * 1.1, served.base.params)
+    params = jax.tree.map(lambda x: x * 1.3, served.base.params)
     served.misread = lambda path: replace(served.base, params=params)
     with pytest.raises(InputError, match=r"probe \d, '.*by .* nats a token, above rollouts.server_tolerance=0.25"):
         sampler.draw(state, prompts(whole), 1, (0, 0))
