@@ -214,6 +214,12 @@ def test_adapters_go_out_are_merged_and_begin_a_run(folder: Path, tmp_path: Path
     assert said == f"the adapters of step 2 of {run} are in {adapter}, in float32\n"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
+    # A run of adapters is no beginning, so the advice for other data is to merge first.
+    flags = (*options[:-1], tmp_path / "b.jsonl", *lora, "--run.directory", run, "--optimizer.learning-rate", 1e-2)
+    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text() + '\n{"text": "one more"}\n')
+    said = refused(*flags, "--training.steps", 3)
+    assert "start a new run with --model.pretrained FOLDER, which" in said and f"merge --checkpoint {run} --to" in said
+
     # The sum of the run is that of the folders.
     done("convert", "merge", "--checkpoint", run, "--to", merged)
     convert.merge_folders(base, adapter, tmp_path / "other", None, 10**9)

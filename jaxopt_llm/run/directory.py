@@ -232,18 +232,24 @@ def check_run_directory(config: Config, corpus: Corpus, tokenizer: Tokenizer, fu
             "Face folder: set --model.pretrained to what it started from"
         )
     if old_corpus != corpus.sha256:
-        if old_name == corpus.name:
-            problem = (
-                f"another version of the corpus {corpus.name}: restore that version (the standard library is that of "
-                "the Python that started the run)"
-            )
-        else:
-            remedy = f"set --data.paths {' '.join(old.data.paths)}" if old.data.paths else "leave out --data.paths"
-            problem = f"{old_name}, not on {corpus.name}: {remedy}"
-        raise InputError(
-            f"the run in {directory} was trained on {problem}; to go on with other data, start a new run with "
-            f"--model.pretrained {directory} and another --run.directory"
-        )
+        raise InputError(_describe_other_data(old, config, old_name, corpus.name))
+
+
+def _describe_other_data(old: Config, config: Config, old_name: str, name: str) -> str:
+    """Return why a run on one corpus does not continue on another, and what to do. The names are of the corpora."""
+    directory, paths = config.run.directory, " ".join(old.data.paths)
+    if old_name == name:
+        version = "that version" if paths else "the Python that started the run, with its standard library"
+        problem = f"another version of the corpus {name}: restore {version}"
+    else:
+        problem = f"{old_name}, not on {name}: {f'set --data.paths {paths}' if paths else 'leave out --data.paths'}"
+    begins = directory
+    if config.lora.rank:
+        begins = f"FOLDER, which {errors.program_name('convert')} merge --checkpoint {directory} --to FOLDER writes,"
+    return (
+        f"the run in {directory} was trained on {problem}; to go on with other data, start a new run with "
+        f"--model.pretrained {begins} and another --run.directory"
+    )
 
 
 def _changes_of_held_out(old: Config, new: Config) -> list[str]:

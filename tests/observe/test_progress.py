@@ -94,6 +94,13 @@ def test_on_a_terminal_every_step_is_in_the_line_and_evaluations_stay_above_it(
     assert re.match(r"step 12/12 ━+ loss 1.5000  12,346 tokens/s$", lines[-2])
 
 
+def test_a_loss_that_rounds_to_zero_has_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine(12) as line:
+        line.start_training(0)
+        line.show(RECORD | {"step": 12, "loss": -1e-9})
+    assert "loss 0.0000" in capsys.readouterr().out
+
+
 def test_a_process_that_prints_nothing_reads_no_metrics_for_it() -> None:
     assert not ProgressLine(3, visible=False).shows_steps
     assert ProgressLine(3).shows_steps
