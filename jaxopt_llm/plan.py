@@ -89,8 +89,14 @@ from jaxopt_llm.planning.search.recipe import drop_unread, format_recipe
 from jaxopt_llm.planning.search.report import find_remedies
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.settings_choice import format_choices, list_candidates
-from jaxopt_llm.planning.step_plan import GPUS_PER_HOST, Plan, format_checkpoints, format_speed, make_plan
-from jaxopt_llm.planning.stored_scores import resolve_reference
+from jaxopt_llm.planning.step_plan import (
+    GPUS_PER_HOST,
+    Plan,
+    format_checkpoints,
+    format_speed,
+    make_plan,
+    resolve_reference,
+)
 from jaxopt_llm.step.validation import validate
 
 MAX_COMPILES = 8  # programs that a search compiles at the same time, at most: each takes a core and 1 to 2 GB

@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))  # the configurations that t
 
 from published import PUBLISHED
 
-from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
 from jaxopt_llm.checkpoint.huggingface.family import Family
+from jaxopt_llm.checkpoint.huggingface.find_family import FAMILIES
 
 PAGE = ROOT / "docs" / "pretrained.md"
 BEGIN, END = "<!-- table of scripts/families_page.py -->", "<!-- end of the table -->"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxopt_llm
-from jaxopt_llm.checkpoint.huggingface import families, safetensors
+from jaxopt_llm.checkpoint.huggingface import find_family, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
@@ -815,5 +815,5 @@ def test_the_formats_own_library_reads_what_is_written(tmp_path: Path) -> None:
 def test_every_family_is_here_twice() -> None:
     """Except those without a class of text alone, which test_text_part_hf_torch.py has."""
     classes = [f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM" for prefix, _ in CASES.values()]
-    of_text = [each for each in families.FAMILIES if not each.architecture.endswith("ForConditionalGeneration")]
+    of_text = [each for each in find_family.FAMILIES if not each.architecture.endswith("ForConditionalGeneration")]
     assert all(classes.count(family.architecture) >= 2 for family in of_text)

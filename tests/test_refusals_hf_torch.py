@@ -15,8 +15,8 @@ import jaxopt_llm
 from jaxopt_llm import convert
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
-from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
 from jaxopt_llm.checkpoint.huggingface.family import list_differences
+from jaxopt_llm.checkpoint.huggingface.find_family import FAMILIES
 from jaxopt_llm.core.errors import InputError
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from chats import write_tokenizer
 from commands import command, metrics
 from test_families_hf_torch import CASES, CONFIGS
 
-from jaxopt_llm.checkpoint.huggingface import families
+from jaxopt_llm.checkpoint.huggingface import find_family
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import ModelFolder, write_model_folder
 from jaxopt_llm.config import ModelConfig, PreferenceConfig, RematConfig
@@ -149,7 +149,7 @@ def test_every_class_of_the_table_exists_in_transformers() -> None:
     from transformers.models.auto import modeling_auto
 
     known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    for family in families.FAMILIES:
+    for family in find_family.FAMILIES:
         assert family.classifier == known.get(family.model_type, ""), family.model_type
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxopt_llm
 from jaxopt_llm.checkpoint import pretrained
-from jaxopt_llm.checkpoint.huggingface import families, safetensors
+from jaxopt_llm.checkpoint.huggingface import find_family, safetensors
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.peft.adapter_writer import write_adapter_folder
 from jaxopt_llm.config import LoraConfig
@@ -199,7 +199,7 @@ def test_the_text_of_cohere_is_that_of_its_own_class(name: str, tmp_path: Path) 
 
 def test_every_family_without_a_class_of_text_alone_is_here_twice() -> None:
     classes = [f"{prefix}ForConditionalGeneration" for prefix, *_ in CASES.values()]
-    of_whole = [each for each in families.FAMILIES if each.architecture.endswith("ForConditionalGeneration")]
+    of_whole = [each for each in find_family.FAMILIES if each.architecture.endswith("ForConditionalGeneration")]
     assert of_whole and all(classes.count(family.architecture) >= 2 for family in of_whole)
 
 

@@ -1,6 +1,6 @@
 """Settings of the model: one decoder that covers many families.
 
-The families are those of checkpoint/huggingface/families.py.
+The families are those of checkpoint/huggingface/find_family.py.
 """
 
 import math

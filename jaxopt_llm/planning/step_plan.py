@@ -14,8 +14,10 @@ import jax
 from jaxopt_llm.compiler import hlo, topology
 from jaxopt_llm.compiler.buffers import Peak, find_peak
 from jaxopt_llm.compiler.chips import USUAL_LINKS, Chip, LinkRates, seconds_at_peak
-from jaxopt_llm.config import Config, MeshConfig, ShardingConfig
+from jaxopt_llm.config import Config, MeshConfig, ShardingConfig, fields
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokens.prepared import read_stored
 from jaxopt_llm.distributed.runtime import MEMORY_FRACTION
 from jaxopt_llm.execution import scan
 from jaxopt_llm.execution.decode import MAX_ROWS
@@ -44,9 +46,8 @@ from jaxopt_llm.planning.settings_choice import (
     list_candidates,
     list_choices,
 )
-from jaxopt_llm.planning.stored_scores import find_teacher
 from jaxopt_llm.run.directory import stores_frozen_weights
-from jaxopt_llm.step.program import Program, StepProgram, compute_utilisation, make_program
+from jaxopt_llm.step.program import Program, StepProgram, StoredTeacher, compute_utilisation, make_program
 from jaxopt_llm.step.state import StateSpecs, checkpoint_specs
 
 # Smallest and largest ratio of the measured time of a step to the planned one, over the steps in
@@ -346,6 +347,25 @@ def make_plan(config: Config, gpu: str, hosts: int, gpus_per_host: int, rates: L
     return _describe_step(choice, cluster, mesh, chosen | list_choices(config, choice.config), seconds)
 
 
+def resolve_reference(config: Config) -> Config:
+    """Return the configuration with `preference.reference` stored, if `auto` means that for the prepared corpora.
+
+    A plan reads nothing else of the data.
+    """
+    if not config.training.has_reference or config.preference.reference != AUTO:
+        return config
+    found = [has_reference for has_reference, _ in read_stored(config.data.paths)]
+    resolved: Config = fields.replace_fields(config, {"preference.reference": "stored"})
+    return resolved if found and all(found) else config
+
+
+def _find_teacher(config: Config) -> StoredTeacher | None:
+    """Return the sizes of what the corpora hold of a teacher; None: the objective reads none, or they hold none."""
+    if not config.training.distills or config.runs_teacher:
+        return None
+    return next((StoredTeacher(*sizes) for _, sizes in read_stored(config.data.paths) if sizes), None)
+
+
 def count_rollout_bytes(config: Config) -> int:
     """Return the bytes of a GPU's part of the cache of a sampler whose rows are all as long as a row of the batch.
 
@@ -419,7 +439,7 @@ def _choose_and_compile(config: Config, cluster: Cluster, placement: Placement) 
 
     def compile_step(config: Config) -> tuple[Program, Peak]:
         on = replace(placement, sharding=config.sharding)
-        program = make_program(config, on, stores_frozen_weights(config), find_teacher(config))
+        program = make_program(config, on, stores_frozen_weights(config), _find_teacher(config))
         return program, find_peak(topology.lower_without_gpu(program.step, program.state, program.batch))
 
     candidates, left_out = list_candidates(config, cluster, count_chip_bytes(cluster.chip))

@@ -5,12 +5,13 @@ A family fits a ModelConfig if the config.json that it writes reads back as the 
 
 from typing import Any
 
-from jaxopt_llm.checkpoint.huggingface import codecs
+from jaxopt_llm.checkpoint.huggingface import codecs, dense_families, expert_families
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
-from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
 from jaxopt_llm.checkpoint.huggingface.family import Family, describe_nearest
 from jaxopt_llm.checkpoint.huggingface.quantised import methods
 from jaxopt_llm.config import ModelConfig
+
+FAMILIES = (*dense_families.FAMILIES, *expert_families.FAMILIES)  # in the order in which an export tries them
 
 
 def find_by_settings(settings: Settings, name: str = "") -> Family:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxopt_llm.checkpoint.huggingface import families, find_family, safetensors, text_part
+from jaxopt_llm.checkpoint.huggingface import find_family, safetensors, text_part
 from jaxopt_llm.checkpoint.huggingface.codecs import Settings, Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import Family, order_by_distance
 from jaxopt_llm.checkpoint.huggingface.quantised import methods
@@ -82,9 +82,9 @@ def read_config(path: Path, name: str = "") -> tuple[Family, ModelConfig]:
 
 def _offer_families(path: Path, settings: Settings) -> str:
     """Return a clause with the families that a folder of an unknown model_type fits, by its fields and its tensors."""
-    if any(settings.get("model_type") in family.model_types for family in families.FAMILIES):
+    if any(settings.get("model_type") in family.model_types for family in find_family.FAMILIES):
         return ""
-    compared = [each for each in order_by_distance(settings, families.FAMILIES) if each.fits]
+    compared = [each for each in order_by_distance(settings, find_family.FAMILIES) if each.fits]
     found = [each for each in compared if _has_tensors_of(path, each.family.model_type)]
     fitting = [each.family.model_type for each in found if each.distance == found[0].distance]
     if not fitting:

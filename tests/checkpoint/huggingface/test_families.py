@@ -18,7 +18,7 @@ from published import (
     published,
 )
 
-from jaxopt_llm.checkpoint.huggingface import codecs, families, find_family
+from jaxopt_llm.checkpoint.huggingface import codecs, find_family
 from jaxopt_llm.checkpoint.huggingface.codecs import Unsupported
 from jaxopt_llm.checkpoint.huggingface.family import canonicalise
 from jaxopt_llm.checkpoint.huggingface.tensor_layout import list_tensor_layouts
@@ -288,7 +288,7 @@ def test_find_by_model(config: ModelConfig, family: str) -> None:
 
 
 def test_a_family_that_cannot_express_the_balance_loss_does_not_fit() -> None:
-    mixtral = next(family for family in families.FAMILIES if family.model_type == "mixtral")
+    mixtral = next(family for family in find_family.FAMILIES if family.model_type == "mixtral")
     without = codecs.copy_fields({"moe.experts_per_token": "num_experts_per_tok"})
     lacking = replace(mixtral, codecs=tuple(without if each is codecs.TOP_K else each for each in mixtral.codecs))
     config = ModelConfig(moe=MoEConfig(experts=4, balance_loss=0.5))

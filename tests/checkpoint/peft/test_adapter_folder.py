@@ -17,7 +17,7 @@ import toy
 from adapters import ALPHA, LORA, QUERY, RANK, add_adapters, open_adapters, rewrite_adapters, write_adapters
 
 from jaxopt_llm import load_pretrained
-from jaxopt_llm.checkpoint.huggingface.families import FAMILIES
+from jaxopt_llm.checkpoint.huggingface.find_family import FAMILIES
 from jaxopt_llm.checkpoint.huggingface.model_folder import write_model_folder
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_config import PeftConfig, find_endings, read_peft_config
