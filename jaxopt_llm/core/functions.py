@@ -64,18 +64,28 @@ def hash_sources(names: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
+_DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
 def _find_used(file: ast.Module, name: str) -> list[ast.stmt]:
     """Return the statements of a file that a function may use: definitions, imports, and what changes their values."""
     mentions = {node: [part for part in ast.walk(node) if isinstance(part, ast.Name)] for node in file.body}
-    defines, touches = dict[ast.stmt, set[str]](), dict[ast.stmt, set[str]]()
+    defines, touches, decorators = (dict[ast.stmt, set[str]]() for _ in range(3))
     for node, parts in mentions.items():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, _DEFINITIONS):
             defines[node] = touches[node] = {node.name}
+            above = (part for each in node.decorator_list for part in ast.walk(each))
+            decorators[node] = {part.id for part in above if isinstance(part, ast.Name)}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             defines[node] = touches[node] = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         else:  # such as TABLE = {}, TABLE["a"] = 1 or TABLE.update(a=1)
             defines[node] = {part.id for part in parts if isinstance(part.ctx, ast.Store)}
             touches[node] = {part.id for part in parts}
+    others = [node for node in file.body if not isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom))]
+    variables = set[str]().union(*map(defines.__getitem__, others))
+    for node, called in decorators.items():  # such as @register, which puts a function into TABLE
+        bodies = [part.id for other in decorators if defines[other] & called for part in mentions[other]]
+        touches[node] = touches[node] | ({*bodies, *called} & variables)
     known, names, used = set[str]().union(*defines.values()), {name, "*"}, set[ast.stmt]()
     while new := {node for node in file.body if touches[node] & names} - used:
         used |= new

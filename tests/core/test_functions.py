@@ -22,10 +22,19 @@ def shorten(text):
 def cached(function):
     return function
 
+def listed(function):
+    TABLE[function.__name__] = function
+    return function
+
+@listed
+def shortest(text):
+    return min(text.split())
+
 @cached
 def reward(completions, **columns):
     return [float(TABLE.get(shorten(text), 0)) for text in completions]  # zero
 
+@cached
 def other(completions, **columns):
     return [math.pi * STEPS for _ in completions]
 """
@@ -44,8 +53,9 @@ def other(completions, **columns):
         ('TABLE["a"] = 1', 'TABLE["a"] = 2', True),
         ("b=2", "b=3", True),
         ("import clean", "import tidy as clean", True),
-        ("@cached", "", True),
-        ("return function", "return lambda *each: function(*each)", True),
+        ("@cached\ndef reward", "def reward", True),
+        ("min(text", "max(text", True),
+        ("return function\n\ndef listed", "return lambda *each: function(*each)\n\ndef listed", True),
         ("import math", "from helpers import *", True),
     ],
 )
