@@ -152,11 +152,11 @@ def _write_checked(
 
 def _load_config(directory: Path, base: Path | None, remedy: str) -> Config:
     """Load the configuration of a run. remedy: what to do if the directory is a Hugging Face model folder."""
-    if models.is_model_folder(directory):
-        raise InputError(f"--checkpoint {directory}: this is a Hugging Face model folder, not a training run; {remedy}")
     if (directory / adapter_config.FILE).is_file():
         merge = "merge takes it with --base MODEL --adapter FOLDER"
         raise InputError(f"--checkpoint {directory}: this is a PEFT folder of adapters, not a training run; {merge}")
+    if models.is_model_folder(directory):
+        raise InputError(f"--checkpoint {directory}: this is a Hugging Face model folder, not a training run; {remedy}")
     return models.move_base(directory, models.load_config(directory), base)
 
 

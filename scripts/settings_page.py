@@ -58,7 +58,7 @@ def type_name(hint: Any) -> str:
 
 def default_value(value: Any) -> str:
     if value in ("", ()):
-        return "none"
+        return "empty"
     return f"`{' '.join(map(str, value))}`" if isinstance(value, tuple) else f"`{value}`"
 
 

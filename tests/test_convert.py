@@ -84,10 +84,12 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     for conversion in ("export", "merge"):
         said = refused("convert", conversion, "--checkpoint", folder, "--to", run / "new")
         assert f"--checkpoint {folder}: this is a Hugging Face model folder, not a training run; " in said
-        (folder.parent / "adapters").mkdir(exist_ok=True)
-        (folder.parent / "adapters" / "adapter_config.json").touch()
-        said = refused("convert", conversion, "--checkpoint", folder.parent / "adapters", "--to", run / "new")
-        assert "this is a PEFT folder of adapters, not a training run; merge takes it with --base" in said
+        adapters = folder.parent / f"adapters of {conversion}"
+        adapters.mkdir()
+        for beside in ("adapter_config.json", "config.json"):  # of a model: transformers reads the adapters
+            (adapters / beside).write_bytes((folder / "config.json").read_bytes())
+            said = refused("convert", conversion, "--checkpoint", adapters, "--to", run / "new")
+            assert "this is a PEFT folder of adapters, not a training run; merge takes it with --base" in said
     assert "already exists" in refused("convert", "export", "--checkpoint", run, "--to", back)
     folders_have_no_step = ("--base", folder, "--adapter", back, "--to", run / "new", "--step", 2)
     assert "--step 2: --base is a model folder" in refused("convert", "merge", *folders_have_no_step)

@@ -402,6 +402,10 @@ def test_estimates_match_the_compiler_on_experts(case: str) -> None:
     kept = 2 * 2 * late_rows.get(case, 0) * width if jax.__version_info__ >= (0, 11) else 0
     assert memory.peak + kept == pytest.approx(plan.memory.peak, rel=0.1)
     sent = sum(each.bytes for each in plan.collectives)
+    if config.mesh.context > 1 and jax.__version_info__ >= (0, 11):
+        # Over `expert` and `context`, XLA of jax 0.11 sums the table's gradient by the head whole, in float32.
+        table = 4 * config.model.width * config.model.vocabulary_size
+        sent -= 2 * table * (config.mesh.devices - 1) / config.mesh.devices
     assert sum(each.bytes for each in found.work.transfers) == pytest.approx(
         sent, rel=0.02 if config.mesh.context == 1 else 0.05
     )

@@ -40,10 +40,10 @@ def load_functions(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 def hash_sources(names: Sequence[str]) -> str:
-    """Return a hash of the sources of functions, each with what it uses of its file.
+    """Return a hash of functions and of the files that define them.
 
-    Another path, and statements of the file that no function uses, do not change it: a recipe may hold both functions
-    and settings. What the file imports is not read.
+    The path, comments, and the function get_config do not change it: a recipe may hold its settings, which are compared
+    by themselves, and functions. What the file imports is not read.
 
     Raises:
         InputError: a file cannot be read.
@@ -53,34 +53,14 @@ def hash_sources(names: Sequence[str]) -> str:
         file, _, name = each.rpartition(":")
         try:
             with tokenize.open(file) as opened:
-                source = opened.read()
-            used = _find_used(ast.parse(source, file), name)
+                body = ast.parse(opened.read(), file).body
         except (OSError, ValueError) as error:
             raise InputError(f"{each}: {describe_error(error)}") from error
         except SyntaxError as error:
             raise InputError(f"{each}: {describe_failure(error)}") from error
-        parts = [part for node in used for part in (*getattr(node, "decorator_list", []), node)]
-        digest.update(repr((name, [ast.get_source_segment(source, part) for part in parts])).encode())
+        kept = [node for node in body if not (isinstance(node, ast.FunctionDef) and node.name == "get_config")]
+        digest.update(repr((name, [ast.unparse(node) for node in kept])).encode())
     return digest.hexdigest()
-
-
-def _find_used(file: ast.Module, name: str) -> list[ast.stmt]:
-    """Return the statements of a file that a function may use: definitions, imports, and what changes their values."""
-    mentions = {node: [part for part in ast.walk(node) if isinstance(part, ast.Name)] for node in file.body}
-    defines, touches = dict[ast.stmt, set[str]](), dict[ast.stmt, set[str]]()
-    for node, parts in mentions.items():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            defines[node] = touches[node] = {node.name}
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            defines[node] = touches[node] = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        else:  # such as TABLE = {}, TABLE["a"] = 1 or TABLE.update(a=1)
-            defines[node] = {part.id for part in parts if isinstance(part.ctx, ast.Store)}
-            touches[node] = {part.id for part in parts}
-    known, names, used = set[str]().union(*defines.values()), {name, "*"}, set[ast.stmt]()
-    while new := {node for node in file.body if touches[node] & names} - used:
-        used |= new
-        names |= {part.id for node in new for part in mentions[node]} & known
-    return [node for node in file.body if node in used]
 
 
 def describe_failure(error: BaseException) -> str:

@@ -7,6 +7,7 @@ compared with XLA's operations. The verdict is kept beside the compiled programs
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxopt_llm import kernels
 from jaxopt_llm.core import errors, json_files
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.kernels import attention, attention_xla
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall
@@ -38,16 +40,31 @@ def check_attention(name: str, call: AttentionCall, group: int) -> str:
     return _find_failure((name, call, group), lambda: _compare(name, call, group))
 
 
-def check_ring(kernel: Any, softcap: float | None, q: jax.Array, v: jax.Array) -> str:
-    """Return how a kernel for one query over a ring of keys fails on the first local device; "" if it is right.
+def check_ring(kernel: Any, softcap: float | None, q: jax.Array, v: jax.Array) -> bool:
+    """Return whether a kernel for one query over a ring of keys is right on the first local device.
+
+    If it is not, a warning says how it fails.
 
     Args:
         kernel: what `attention.select_for_ring` returns.
         softcap: bound of the scores.
         q, v: queries [B, 1, H, K] and values [B, T, G, V] of a call; their dtype, heads and head size count.
+
+    Raises:
+        InputError: it is wrong, in a job of several processes. These run one program, and must not choose apart.
     """
     group, call = q.shape[2] // v.shape[2], AttentionCall(q.shape[3], q.dtype, LENGTH, 1, None, softcap)
-    return _find_failure(("ring", call, group), lambda: _compare_over_rings(kernel, call, group))
+    return _is_right_over_rings(kernel, call, group)
+
+
+@functools.cache
+def _is_right_over_rings(kernel: Any, call: AttentionCall, group: int) -> bool:
+    failure = _find_failure(("ring", call, group), lambda: _compare_over_rings(kernel, call, group))
+    if failure and jax.process_count() > 1:
+        raise InputError(f"attention of generation: pallas {failure}; run it in one process, which then uses xla")
+    if failure:
+        logging.getLogger(__name__).warning("attention of generation: pallas %s, so that xla is used", failure)
+    return not failure
 
 
 def _find_failure(check: tuple[str, AttentionCall, int], compare: Callable[[], str]) -> str:

@@ -4,7 +4,6 @@ Letters: B batch, S sequence, T slots of the cache, D width, H heads, G key-valu
 """
 
 import functools
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -251,11 +250,8 @@ def _select_for_ring(
         return attention_xla
     if device in visible_devices():  # otherwise it is only compiled for
         with jax.ensure_compile_time_eval():  # the check runs now, and is no part of the program
-            failure = check_ring(kernel, parameters.softcap, q, v)
-        if failure:
-            logging.getLogger(__name__).warning(
-                "attention of generation: pallas %s, so that XLA's operations are used", failure
-            )
+            is_right = check_ring(kernel, parameters.softcap, q, v)
+        if not is_right:
             return attention_xla
     return PerDevice(kernel, placement)
 

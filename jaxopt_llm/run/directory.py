@@ -266,12 +266,13 @@ def _changes_of_held_out(old: Config, new: Config) -> list[str]:
 
 def _changes_of_functions(old: Mapping[str, str], new: Mapping[str, str], config: Config) -> list[str]:
     """List the functions whose sources are not those with which the run started."""
-    allowed = fields.normalize_names(config.run.allow_change)
-    return [
-        f"{name} names {fields.get_field(config, name) or 'no function'}, whose source differs from the run's"
-        for name in sorted({*old, *new} - {*allowed})
-        if old.get(name) != new.get(name)
-    ]
+    found = []
+    for name in sorted({*old, *new} - {*fields.normalize_names(config.run.allow_change)}):
+        if old.get(name) != new.get(name):
+            named = fields.get_field(config, name)
+            listed = named if isinstance(named, str) else " ".join(named)
+            found.append(f"{name} names {listed or 'no function'}, whose source differs from the run's")
+    return found
 
 
 def write_run_files(

@@ -12,11 +12,12 @@ from jaxopt_llm.checkpoint.huggingface import model_folder
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.config import Config, ShardingConfig
-from jaxopt_llm.config.data import NO_TEMPLATE, PROMPT
+from jaxopt_llm.config.data import PROMPT
 from jaxopt_llm.config.training import DISTILL, NEXT_TOKEN
 from jaxopt_llm.config.unread import describe_unread
 from jaxopt_llm.core import errors, hub, tree
 from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.data.tokens.template import has_template
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model import flops, param
 from jaxopt_llm.model.linear import leaves
@@ -190,7 +191,8 @@ def list_next_commands(config: Config) -> Iterator[str]:
     if config.training.objective in (NEXT_TOKEN, DISTILL) or config.model.scores:  # the others have no loss per token
         reads_texts = has_documents and not config.draws
         yield f"  {errors.program_name('evaluate')} {run}" + ("" if reads_texts else " --data.paths FILE")
-    is_chat = config.data.content not in ("text", PROMPT) and config.data.chat_template != NO_TEMPLATE
+    data = config.data
+    is_chat = data.content not in ("text", PROMPT) and (data.names_template or has_template(data))
     question = "--chat" if is_chat else "--prompt TEXT"
     if not config.model.scores:
         yield f"  {errors.program_name('generate')} {run} {question}"

@@ -8,26 +8,20 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.functions import hash_sources
 
 FILE = """
-import math
 from helpers import clean
-LIMIT: float = 3
-TABLE = {}
-TABLE["a"] = 1
-TABLE.update(b=2)
-STEPS = 100
+TABLE = {"a": 1}
+if True:
+    def shorten(text):
+        return clean(text)
 
-def shorten(text):
-    return clean(text)[:LIMIT]
-
-def cached(function):
-    return function
-
-@cached
 def reward(completions, **columns):
     return [float(TABLE.get(shorten(text), 0)) for text in completions]  # zero
 
 def other(completions, **columns):
-    return [math.pi * STEPS for _ in completions]
+    return [0.0 for _ in completions]
+
+def get_config():
+    return Config(run=RunConfig(seed=0))
 """
 
 
@@ -35,21 +29,14 @@ def other(completions, **columns):
     ("old", "new", "changes"),
     [
         ("# zero", "# nought", False),
-        ("STEPS = 100", "STEPS = 200", False),
-        ("math.pi", "math.e", False),
-        ("import math", "import math, os", False),
+        ("seed=0", "seed=1", False),
         ("0)) for", "1)) for", True),
-        ("LIMIT: float = 3", "LIMIT: float = 4", True),
-        ("[:LIMIT]", "[LIMIT:]", True),
-        ('TABLE["a"] = 1', 'TABLE["a"] = 2', True),
-        ("b=2", "b=3", True),
+        ('"a": 1', '"a": 2', True),
+        ("clean(text)", "clean(text)[:3]", True),
         ("import clean", "import tidy as clean", True),
-        ("@cached", "", True),
-        ("return function", "return lambda *each: function(*each)", True),
-        ("import math", "from helpers import *", True),
     ],
 )
-def test_a_function_is_what_it_uses_of_its_file(tmp_path: Path, old: str, new: str, changes: bool) -> None:
+def test_a_function_belongs_to_its_file(tmp_path: Path, old: str, new: str, changes: bool) -> None:
     assert FILE.count(old) == 1
     file, moved = tmp_path / "mine.py", tmp_path / "moved.py"
     file.write_text(FILE)

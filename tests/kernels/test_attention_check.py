@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.kernels import attention, attention_check, attention_pallas, attention_xla
 from jaxopt_llm.kernels.attention_auto import AttentionCall
 from jaxopt_llm.kernels.attention_check import check_attention, check_ring
@@ -148,7 +149,7 @@ def without_softcap(parameters: Any, *of: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "wrong"),
+    ("forward", "wrong"),
     [
         (attention_xla.forward, []),
         (other_group, ["of 4 rows", "of 256 rows"]),
@@ -158,12 +159,22 @@ def without_softcap(parameters: Any, *of: Any) -> Any:
     ],
     ids=["right", "groups", "ring", "many rows", "softcap"],
 )
-def test_a_wrong_kernel_over_a_ring_is_found(kernel: Any, wrong: list[str], cache: Path) -> None:
+def test_a_wrong_kernel_over_a_ring_is_found(
+    forward: Any, wrong: list[str], cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, v = (jax.ShapeDtypeStruct((3, rows, heads, 16), "bfloat16") for rows, heads in ((1, 8), (64, 2)))
-    failure = check_ring(Kernel(kernel), 1.5, q, v)
-    assert bool(failure) == bool(wrong) and all(each in failure for each in wrong), failure
-    assert check_ring(Kernel(without_softcap), 1.5, q, v) == failure, "the verdict is kept"
+    kernel = Kernel(forward)
+    for _ in range(2):  # it is checked, and warned of, once
+        assert check_ring(kernel, 1.5, q, v) is not bool(wrong)
+    assert caplog.text.count("is wrong on this GPU") == bool(wrong)
+    assert kernel.calls == 2, "with few rows and with many"
+    assert all(each in caplog.text for each in wrong), caplog.text
+    assert check_ring(Kernel(without_softcap), 1.5, q, v) is not bool(wrong), "the verdict is kept"
     assert len(json.loads(cache.read_text())) == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    if wrong:
+        with pytest.raises(InputError, match="run it in one process"):
+            check_ring(Kernel(), 1.5, q, v)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, get_args
 
+import chats
 import pytest
 import toy
 
@@ -12,7 +13,7 @@ from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.run.messages import list_next_commands
 
 LLAMA = {"model.pattern": ("global",), "model.positions": "rotary"}
-CHATS = {"data.content": "chat", "lora.rank": 4}
+CHATS = {"data.content": "chat", "data.chat_template": "chats.jinja", "lora.rank": 4}
 PYTHON = "  python -m jaxopt_llm."
 
 
@@ -48,10 +49,13 @@ def test_the_commands_are_those_of_the_kind_of_run(
 
 
 @pytest.mark.parametrize("content", get_args(Content))
-def test_every_form_of_conversations_is_continued_as_a_conversation(content: str) -> None:
+def test_every_form_of_conversations_is_continued_as_a_conversation_if_there_is_a_template(
+    content: str, tmp_path: Path
+) -> None:
+    """Bytes have none, and the tokenizer has one."""
     config = replace_fields(Config(model=toy.UNIFORM), {**LLAMA, "run.directory": "run", "data.content": content})
-    (line,) = (line for line in list_next_commands(config) if "generate" in line)
-    assert line.endswith(" --prompt TEXT" if content in ("text", "prompt") else " --chat")
-    without = replace_fields(config, {"data.chat_template": "none"})
-    (line,) = (line for line in list_next_commands(without) if "generate" in line)
-    assert line.endswith(" --prompt TEXT")
+    of_tokenizer = {"data.tokenizer": str(chats.write_tokenizer(tmp_path / "tokenizer"))}
+    for settings in ({}, of_tokenizer, {"data.chat_template": "chats.jinja"}, {"data.chat_template": "none"}):
+        (line,) = (line for line in list_next_commands(replace_fields(config, settings)) if "generate" in line)
+        is_chat = content not in ("text", "prompt") and settings and settings != {"data.chat_template": "none"}
+        assert line.endswith(" --chat" if is_chat else " --prompt TEXT")

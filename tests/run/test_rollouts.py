@@ -62,8 +62,8 @@ def test_a_function_with_another_source_continues_no_run(tmp_path: Path) -> None
     with pytest.raises(InputError) as raised:
         run(make_config(tmp_path, **settings, **{"training.steps": 3}))
     assert re.search(
-        r"holds another run: rollouts.rewards names .*moved.py:evenness.*, whose source differs .*; set another "
-        "--run.directory, or allow the change with --run.allow-change rollouts.rewards$",
+        r"holds another run: rollouts.rewards names \S*moved.py:evenness, whose source differs from the run's; set "
+        "another --run.directory, or allow the change with --run.allow-change rollouts.rewards$",
         str(raised.value),
     )
     allowed = {"run.allow_change": ("rollouts.rewards",)}

@@ -69,6 +69,17 @@ FORMS = (
     "cohere 2",
     "gpt oss",
     "gpt 2",
+    "gemma",
+    "vault gemma",
+    "glm",
+    "helium",
+    "starcoder 2",
+    "stablelm",
+    "cwm",
+    "youtu",
+    "solar open",
+    "k exaone",
+    "hy 3",
 )
 # Frequencies that depend on the length, which transformers takes from the longest row: one prompt.
 BY_LENGTH = ("phi 3, longrope", "phi 3, su", "llama, dynamic")
