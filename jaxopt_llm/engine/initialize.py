@@ -111,8 +111,7 @@ def read_losses(
         for each in (own, evaluated):
             if not callable(each):
                 raise InputError(f"loss: {each!r} is no function; give one of (model, batch) that returns a mean loss")
-        own_optimizer = choose("optimizer", optimizer, name)
-        if own_optimizer is not None:
+        if (own_optimizer := choose("optimizer", optimizer, name)) is not None:
             check_optimizer(own_optimizer)
         patterns = choose("trains", trains, name, name or "*")
         given.append(

@@ -20,7 +20,7 @@ from jaxopt_llm import kernels
 from jaxopt_llm.core import errors, json_files
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
-from jaxopt_llm.kernels import attention, attention_xla
+from jaxopt_llm.kernels import attention, attention_pallas, attention_xla
 from jaxopt_llm.kernels.attention_auto import FALLBACK, AttentionCall
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, make_document_ranges
 
@@ -133,7 +133,7 @@ def _describe_differences(results: dict[str, jax.Array], right: dict[str, jax.Ar
 # First and last position that the query of a row sees in a ring of LENGTH keys: some of the first keys, keys on both
 # sides of the ring's end, all keys, none.
 RING_RANGES = ((0, 200), (LENGTH + 3, LENGTH + 180), (181, LENGTH + 180), (1, 0))
-MANY_ROWS = 256  # with these, the kernel does not divide the keys into parts
+MANY_ROWS = attention_pallas.RING_PROGRAMS // KV_HEADS  # with these, the kernel does not divide the keys into parts
 
 
 def _compare_over_rings(kernel: Any, call: AttentionCall, group: int) -> str:

@@ -290,7 +290,7 @@ class Rollouts:
         return [self._prompts.training[self._order[begin + place]] for place in range(self._settings.prompts)]
 
     def _answer(self, state: TrainState, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Return answers to the prompts of a step: some are drawn, and the others those of the rows."""
+        """Return answers to the prompts of a step. Some are drawn, others are read from the rows."""
         begin = step // self._settings.updates * self._settings.prompts
         drawn = choose_drawn(begin, len(prompts), self._settings.share)
         asked = [prompt for prompt, is_drawn in zip(prompts, drawn, strict=True) if is_drawn]

@@ -152,10 +152,10 @@ def without_softcap(parameters: Any, *of: Any) -> Any:
     ("forward", "wrong"),
     [
         (attention_xla.forward, []),
-        (other_group, ["of 4 rows", "of 256 rows"]),
-        (from_the_first_slot, ["of 4 rows", "of 256 rows"]),
-        (wrong_with_many_rows, ["of 256 rows"]),
-        (without_softcap, ["of 4 rows", "of 256 rows"]),
+        (other_group, ["of 4 rows", "of 128 rows"]),
+        (from_the_first_slot, ["of 4 rows", "of 128 rows"]),
+        (wrong_with_many_rows, ["of 128 rows"]),
+        (without_softcap, ["of 4 rows", "of 128 rows"]),
     ],
     ids=["right", "groups", "ring", "many rows", "softcap"],
 )

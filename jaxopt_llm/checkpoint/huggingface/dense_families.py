@@ -45,7 +45,7 @@ GLM_DEFAULTS = UNTIED_DEFAULTS | {
 
 
 def set_activation(kind: str) -> tuple[Codec, Codec]:
-    """Return codecs of a kind of MLP that hidden_act gives the same name."""
+    """Return codecs of a kind of MLP whose name here is also its `hidden_act`."""
     return codecs.require_values(hidden_act=kind), codecs.set_fields({"mlp": kind})
 
 
@@ -158,7 +158,9 @@ FAMILIES = (
             codecs.DIVISIBLE,
             codecs.GEMMA3_WINDOWS,
             codecs.QUERY_SCALAR,
-            codecs.copy_switches({"logit_softcap": "final_logit_softcapping"}),  # the class ignores that of the scores
+            codecs.copy_switches(
+                {"logit_softcap": "final_logit_softcapping"}
+            ),  # the class ignores attn_logit_softcapping
             codecs.require_values(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
             codecs.require_values(use_bidirectional_attention=False),
             codecs.ROOT_SCALE,

@@ -29,7 +29,7 @@ class Prompt:
 
     ids: its tokens, int32.
     row: the columns of its row, with the prompt itself as the row has it.
-    answer: tokens of the answer that its row has, int32, with what ends it; None if nothing asks for it.
+    answer: int32, tokens of the answer in its row, with the end of the turn; None if all answers are drawn.
     """
 
     ids: NDArray[np.int32]
@@ -82,7 +82,7 @@ def open_prompts(
 
 
 class AnswerReader:
-    """Reader of the answers that rows have to their prompts: tokens that continue those of the prompt."""
+    """Reader of the answers in rows of prompts. Their tokens continue the tokens of the prompt."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer

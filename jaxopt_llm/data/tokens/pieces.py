@@ -642,10 +642,10 @@ def _join(framed: Sequence[Framed], dtype: np.dtype[Any]) -> tuple[NDArray[Any],
 def _find_answers(
     batch: Sequence[Document], encoded: Sequence[NDArray[Any]], tokenizer: Tokenizer
 ) -> NDArray[np.int64]:
-    """Return the place in the ids of each document, joined from a prompt and an answer, from which on it is learned.
+    """Return the index of the first learned token of each document, which joins a prompt and an answer.
 
-    It is where the ids first differ from those of the prompt alone, whose last tokens may merge with the answer. Both
-    documents of a pair have the place of the first one of them. So does TRL (`common_prefix_length`).
+    This is the first id that differs from the ids of the prompt alone: the last characters of a prompt may be in one
+    token with the answer. Both documents of a pair have the smaller index. TRL does the same (`common_prefix_length`).
     """
     prompts = tokenizer.encode([document.prompt.encode() for document in batch])
     begins = []

@@ -418,9 +418,9 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
 
 
 def read_stored(paths: Iterable[str]) -> list[tuple[bool, tuple[int, int] | None]]:
-    """Return what the prepared corpora among local paths hold of other models, by their manifests alone.
+    """Return which log-probabilities of other models the prepared corpora among local paths hold. Read manifests only.
 
-    Of each: whether there are log-probabilities of a reference; and of a teacher its K and the size of its vocabulary.
+    For each corpus: whether it has those of a reference; K and the size of the vocabulary of a teacher, or None.
     """
     found = [_read_manifest(Path(path)) for path in paths if not is_url(path) and (Path(path) / MANIFEST).is_file()]
     taught = [(each.teacher.top_k, each.teacher.vocabulary_size) if each.teacher else None for each in found]
