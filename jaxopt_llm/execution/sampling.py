@@ -28,6 +28,7 @@ class Sampling:
         repetition_penalty: divides positive logits of tokens in the prompt or drawn before, and multiplies negative
             ones (CTRL, Keskar et al. 2019, arXiv:1909.05858). 1 means none.
         seed: seed of the random numbers.
+        forced: id that is drawn in any case, so that its log-probability is known; -1 for none.
     """
 
     temperature: float = 0.0
@@ -36,6 +37,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    forced: int = -1
 
     def problems(self) -> dict[str, str]:
         """Return what each wrong setting must be, by its name."""
@@ -97,6 +99,7 @@ def make_draws(settings: Sequence[Sampling], numbers: Sequence[int], indices: Se
 
     reals = {name: gather(name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
     integers = {"top_k": gather("top_k", np.int32), "seed": gather("seed", np.uint32)}
+    integers["forced"] = gather("forced", np.int32)
     return Draws(np.array(indices, np.int32), np.array(numbers, np.int32), reals | integers)
 
 
@@ -114,6 +117,7 @@ def draw_tokens(logits: jax.Array, draws: Draws) -> tuple[jax.Array, ...]:
     if draws.samples:
         sampled = jax.vmap(jax.random.categorical)(_make_keys(draws), _filter_logits(chosen, draws)).astype(jnp.int32)
         tokens = jnp.where(settings["temperature"] > 0, sampled, tokens)
+    tokens = jnp.where(settings["forced"] >= 0, settings["forced"], tokens)
     return tokens, *read_log_probabilities(logits, tokens, draws.most_likely)
 
 

@@ -92,11 +92,14 @@ def is_ids(value: Any) -> bool:
 class Fields:
     """Fields of the body of a request. Each is taken once; None, as in OpenAI's API, is the default.
 
+    Args:
+        vocabulary_size: ids in the fields are below it.
+
     Raises:
         ApiError: the body is not a JSON object.
     """
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, vocabulary_size: int = 0) -> None:
         try:
             fields = json_files.parse_settings(body)
         except ValueError as error:
@@ -104,6 +107,7 @@ class Fields:
         if not isinstance(fields, dict):
             raise ApiError("the body must be a JSON object")
         self._left: Json = {name: value for name, value in fields.items() if value is not None}
+        self._vocabulary_size = vocabulary_size
 
     def take(self, name: str, default: Any, valid: Callable[[Any], bool], needed: str) -> Any:
         """Take a field. Raises ApiError if its value is not valid."""
@@ -143,6 +147,7 @@ class Fields:
             min_p=self.number("min_p", 0.0),
             repetition_penalty=self.number("repetition_penalty", 1.0),
             seed=self.whole("seed", secrets.randbits(32), 0, 2**32 - 1),
+            forced=self._take_forced(),
         )
         for name, needed in sampling.problems().items():
             raise ApiError(f"{name}: must be {needed}", name)
@@ -171,6 +176,14 @@ class Fields:
 
         stops = self.take("stop", [], is_valid, "a text that is not empty, or a list of such texts")
         return tuple([stops] if isinstance(stops, str) else stops)
+
+    def _take_forced(self) -> int:
+        def is_valid(value: Any) -> bool:
+            return is_ids(value) and len(value) == 1 and 0 <= value[0] < self._vocabulary_size
+
+        needed = f"a list of one token id below {self._vocabulary_size}"
+        (forced,) = self.take("allowed_token_ids", [-1], is_valid, needed)
+        return int(forced)
 
     def take_prompts(self) -> list[str | list[int]]:
         """Take the prompts of a completion: texts, or lists of ids."""
@@ -223,9 +236,9 @@ class Fields:
         return {**message, "content": content}
 
 
-def read_completion(body: bytes) -> tuple[list[str | list[int]], Options]:
+def read_completion(body: bytes, vocabulary_size: int) -> tuple[list[str | list[int]], Options]:
     """Return the prompts and the options of a request for completions."""
-    fields = Fields(body)
+    fields = Fields(body, vocabulary_size)
     prompts, echoes = fields.take_prompts(), fields.flag("echo")
     most_likely = fields.whole("logprobs", None, 0, MAX_MOST_LIKELY)
     tokens = fields.whole("max_tokens", DEFAULT_TOKENS, 0, 2**31 - 1)
@@ -235,9 +248,9 @@ def read_completion(body: bytes) -> tuple[list[str | list[int]], Options]:
     return prompts, options
 
 
-def read_chat(body: bytes) -> tuple[list[Json], Options]:
+def read_chat(body: bytes, vocabulary_size: int) -> tuple[list[Json], Options]:
     """Return the messages and the options of a request for an answer."""
-    fields = Fields(body)
+    fields = Fields(body, vocabulary_size)
     messages, lists = fields.take_messages(), fields.flag("logprobs")
     most_likely = fields.whole("top_logprobs", None, 0, MAX_MOST_LIKELY)
     if most_likely is not None and not lists:

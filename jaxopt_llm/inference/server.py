@@ -165,7 +165,7 @@ class Api:
         return self._folders
 
     async def _complete(self, request: Request) -> Response:
-        prompts, options = openai_api.read_completion(await request.body())
+        prompts, options = openai_api.read_completion(await request.body(), self._vocabulary_size)
         ids = [self._encode(prompt) for prompt in prompts]
         texts: list[str | None] = [None] * len(ids)
         if options.echoes:
@@ -173,7 +173,7 @@ class Api:
         return await self._answer(request, self._make_query(ids, texts, options, self._ends), options, COMPLETION)
 
     async def _chat(self, request: Request) -> Response:
-        messages, options = openai_api.read_chat(await request.body())
+        messages, options = openai_api.read_chat(await request.body(), self._vocabulary_size)
         with own_flags(TOKENIZER_FLAGS):
             renderer, ends = self._open_template(date.today())
             text = renderer.render_prompt(messages)
@@ -190,9 +190,13 @@ class Api:
         renderer = open_template(self._source)
         return renderer, find_eos_ids(self._source.config.data, self._source.tokenizer, renderer.find_turn_end())
 
+    @property
+    def _vocabulary_size(self) -> int:
+        return self._source.config.model.vocabulary_size
+
     def _encode(self, prompt: str | list[int]) -> NDArray[np.int32]:
         """Return the ids of a prompt, as `generate` does."""
-        tokenizer, size = self._source.tokenizer, self._source.config.model.vocabulary_size
+        tokenizer, size = self._source.tokenizer, self._vocabulary_size
         if isinstance(prompt, str):
             (text,) = tokenizer.encode([prompt.encode()])
             return np.array([*tokenizer.prefix, *text] or [tokenizer.eos], np.int32)

@@ -62,6 +62,10 @@ class Probe:
     ids: list[int]
     begin: int
 
+    @property
+    def answer(self) -> list[int]:
+        return self.ids[self.begin :]
+
     def select(self, values: Sequence[float]) -> NDArray[np.float64]:
         """Return the log-probabilities of the answer, given those of all tokens after the first one."""
         return np.array(values[self.begin - 1 :], np.float64)
@@ -96,14 +100,14 @@ def find_older(server: Scores, own: Scores, older: Mapping[str, Scores]) -> str 
     return None
 
 
-def check_names(probes: Sequence[Probe], scored: Sequence[Scored], tokenizer: Tokenizer) -> None:
+def check_names(probes: Sequence[Probe], scored: Sequence[Sequence[Scored]], tokenizer: Tokenizer) -> None:
     """Raise InputError if the server's tokens have other texts than the run's.
 
     Only tokens are compared that are whole characters on both sides. Servers differ in the space before a word.
     """
     for probe, found in zip(probes, scored, strict=True):
-        for token, name in zip(probe.ids, found.names, strict=True):
-            own, theirs = tokenizer.decode([token]).strip(), name.strip()
+        for token, each in zip(probe.answer, found, strict=True):
+            own, theirs = tokenizer.decode([token]).strip(), each.name.strip()
             is_text = own and theirs and "\N{REPLACEMENT CHARACTER}" not in own + theirs
             if is_text and own != theirs and not theirs.startswith("token_id:"):
                 raise InputError(
@@ -215,7 +219,7 @@ class ServedSampler:
             base = leaves.remove_adapters(params)
             check_names(self._probes, scored, self._setup.data.tokenizer)
             self._older = {"the model without adapters": self._score(self._base_reader, base, self._probes)}
-        server = [probe.select(each.values) for probe, each in zip(self._probes, scored, strict=True)]
+        server = [np.array([each.value for each in answer], np.float64) for answer in scored]
         if name := find_older(server, own, self._older):
             probe = self._probes[int(np.argmax(measure_differences(own, self._older[name])))]
             raise InputError(
@@ -274,10 +278,16 @@ class ServedSampler:
         quoted = repr(self._setup.data.tokenizer.decode(prompt.tolist())[-60:])
         return Probe(f"{name} {quoted}", [*prompt.tolist(), *(token for token, _ in answer)], prompt.size)
 
-    def _ask_scores(self) -> list[Scored]:
-        ask, beat = functools.partial(self._client.score, self._name), self._setup.processes.main.beat
-        found = self._share(lambda: self._client.map(ask, [probe.ids for probe in self._probes], beat))
-        return [Scored(*each) for each in found]
+    def _ask_scores(self) -> list[list[Scored]]:
+        """Return the scores of the server for the answer of each probe."""
+        beat, probes = self._setup.processes.main.beat, self._probes
+        asked = [probe.ids[: place + 1] for probe in probes for place in range(probe.begin, len(probe.ids))]
+        found = iter(
+            self._share(
+                lambda: self._client.map(lambda ids: self._client.score(self._name, ids[:-1], ids[-1]), asked, beat)
+            )
+        )
+        return [[Scored(*next(found)) for _ in probe.answer] for probe in probes]
 
     @functools.cached_property
     def _model(self) -> Model:

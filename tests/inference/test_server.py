@@ -147,6 +147,13 @@ def test_log_probabilities_are_those_of_the_model(complete: Callable[..., Any], 
     only = complete(ids[:5].tolist(), logprobs=1, echo=True, max_tokens=0)
     assert only.logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:5], abs=1e-5)
     assert complete(logprobs=0).logprobs.top_logprobs is None
+    # Of a token that is no likely one, at any temperature.
+    token = int(np.argmin(expected[4]))
+    for temperature in (0, 1):
+        body = {"allowed_token_ids": [token], "return_token_ids": True}
+        choice = complete(ids[:5].tolist(), logprobs=0, max_tokens=1, temperature=temperature, extra_body=body)
+        assert choice.token_ids == [token]
+        assert choice.logprobs.token_logprobs == pytest.approx([expected[4, token]], abs=1e-4)
 
 
 def test_requests_that_run_together_get_what_each_gets_alone(complete: Callable[..., Any]) -> None:
@@ -222,6 +229,7 @@ def test_a_chat_is_written_with_the_template_of_the_model(client: Any, loaded: d
         ("completions", {"prompt": []}, 400, "prompt: must be a text, a list of token ids"),
         ("completions", {"prompt": [512]}, 400, "512 is no token id; ids are at least 0 and below 512"),
         ("completions", {"prompt": "\ud800"}, 400, "surrogates not allowed"),
+        ("completions", {"prompt": "x", "allowed_token_ids": [512]}, 400, "must be a list of one token id below 512"),
         ("completions", {"prompt": "x", "max_tokens": CONTEXT}, 400, "together more than the context of 512"),
         ("completions", {"prompt": ["x"] * 1024, "n": 2}, 400, "n: 1024 prompts with 2 choices each are too many"),
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens: must be at least 1 without echo"),

@@ -24,7 +24,7 @@ from jaxopt_llm.config import Config, DataConfig, ModelConfig
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError, ServerFailed
 from jaxopt_llm.distributed.process_group import SINGLE_PROCESS
-from jaxopt_llm.execution.decode import Request, TokenGenerator
+from jaxopt_llm.execution.decode import Request
 from jaxopt_llm.execution.sampling import Sampling
 from jaxopt_llm.inference import models
 from jaxopt_llm.inference.models import LoadedModel
@@ -179,13 +179,19 @@ def test_a_server_with_older_weights_ends_the_run(
         sampler.draw(change(first, 1e-4, 2), prompts(whole), 1, (0, 1))
 
 
-def test_a_server_that_draws_with_older_weights_than_it_scores_with_ends_the_run(
-    setup: tuple[Setup, TrainState], sampler: ServedSampler, monkeypatch: pytest.MonkeyPatch
+def test_a_server_whose_weights_change_after_the_probes_ends_the_run(
+    setup: tuple[Setup, TrainState], sampler: ServedSampler, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, state = setup
     sampler.draw(state, prompts(whole), 1, (0, 0))
-    old, load = sampler._read_weights(state), TokenGenerator.load
-    monkeypatch.setattr(TokenGenerator, "load", lambda self, params: load(self, old))
+    old, hand_over = sampler._read_weights(state), sampler._hand_over
+
+    def hand_over_and_go_back(*given: Any) -> None:
+        hand_over(*given)
+        (engine,) = served.server._worker._engines.values()
+        engine.generator.load(old)
+
+    monkeypatch.setattr(sampler, "_hand_over", hand_over_and_go_back)
     with pytest.raises(
         InputError, match="the answer to '.*differ from those of the run by .* rollouts.server_tolerance=0.25"
     ):
@@ -296,6 +302,7 @@ def test_a_request_asks_for_the_whole_distribution(
             "status 401: who\\?; set its token as JAXOPT_LLM_SERVE_TOKEN",
         ),
         (503, b"busy", ServerFailed, "status 503: busy$"),
+        (500, {"error": {"message": "EngineCore died"}}, ServerFailed, "status 500: EngineCore died$"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(
@@ -308,18 +315,16 @@ def test_an_answer_that_is_none_is_an_error(
     assert type(raised.value) is error and str(raised.value).startswith(f"rollouts.server={address}: /completions: ")
 
 
-def test_scores_that_are_not_those_of_the_text_are_an_error(answering: tuple[str, dict[str, Any]]) -> None:
+def test_a_score_is_that_of_an_answer_of_one_token(answering: tuple[str, dict[str, Any]]) -> None:
     address, given = answering
-    choice = choose(0, [], [None, -0.5])
-    given["answer"] = 200, {"choices": [choice | {"prompt_token_ids": [1, 2]}]}
-    assert AnswerServer(address, 10, 10).score("mine", [1, 2]).values == [-0.5]
-    for changed, message in (
-        ({"prompt_token_ids": [1, 3]}, "it read other tokens"),
-        (choose(0, [], [-0.5]), "log-probabilities of 1 of the 2 tokens"),
-    ):
-        given["answer"] = 200, {"choices": [choice | changed]}
-        with pytest.raises(InputError, match=message):
-            AnswerServer(address, 10, 10).score("mine", [1, 2])
+    given["answer"] = 200, {"choices": [choose(0, [3], [-0.5])]}
+    assert AnswerServer(address, 10, 10).score("mine", [1, 2], 3) == (-0.5, "a")
+    asked = given["asked"]
+    assert (asked["prompt"], asked["max_tokens"], asked["allowed_token_ids"]) == ([1, 2], 1, [3])
+    for ids, values in (([4], [-0.5]), ([3], [-0.5, -0.5])):
+        given["answer"] = 200, {"choices": [choose(0, ids, values)]}
+        with pytest.raises(InputError, match="against allowed_token_ids of the request"):
+            AnswerServer(address, 10, 10).score("mine", [1, 2], 3)
 
 
 def test_a_server_that_is_not_there_may_come_back() -> None:
@@ -347,12 +352,11 @@ def test_tokens_with_other_texts_are_refused(
 ) -> None:
     score = AnswerServer.score
 
-    def rename(self: AnswerServer, model: str, text: Sequence[int]) -> Any:
-        found = score(self, model, text)
-        return found._replace(names=["other"] * len(found.names))
+    def rename(self: AnswerServer, model: str, prompt: Sequence[int], token: int) -> Any:
+        return score(self, model, prompt, token)._replace(name="other")
 
     monkeypatch.setattr(AnswerServer, "score", rename)
-    with pytest.raises(InputError, match=r"its token \d+ is 'other', and that of data.tokenizer '.'"):
+    with pytest.raises(InputError, match=r"its token \d+ is 'other', and that of data.tokenizer '.+'"):
         sampler.draw(setup[1], prompts(setup[0]), 1, (0, 0))
 
 
