@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from jaxopt_llm.config import cli
@@ -27,10 +28,11 @@ def make_parser() -> argparse.ArgumentParser:
     flags.add_model_flags(parser, named_adapters=True)
     flags.add_tokenizer_flags(parser)
     add(
-        "--load-adapters-from",
+        "--load-from",
         type=Path,
         metavar="FOLDER",
-        help="let clients load and unload adapters whose folders lie in this one (/v1/load_lora_adapter)",
+        help="let clients load adapters and weights whose folders lie in this one (/v1/load_lora_adapter, "
+        "/collective_rpc)",
     )
     add("--rows", type=errors.positive, default=16, metavar="N", help="requests that run at a time (default: 16)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: 127.0.0.1)")
@@ -56,9 +58,9 @@ def main() -> int:
         install = errors.describe_install("serve")
         raise InputError(f"serve requires the packages starlette and uvicorn ({error}); run: {install}") from error
     flags.check_tokenizer_flags(arguments)
-    root = arguments.load_adapters_from
+    root = arguments.load_from
     if root and arguments.quantise:
-        raise InputError(f"--quantise {arguments.quantise} does not support adapters: leave --load-adapters-from out")
+        raise InputError(f"--quantise {arguments.quantise} does not support adapters: leave --load-from out")
     token = os.environ.get(TOKEN_VARIABLE, "").strip()  # no flag: other users of the machine see flags
     if not token and not server.is_loopback(arguments.host):
         raise InputError(
@@ -73,7 +75,7 @@ def main() -> int:
         address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         print(f"serving {', '.join(loaded)} at {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         with oom.explain_oom("generating", "set a smaller --rows or --context"):
-            folders = server.AdapterFolders(root, _make_adapter_loader(arguments, loaded)) if root else None
+            folders = server.Folders(root, *_make_loaders(arguments, loaded)) if root else None
             server.Server(loaded, arguments.rows, length, token.encode(), folders).serve_on(listener)
     return 0
 
@@ -99,12 +101,16 @@ def _load_models(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
     return {str(directory): source} | adapted
 
 
-def _make_adapter_loader(
+def _make_loaders(
     arguments: argparse.Namespace, loaded: Mapping[str, LoadedModel]
-) -> Callable[[Path], LoadedModel]:
-    """Return the function that returns the model with the adapters of a folder."""
-    source = next(iter(loaded.values()))
-    return lambda path: models.adapt_loaded(source, arguments.checkpoint, path, arguments.family)
+) -> tuple[Callable[[Path], LoadedModel], ...]:
+    """Return functions from a folder to the model with its adapters, and to the model with its weights."""
+    source = replace(next(iter(loaded.values())), params={})
+
+    def adapt(path: Path) -> LoadedModel:
+        return models.adapt_loaded(next(iter(loaded.values())), arguments.checkpoint, path, arguments.family)
+
+    return adapt, lambda path: models.reload_loaded(source, path, arguments.family)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -373,19 +373,18 @@ class Config:
         )
 
     def _server_problems(self) -> list[str]:
-        """List the settings that do not suit answers that a server draws, which gets only adapters."""
+        """List the settings that do not suit answers that a server draws, which gets adapters or all weights."""
         if not self.rollouts.server:
             return []
         name, itself = f"rollouts.server={self.rollouts.server}", "leave it out, so that the run draws its own answers"
         trainable, resized = self.training.trainable, self.model.resize_vocabulary
         refused = {
-            "lora.rank=0 trains all weights": (not self.lora.rank, "train adapters with --lora.rank"),
             "model.pretrained is empty": (not self.model.pretrained, "name the model that the server has"),
-            f"training.trainable={trainable} trains whole weights": (bool(trainable), "set --training.trainable ()"),
-            f"model.resize_vocabulary={resized} changes whole weights": (resized > 0, "set it to 0"),
+            f"training.trainable={trainable} trains some of the weights": (bool(trainable), "set it to ()"),
+            f"model.resize_vocabulary={resized} changes their shapes": (resized > 0, "set it to 0"),
         }
         return [
-            f"{name}: the server gets the adapters of this run, and {problem}: {remedy}, or {itself}"
+            f"{name}: the server gets the adapters of this run, or all weights, and {problem}: {remedy}, or {itself}"
             for problem, (applies, remedy) in refused.items()
             if applies
         ]

@@ -280,6 +280,19 @@ def adapt_loaded(source: LoadedModel, directory: Path, adapter: Path, family: st
     return replace(source, model=model, params=split_layers(params))
 
 
+def reload_loaded(source: LoadedModel, folder: Path, family: str = "") -> LoadedModel:
+    """Return a loaded model with other weights, those of a Hugging Face folder. family: see `ModelConfig.family`.
+
+    Raises:
+        InputError: the folder is of another model.
+    """
+    opened = huggingface.open_model_folder(folder, family)
+    model, params, _ = read_folder(opened, source.config.precision, source.placement.size("tensor"))
+    if model.specs != source.model.specs:
+        raise InputError(f"{folder}: it holds another model than the one that is served; name weights of that one")
+    return replace(source, params=split_layers(params))
+
+
 def _open_adapters(
     adapter: Path, directory: Path, config: Config, folder: ModelFolder | None
 ) -> tuple[AdapterFolder, ModelFolder | None]:

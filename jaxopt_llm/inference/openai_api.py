@@ -268,6 +268,18 @@ def read_adapter(body: bytes, loads: bool) -> tuple[str, str]:
     return name, path
 
 
+def read_reload(body: bytes) -> str:
+    """Return the path of the folder to read weights from, given vLLM's call of `reload_weights`."""
+    fields = Fields(body)
+    method = fields.take_text("method")
+    given = fields.take("kwargs", {}, lambda value: isinstance(value, dict), "an object")
+    fields.finish()
+    if method != "reload_weights" or {*given} != {"weights_path"} or not isinstance(given["weights_path"], str):
+        raise ApiError("method: the only call is reload_weights, with kwargs {weights_path: FOLDER}", "method")
+    path: str = given["weights_path"]
+    return path
+
+
 # --- answers
 
 

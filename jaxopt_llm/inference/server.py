@@ -68,26 +68,25 @@ CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", openai_api.w
 
 
 @dataclass(frozen=True)
-class AdapterFolders:
-    """Adapters that clients may load.
+class Folders:
+    """Folders that clients may load.
 
     Attributes:
-        root: the folder that their folders lie in.
-        load: returns the model with the adapters of a folder. Only the worker's thread calls it.
+        root: the folder that they lie in.
+        adapt: returns the model with the adapters of a folder. Only the worker's thread calls it, and `reload`.
+        reload: returns the model with the weights of a folder.
     """
 
     root: Path
-    load: Callable[[Path], LoadedModel]
+    adapt: Callable[[Path], LoadedModel]
+    reload: Callable[[Path], LoadedModel]
 
-    def find(self, path: str) -> Path:
-        """Return the folder of adapters. Raises ApiError if it is elsewhere, also by a link or `..`."""
+    def find(self, field: str, path: str) -> Path:
+        """Return the folder that a field names. Raises ApiError if it is elsewhere, also by a link or `..`."""
         folder = Path(path).resolve()
         if not folder.is_relative_to(self.root.resolve()):
-            raise ApiError(
-                f"lora_path: {path} is not in {self.root}: the server reads adapters only there (--load-adapters-from)",
-                "lora_path",
-                403,
-            )
+            message = f"{field}: {path} is not in {self.root}: the server reads folders only there (--load-from)"
+            raise ApiError(message, field, 403)
         return folder
 
 
@@ -96,10 +95,10 @@ class Api:
 
     Args:
         worker: generates. The first of its models is the base, which a request without a model gets.
-        folders: adapters that clients may load; None: they may not.
+        folders: adapters and weights that clients may load; None: they may not.
     """
 
-    def __init__(self, worker: Worker, folders: AdapterFolders | None = None) -> None:
+    def __init__(self, worker: Worker, folders: Folders | None = None) -> None:
         self._worker, self._started, self._folders = worker, int(time.time()), folders
         self._base, *_ = worker.models
         self._source: LoadedModel = worker.models[self._base]
@@ -112,6 +111,8 @@ class Api:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
+            Route("/collective_rpc", self._reload, methods=["POST"]),
+            Route("/reset_prefix_cache", self._reset_cache, methods=["POST"]),
         ]
 
     async def _check_health(self, request: Request) -> Response:
@@ -136,7 +137,7 @@ class Api:
     async def _load_adapter(self, request: Request) -> Response:
         folders = self._find_folders()
         name, path = openai_api.read_adapter(await request.body(), loads=True)
-        load = functools.partial(folders.load, folders.find(path))
+        load = functools.partial(folders.adapt, folders.find("lora_path", path))
         try:
             await asyncio.wrap_future(self._worker.add_model(name, load))
         except ValueError as error:
@@ -156,11 +157,22 @@ class Api:
             raise ApiError(f"lora_name: {error}", "lora_name", 409) from error
         return PlainTextResponse(f"unloaded {name}")
 
-    def _find_folders(self) -> AdapterFolders:
+    async def _reload(self, request: Request) -> Response:
+        folders = self._find_folders()
+        path = folders.find("weights_path", openai_api.read_reload(await request.body()))
+        try:
+            await asyncio.wrap_future(self._worker.reload_model(self._base, functools.partial(folders.reload, path)))
+        except ValueError as error:
+            raise ApiError(str(error), "weights_path", 409) from error
+        return JSONResponse({"results": [None]})
+
+    async def _reset_cache(self, request: Request) -> Response:
+        return JSONResponse({"success": True})  # weights are loaded with an empty cache
+
+    def _find_folders(self) -> Folders:
         if self._folders is None:
             raise ApiError(
-                "clients may not change the adapters of this server; start it with --load-adapters-from FOLDER",
-                status=403,
+                "clients may not change the weights of this server; start it with --load-from FOLDER", status=403
             )
         return self._folders
 
@@ -384,7 +396,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             )
 
 
-def make_app(worker: Worker, token: bytes, folders: AdapterFolders | None = None) -> Starlette:
+def make_app(worker: Worker, token: bytes, folders: Folders | None = None) -> Starlette:
     """Return the application.
 
     Args:
@@ -415,7 +427,7 @@ class Server(uvicorn.Server):
         rows: int,
         length: int,
         token: bytes,
-        folders: AdapterFolders | None = None,
+        folders: Folders | None = None,
     ) -> None:
         self._worker = Worker(models, rows, length)
         app = make_app(self._worker, token, folders)

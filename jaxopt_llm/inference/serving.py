@@ -203,6 +203,20 @@ class Worker:
 
         return self._call(remove)
 
+    def reload_model(self, name: str, load: Callable[[], LoadedModel]) -> Future[None]:
+        """Serve other weights as a model that no other shares arrays with. The result is an error if that fails."""
+
+        def reload() -> None:
+            if len(self.models) > 1:
+                raise ValueError(f"adapters of {name} share its weights; unload them first")
+            if self._running:
+                raise ValueError(f"requests for {name} are running; end them first")
+            self.models = {name: load()}
+            if name in self._engines:
+                self._engines[name].load(self.models[name])
+
+        return self._call(reload)
+
     def stop(self) -> None:
         """Let `run` return."""
         self._inbox.put(None)

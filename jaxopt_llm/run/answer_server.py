@@ -1,4 +1,4 @@
-"""Client of a server with OpenAI's API: answers with their tokens and log-probabilities, and adapters by name.
+"""Client of a server with OpenAI's API: answers with their tokens and log-probabilities, and weights to compute with.
 
 The requests are those of vLLM's server (https://docs.vllm.ai), which `jaxopt-llm serve` answers too. Nothing of an
 answer is taken on trust: one that lacks something, or does not fit to what was asked, is an error.
@@ -33,6 +33,7 @@ HINTS = {  # what mends a refusal, by path and status
 # Statuses of a server that is not there yet, or not any more. So is 500 for completions; for adapters, vLLM has it for
 # those that it does not take.
 MAY_PASS = (502, 503, 504)
+AT_ROOT = ("/collective_rpc", "/reset_prefix_cache")  # endpoints that are not below /v1
 # The whole distribution at temperature 1. All are sent, because vLLM's defaults are those of a model's
 # generation_config.json.
 WHOLE_DISTRIBUTION: Mapping[str, Any] = {
@@ -84,15 +85,19 @@ class AnswerServer:
         self._name = f"rollouts.server={address}"
         self._open, self.is_gone = set[http.client.HTTPConnection](), False
 
-    def check(self) -> None:
-        """Raise InputError unless the server answers and lets clients load adapters."""
+    def check(self, adapters: bool) -> None:
+        """Raise InputError unless the server answers and lets clients load adapters, or weights of the model."""
         self.list_models()
-        status, data = self._exchange("/load_lora_adapter", {"lora_name": "", "lora_path": ""})
-        if status != 400:  # names no adapter
+        if adapters:
+            what, path, body = "adapters", "/load_lora_adapter", {"lora_name": "", "lora_path": ""}
+            start = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+        else:
+            what, path, body, start = "weights", "/collective_rpc", {}, "VLLM_SERVER_DEV_MODE=1"
+        status, data = self._exchange(path, body)
+        if status != 400:  # the request names nothing
             raise InputError(
-                f"{self._name}: it does not let clients load adapters (status {status}: {_read_message(data)}): start "
-                "vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or jaxopt-llm serve with "
-                "--load-adapters-from (docs/grpo.md)"
+                f"{self._name}: it does not let clients load {what} (status {status}: {_read_message(data)}): start "
+                f"vLLM with {start}, or jaxopt-llm serve with --load-from (docs/grpo.md)"
             )
 
     def list_models(self) -> list[str]:
@@ -107,6 +112,15 @@ class AnswerServer:
 
     def unload_adapter(self, name: str) -> None:
         self._ask("/unload_lora_adapter", {"lora_name": name})
+
+    def load_weights(self, path: str) -> None:
+        """Let the server read the weights of its model from a folder, and forget the keys of older ones."""
+        self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        if not self._ask_json("/reset_prefix_cache", {}).get("success"):
+            raise InputError(
+                f"{self._name}: /reset_prefix_cache: other requests use its cache while it loads weights; let this "
+                "run be its only client"
+            )
 
     def draw(self, model: str, wanted: Draw) -> list[Drawn]:
         """Return answers of a model to a prompt."""
@@ -243,7 +257,8 @@ class AnswerServer:
         self._open.add(connection)
         try:
             content = None if body is None else json.dumps(body).encode()
-            connection.request("GET" if body is None else "POST", self._parts.path + path, content, headers)
+            base = self._parts.path.removesuffix("/v1") if path in AT_ROOT else self._parts.path
+            connection.request("GET" if body is None else "POST", base + path, content, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -264,10 +279,11 @@ class AnswerServer:
 
 
 def check_server(config: Config) -> None:
-    """Raise InputError if the server of `rollouts.server` does not answer, or takes no adapters."""
+    """Raise InputError if the server of `rollouts.server` does not answer, or takes no weights."""
     if config.draws and config.rollouts.server:
         rollouts = config.rollouts
-        AnswerServer(rollouts.server, rollouts.server_seconds, config.model.vocabulary_size).check()
+        server = AnswerServer(rollouts.server, rollouts.server_seconds, config.model.vocabulary_size)
+        server.check(adapters=config.lora.rank > 0)
 
 
 def _read_value(value: Any) -> float:

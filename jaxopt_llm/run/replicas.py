@@ -130,9 +130,9 @@ def find_differences(state: TrainState, sums: Sums) -> dict[str, np.ndarray]:
     return different
 
 
-def compute_sums(state: TrainState) -> Sums:
-    """Return the checksums of all leaves, the same in all processes. One leaf at a time is on the device."""
-    leaves = tree.leaves_with_path(state)
+def compute_sums(arrays: Any) -> Sums:
+    """Return the checksums of all leaves of a tree, the same in all processes. One leaf at a time is on the device."""
+    leaves = tree.leaves_with_path(arrays)
     sums = [_make_sum(leaf.sharding, leaf.ndim)(leaf) for _, leaf in leaves]
     mesh = leaves[0][1].sharding.mesh
     gathered = jax.device_get(_make_gather(mesh)(sums))

@@ -1,8 +1,9 @@
-"""Answers that a server draws with the adapters of the run, and the proof that it has them.
+"""Answers that a server draws with the weights of the run, and the proof that it has them.
 
-Whenever the adapters have changed, they are written as a PEFT folder under a new name, and the server is told to read
-it. A server may say that it has done so and still compute with older weights, with others, or with none. So fixed
-probes, texts of a prompt and an answer, are scored on both sides after each hand-over, and some answers of each step.
+Whenever the weights have changed, they are written as a folder, and the server is told to read it: adapters as a PEFT
+folder under a new name, or all weights as the folder of a model, in place of those that it has. A server may say that
+it has done so and still compute with older weights, with others, or with none. So fixed probes, texts of a prompt and
+an answer, are scored on both sides after each hand-over, and some answers of each step.
 """
 
 import contextlib
@@ -26,19 +27,19 @@ from jaxopt_llm.checkpoint.native.identity import read_identity
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapter_folder
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import MeshConfig
-from jaxopt_llm.core import hub, tree
+from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import CommandError, InputError
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.mesh import make_mesh
+from jaxopt_llm.run import replicas
 from jaxopt_llm.run.answer_server import AnswerServer, Draw, Drawn, Scored
 from jaxopt_llm.run.log_probabilities import DocumentReader, make_prompt_reader, make_requests
 from jaxopt_llm.run.samples import make_sampling_model, make_sampling_placement
 from jaxopt_llm.run.setup import Setup
 from jaxopt_llm.step.state import TrainState, make_weight_reader
 
-ADAPTERS = "adapters"  # folder of the run directory, in which the server reads
 PROBES = 8
 PROBE_TOKENS = 32  # of the answer in a probe
 FEWEST_TOKENS = 16  # that a mean is over: the difference of a single unlikely token may be larger than any bound
@@ -117,7 +118,7 @@ def check_names(probes: Sequence[Probe], scored: Sequence[Sequence[Scored]], tok
 
 
 class ServedSampler:
-    """Sampler whose answers a server draws.
+    """Sampler whose answers a server draws, with adapters or with all weights of the run.
 
     Attributes:
         difference: largest difference of the probes after the last hand-over, in nats a token; None before the first.
@@ -135,8 +136,10 @@ class ServedSampler:
         )
         self._placement = make_sampling_placement(setup)
         self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
-        self._loaded = ""  # digest of the adapters that the server has
-        # The last state, which is not kept alive, with the digest of its adapters.
+        # What the server gets, and the folder of the run directory in which it reads them.
+        self._what = "adapters" if config.lora.rank else "weights"
+        self._loaded = ""  # digest of the weights that the server has
+        # The last state, which is not kept alive, with the digest of its weights.
         self._known: tuple[weakref.ref[TrainState], str] | None = None
         self._probes: list[Probe] = []
         self._older: dict[str, Scores] = {}
@@ -147,7 +150,7 @@ class ServedSampler:
     def draw(
         self, state: TrainState, prompts: Sequence[NDArray[np.int32]], count: int, key: tuple[int, int]
     ) -> list[Drawn]:
-        """Return this number of answers to each prompt, by the adapters of the state.
+        """Return this number of answers to each prompt, by the weights of the state.
 
         key: of the random numbers, besides the seed of the run.
 
@@ -179,83 +182,93 @@ class ServedSampler:
 
     @property
     def _name(self) -> str:
-        return self._prefix + self._loaded
+        """Name of the model that answers."""
+        return self._prefix + self._loaded if self._what == "adapters" else self._own_name
+
+    @functools.cached_property
+    def _own_name(self) -> str:
+        """Name of the server's own model."""
+        name: str = self._share(lambda: self._client.list_models()[0])
+        return name
 
     @functools.cached_property
     def _prefix(self) -> str:
-        """Start of the names of the adapters of this run, which no other run has."""
+        """Start of the names of the folders and adapters of this run, which no other run has."""
         return f"{self._setup.directory.name}-{read_identity(self._setup.directory).run[:8]}-"
 
     def identify(self, state: TrainState) -> str:
-        """Return the digest of the adapters of a state."""
-        if self._known is not None and self._known[0]() is state:
-            return self._known[1]
-        digest = hashlib.sha256()
-        for path, leaf in tree.leaves_with_path(self._read_adapters(state)):
-            digest.update(path.encode())
-            digest.update(np.ascontiguousarray(leaf).tobytes())
-        self._known = weakref.ref(state), digest.hexdigest()[:16]
+        """Return the digest of the trained weights of a state, which depends on the mesh."""
+        if self._known is None or self._known[0]() is not state:
+            digest = hashlib.sha256()
+            for path, sums in replicas.compute_sums(state.masters).items():
+                digest.update(path.encode() + sums.tobytes())
+            self._known = weakref.ref(state), digest.hexdigest()[:16]
         return self._known[1]
 
-    def _read_adapters(self, state: TrainState) -> Params:
-        """Return the adapters of a state as arrays on the host."""
-        adapters = self._setup.program.to_checkpoint(state)["masters"]
-        if self._setup.processes.count > 1:
-            return multihost_utils.process_allgather(adapters, tiled=True)
-        return jax.tree.map(np.asarray, adapters)
+    def _read_trained(self, state: TrainState) -> Params:
+        """Return the trained weights of a state. With several processes they are on the host, whole in each."""
+        trained = self._setup.program.to_checkpoint(state)["masters"]
+        return multihost_utils.process_allgather(trained, tiled=True) if self._setup.processes.count > 1 else trained
 
     def _hand_over(self, state: TrainState, params: Params) -> None:
-        """Give the server the adapters of a state, if it has others, and check that it uses them."""
+        """Give the server the weights of a state, if it has others, and check that it uses them."""
         digest = self.identify(state)
         if digest == self._loaded:
             return
         first = not self._loaded
-        self._loaded, adapters = digest, self._read_adapters(state)
-        self._share(lambda: self._give(adapters))
+        self._loaded, trained = digest, self._read_trained(state)
+        self._share(lambda: self._give(trained))
         if first:
             self._choose_probes()
         own, scored = self._score(self._reader, params, self._probes), self._ask_scores()
         if first:
-            base = leaves.remove_adapters(params)
             check_names(self._probes, scored, self._setup.data.tokenizer)
-            self._older = {"the model without adapters": self._score(self._base_reader, base, self._probes)}
+            if self._what == "adapters":
+                base = self._score(self._base_reader, leaves.remove_adapters(params), self._probes)
+                self._older = {"the model without adapters": base}
         server = [np.array([each.value for each in answer], np.float64) for answer in scored]
         if name := find_older(server, own, self._older):
             probe = self._probes[int(np.argmax(measure_differences(own, self._older[name])))]
             raise InputError(
                 f"rollouts.server={self._setup.config.rollouts.server}: {probe.name}: it says that it has loaded "
-                f"{self._name}, and its log-probabilities are those of {name}: restart the server, and see whether it "
-                "applies adapters to this model (docs/grpo.md)"
+                f"{self._folder}, and its log-probabilities are those of {name}: restart the server, and see whether "
+                f"it applies {self._what} to this model (docs/grpo.md)"
             )
         self.difference = self._check_differences(self._probes, server, own)
-        self._older |= {"the adapters before": own} | ({"the first adapters": own} if first else {})
+        self._older |= {f"the {self._what} before": own} | ({f"the first {self._what}": own} if first else {})
 
     @property
     def _folder(self) -> Path:
-        return self._setup.directory.resolve() / ADAPTERS
+        return self._setup.directory.resolve() / self._what / (self._prefix + self._loaded)
 
-    def _give(self, adapters: Params) -> None:
-        """Give the server adapters in place of those that it has. adapters: on the host."""
+    def _give(self, trained: Params) -> None:
+        """Give the server weights in place of those that it has."""
         config, source = self._setup.config, pretrained.find_source_folder(self._setup.config)
-        base, folder = config.model.pretrained, self._folder / self._name
+        self._remove_old()
+        if self._what == "weights":
+            self._folder.parent.mkdir()
+            dtype = config.precision.compute_dtype
+            huggingface.write_model_folder(self._folder, trained, config.model, huggingface.Origin(source), dtype)
+            self._client.load_weights(str(self._folder))
+            return
+        base = config.model.pretrained
         origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base))
         family = huggingface.choose_adapter_family(config.model, source)
         own_device = NamedSharding(make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]), PartitionSpec())
-        self._remove_old()
-        adapters = jax.device_put(adapters, own_device)  # the other processes do not write
-        write_adapter_folder(folder, adapters, family, config.model, config.lora, origin)
-        self._client.load_adapter(self._name, str(folder))
+        adapters = jax.device_put(trained, own_device)  # the other processes do not write
+        write_adapter_folder(self._folder, adapters, family, config.model, config.lora, origin)
+        self._client.load_adapter(self._name, str(self._folder))
 
     def _remove_old(self) -> None:
-        """Unload the adapters that the server has of this run, also of an earlier start, and remove their folders."""
+        """Unload the adapters that the server has of this run, also of an earlier start, and remove the folders."""
         for name in self._client.list_models():
             if name.startswith(self._prefix):
                 self._client.unload_adapter(name)
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
+        if self._folder.parent.exists():
+            shutil.rmtree(self._folder.parent)
 
     def close(self) -> None:
-        """Remove the adapters from the server, if it is still there, and their folder."""
+        """Remove the adapters from the server, if it is still there, and the folder. A server keeps whole weights."""
         if self._loaded and self._setup.processes.first and not self._client.is_gone:
             with contextlib.suppress(CommandError):  # the next start of the run removes them
                 self._remove_old()

@@ -1,5 +1,6 @@
 """The server, asked by the client package of OpenAI over a socket, next to `generate` and the logits of the model."""
 
+import functools
 import itertools
 import json
 import socket
@@ -286,7 +287,9 @@ def test_a_token_is_asked_for(loaded: dict[str, LoadedModel]) -> None:
 def loading(loaded: dict[str, LoadedModel], folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the address of a server whose clients may load adapters, and the server."""
     root = folder.parent / "allowed"
-    folders = server.AdapterFolders(root, lambda path: models.adapt_loaded(loaded["base"], folder, path))
+    base = loaded["base"]
+    adapt, reload = functools.partial(models.adapt_loaded, base, folder), functools.partial(models.reload_loaded, base)
+    folders = server.Folders(root, adapt, reload)
     for name, targets in (("mine", "attention/query mlp/down head/table"), ("other", "mlp/up")):
         params = adapters.add_adapters(CONFIG, targets)
         adapters.write_adapters(root / name, params, CONFIG)
@@ -339,8 +342,8 @@ def test_clients_load_and_unload_adapters(
     ("path", "body", "status", "said"),
     [
         ("load_lora_adapter", {"lora_name": "x", "lora_path": "base"}, 403, "base is not in"),
-        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/../adapter"}, 403, "reads adapters only there"),
-        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/link"}, 403, "reads adapters only there"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/../adapter"}, 403, "reads folders only there"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/link"}, 403, "reads folders only there"),
         ("load_lora_adapter", {"lora_name": "x", "lora_path": "allowed/none"}, 400, "allowed/none"),
         ("load_lora_adapter", {"lora_name": "base", "lora_path": "allowed/mine"}, 400, "there is a model base already"),
         ("load_lora_adapter", {"lora_path": "allowed/mine"}, 400, "lora_name: is missing"),
@@ -378,7 +381,7 @@ def test_adapters_with_requests_stay(loading: tuple[str, Any], folder: Path) -> 
 
 def test_clients_load_nothing_unless_the_server_is_started_for_it(address: tuple[str, Any], folder: Path) -> None:
     status, text = ask(f"{address[0]}/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(folder)})
-    assert status == 403 and "start it with --load-adapters-from FOLDER" in text
+    assert status == 403 and "start it with --load-from FOLDER" in text
     assert ask(f"{address[0]}/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 403
 
 
@@ -440,7 +443,7 @@ def test_a_failure_of_the_worker_is_said_and_ends_the_server(
         ("--port 0 --adapter mine", "must be a name and a folder, such as mine=adapters/mine"),
         ("--port 0 --adapter a=x --adapter a=y", "--adapter a=...: two models have this name"),
         ("--port 0 --adapter a=x --quantise int8", "--quantise int8 does not support --adapter"),
-        ("--port 0 --load-adapters-from x --quantise int8", "--quantise int8 does not support adapters"),
+        ("--port 0 --load-from x --quantise int8", "--quantise int8 does not support adapters"),
         ("--port 0 --context 1", "--context 1: must lie between 2 and"),
     ],
 )

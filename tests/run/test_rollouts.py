@@ -188,14 +188,10 @@ def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
             {"rollouts.server": "gpu3:8000"},
             "rollouts.server=gpu3:8000: must be an address such as http://127.0.0.1:8000",
         ),
-        (
-            {"rollouts.server": "http://x/v1"},
-            "lora.rank=0 trains all weights: train adapters with --lora.rank",
-        ),
         ({"rollouts.server": "http://x/v1"}, "model.pretrained is empty: name the model that the server has"),
         (
             {"rollouts.server": "http://x/v1", "training.trainable": ("*",)},
-            "trains whole weights: set --training.",
+            "trains some of the weights: set it to ()",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Answers that a server draws: those of the run's own sampler, and servers whose weights are not the run's."""
 
+import functools
 import json
 import shutil
 import socket
@@ -45,7 +46,7 @@ ENDS = frozenset({256})
 
 @dataclass
 class Served:
-    """A server of a base. misread: what it does when it is told to load adapters, in place of loading them."""
+    """A server of a base. misread: what it does when it is told to load a folder, in place of loading it."""
 
     folder: Path
     base: LoadedModel
@@ -59,20 +60,23 @@ class Served:
     def load(self, path: Path) -> LoadedModel:
         return (self.misread or self.read)(path)
 
+    def reload(self, path: Path) -> LoadedModel:
+        return (self.misread or functools.partial(models.reload_loaded, self.base))(path)
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("served")
     folder = folders.folder_with_tokenizer(root / "base", CONFIG)
     found = Served(folder, models.load_model(folder))
-    adapters = server.AdapterFolders(root.parent, found.load)
+    adapters = server.Folders(root.parent, found.load, found.reload)
     with running({"base": found.base}, folders=adapters) as (address, found.server):
         found.address = f"{address}/v1"
         yield found
 
 
 def make_served_config(folder: Path, served: Served, **settings: Any) -> Config:
-    config = make_config(folder, **{"lora.rank": 4}, **settings)
+    config = make_config(folder, **{"lora.rank": 4} | settings)
     data, rollouts = (
         replace(config.data, tokenizer=DataConfig().tokenizer),
         replace(config.rollouts, server=served.address),
@@ -84,7 +88,11 @@ def make_served_config(folder: Path, served: Served, **settings: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory, served: Served) -> tuple[Setup, TrainState]:
-    config = make_served_config(tmp_path_factory.mktemp("run"), served)
+    return prepare(make_served_config(tmp_path_factory.mktemp("run"), served))
+
+
+def prepare(config: Config) -> tuple[Setup, TrainState]:
+    """Return the setup of a run, and its state before the first step."""
     setup = prepare_run(config, SINGLE_PROCESS)
     setup.directory.mkdir()
     write_identity(setup.directory, new_identity(config, SINGLE_PROCESS))
@@ -158,6 +166,28 @@ def test_answers_are_those_of_the_weights_that_were_handed_over(
     assert [*served.server._worker.models] == ["base", sampler._name]
     sampler.close()
     assert [*served.server._worker.models] == ["base"] and not (whole.directory / "adapters").exists()
+
+
+def test_all_weights_are_handed_over(tmp_path: Path, served: Served) -> None:
+    """Of a run without adapters. Folders that the server has read are removed, and older weights are found."""
+    whole, state = prepare(make_served_config(tmp_path, served, **{"lora.rank": 0}))
+    sampler = ServedSampler(whole, ENDS)
+    changed = change(state, 0.01)
+    for each in (state, changed):
+        drawn = sampler.draw(each, prompts(whole), 3, (0, 0))
+        assert [path.name for path in (whole.directory / "weights").iterdir()] == [sampler._folder.name]
+        assert sampler.difference is not None and sampler.difference < 1e-4
+        for theirs, own in zip(drawn, draw_itself(whole, sampler, each), strict=True):
+            assert [token for token, _ in theirs] == [token for token, _ in own]
+    assert [*served.server._worker.models] == ["base"]
+    first = served.server._worker.models["base"]
+    served.misread = lambda path: first
+    with pytest.raises(InputError, match="its log-probabilities are those of the weights before: restart"):
+        sampler.draw(change(changed, 1e-5, 2), prompts(whole), 1, (0, 1))
+    sampler.close()
+    assert not (whole.directory / "weights").exists()
+    served.server._worker.reload_model("base", lambda: served.base).result()
+    served.misread = None
 
 
 @pytest.mark.parametrize("stale", ["the model without adapters", "the adapters before"])
@@ -329,7 +359,7 @@ def test_a_score_is_that_of_an_answer_of_one_token(answering: tuple[str, dict[st
 
 def test_a_server_that_is_not_there_may_come_back() -> None:
     with pytest.raises(ServerFailed, match="/models: Connection refused; see to the server") as raised:
-        AnswerServer("http://127.0.0.1:1/v1", 10, 10).check()
+        AnswerServer("http://127.0.0.1:1/v1", 10, 10).check(adapters=True)
     assert raised.value.exit_code == 74
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = AnswerServer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", 0.2, 10)
@@ -338,13 +368,12 @@ def test_a_server_that_is_not_there_may_come_back() -> None:
         assert client.is_gone
 
 
-def test_a_server_without_adapters_is_refused_at_the_start(served: Served) -> None:
-    AnswerServer(served.address, 60, 10).check()
-    with (
-        running({"base": served.base}) as (address, _),
-        pytest.raises(InputError, match="status 403: .*--load-adapters-from"),
-    ):
-        AnswerServer(f"{address}/v1", 60, 10).check()
+def test_a_server_that_loads_nothing_is_refused_at_the_start(served: Served) -> None:
+    with running({"base": served.base}) as (address, _):
+        for adapters, needed in ((True, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"), (False, "VLLM_SERVER_DEV_MODE")):
+            AnswerServer(served.address, 60, 10).check(adapters)
+            with pytest.raises(InputError, match=f"status 403: .*{needed}.*--load-from"):
+                AnswerServer(f"{address}/v1", 60, 10).check(adapters)
 
 
 def test_tokens_with_other_texts_are_refused(
