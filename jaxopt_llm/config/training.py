@@ -402,13 +402,13 @@ class RolloutsConfig:
     server: str = setting("", resume="freely", is_place=True)
     """Server with OpenAI's API that draws the answers, such as http://127.0.0.1:8000/v1: vLLM or jaxopt-llm
     serve (TRL: vllm_server_base_url; docs/grpo.md). It serves the model of model.pretrained, and gets the adapters of
-    the run whenever they have changed. Empty = the run draws them itself."""
+    the run, or all its weights, whenever they have changed. Empty = the run draws them itself."""
     server_seconds: float = setting(600.0, resume="freely", bounds=POSITIVE)
     """Time limit of each request to the server, in seconds. A run whose server takes longer ends with exit code 74."""
-    server_tolerance: float = setting(0.25, resume="freely", bounds=POSITIVE)
+    server_tolerance: float = setting(0.0, resume="freely", bounds=NON_NEGATIVE)
     """Largest difference between the log-probabilities that server and run give the tokens of a probe, in nats, mean
-    over the tokens. Above it the run ends with exit code 2. What bfloat16 rounds grows with the square root of the
-    layers: 0.07 was measured with 24 (docs/grpo.md). A server with weights in 8 or 4 bits may need more."""
+    over the tokens. Above it the run ends with exit code 2. 0 = four times what was measured with equal weights at the
+    start, at most 0.25 (docs/grpo.md). A server with weights in 8 or 4 bits may need more."""
 
     def problems(self) -> list[str]:
         wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]

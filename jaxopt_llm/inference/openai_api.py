@@ -264,6 +264,7 @@ def read_adapter(body: bytes, loads: bool) -> tuple[str, str]:
     """Return the name of an adapter and the path of its folder, given a request to load or to unload it."""
     fields = Fields(body)
     name, path = fields.take_text("lora_name"), fields.take_text("lora_path") if loads else ""
+    fields.flag("is_3d_lora_weight")  # adapters of experts are read in either form
     fields.finish()
     return name, path
 

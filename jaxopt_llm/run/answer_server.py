@@ -108,7 +108,8 @@ class AnswerServer:
 
     def load_adapter(self, name: str, path: str) -> None:
         """Let the server read the adapters of a folder. They are a model of this name."""
-        self._ask("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        # PEFT's form for transformers 5, with all experts of a layer in one tensor, is vLLM's "3D".
+        self._ask("/load_lora_adapter", {"lora_name": name, "lora_path": path, "is_3d_lora_weight": True})
 
     def unload_adapter(self, name: str) -> None:
         self._ask("/unload_lora_adapter", {"lora_name": name})

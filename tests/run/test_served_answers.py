@@ -184,6 +184,14 @@ def test_all_weights_are_handed_over(tmp_path: Path, served: Served) -> None:
     served.misread = lambda path: first
     with pytest.raises(InputError, match="its log-probabilities are those of the weights before: restart"):
         sampler.draw(change(changed, 1e-5, 2), prompts(whole), 1, (0, 1))
+
+    def keep_table(path: Path) -> LoadedModel:
+        new = models.reload_loaded(first, path)
+        return replace(new, params=new.params | {"non_layer": first.params["non_layer"]})
+
+    served.misread = keep_table
+    with pytest.raises(InputError, match=r"by 0\.0\d* nats a token, above the bound of 0.001: .* weights completely"):
+        sampler.draw(change(changed, 0.02, 2), prompts(whole), 1, (0, 2))
     sampler.close()
     assert not (whole.directory / "weights").exists()
     served.server._worker.reload_model("base", lambda: served.base).result()
@@ -218,12 +226,11 @@ def test_a_server_whose_weights_change_after_the_probes_ends_the_run(
 
     def hand_over_and_go_back(*given: Any) -> None:
         hand_over(*given)
-        (engine,) = served.server._worker._engines.values()
-        engine.generator.load(old)
+        served.server._worker._engines[sampler._name].generator.load(old)
 
     monkeypatch.setattr(sampler, "_hand_over", hand_over_and_go_back)
     with pytest.raises(
-        InputError, match="the answer to '.*differ from those of the run by .* rollouts.server_tolerance=0.25"
+        InputError, match="the answer to '.*differ from those of the run by .* nats a token, above the bound of 0.25"
     ):
         sampler.draw(change(state, 0.3), prompts(whole), 1, (0, 1))
 
@@ -234,7 +241,7 @@ def test_another_model_on_the_server_ends_the_run(
     whole, state = setup
     params = jax.tree.map(lambda x: x * 1.3, served.base.params)
     served.misread = lambda path: replace(served.base, params=params)
-    with pytest.raises(InputError, match=r"probe \d, '.*by .* nats a token, above rollouts.server_tolerance=0.25"):
+    with pytest.raises(InputError, match=r"probe \d, '.*by .* nats a token, above the bound of 0.001"):
         sampler.draw(state, prompts(whole), 1, (0, 0))
 
 
