@@ -49,9 +49,11 @@ CERTAIN = 12.0
 # Bounds of the difference of a probe, in nats a token, unless rollouts.server_tolerance is one. The largest one holds
 # until rounding has been measured, and always for the answers of a step, which are other texts each time.
 LARGEST_BOUND = 0.25
-# Then the bound is this multiple of what was measured, because rounding grows as the weights change; at least what may
-# come and go with the shapes of batches, with the run in float32 and in 16 bits.
-GROWTH, LEAST_BOUNDS = 4.0, (1e-3, 0.03)
+# Then the bound is this multiple of what was measured, because rounding grows as the weights change, and at least the
+# second number: what 16 bits may round. If both sides compute in float32, they differ by less than FLOAT32, and the
+# bound is FLOAT32_BOUND.
+GROWTH, LEAST_BOUND = 4.0, 0.03
+FLOAT32, FLOAT32_BOUND = 1e-4, 1e-3
 Scores = Sequence[NDArray[np.float64]]  # of the tokens of each probe
 
 
@@ -85,8 +87,15 @@ def measure_differences(server: Scores, own: Scores) -> NDArray[np.float64]:
 
 
 def choose_bound(rounding: float, dtype: str) -> float:
-    """Return the bound of the differences of later probes. rounding: the largest difference with equal weights."""
-    return min(max(GROWTH * rounding, LEAST_BOUNDS[dtype != "float32"]), LARGEST_BOUND)
+    """Return the bound of the differences of later probes.
+
+    Args:
+        rounding: the largest difference with equal weights.
+        dtype: that the run computes in.
+    """
+    if dtype == "float32" and rounding < FLOAT32:
+        return FLOAT32_BOUND
+    return min(max(GROWTH * rounding, LEAST_BOUND), LARGEST_BOUND)
 
 
 def find_older(server: Scores, own: Scores, older: Mapping[str, Scores]) -> str | None:

@@ -33,7 +33,7 @@ from jaxopt_llm.run import initial_weights
 from jaxopt_llm.run.answer_server import AnswerServer, Draw
 from jaxopt_llm.run.directory import write_run_files
 from jaxopt_llm.run.samples import make_generator
-from jaxopt_llm.run.served_answers import ServedSampler, find_older
+from jaxopt_llm.run.served_answers import ServedSampler, choose_bound, find_older
 from jaxopt_llm.run.setup import Setup, prepare_run
 from jaxopt_llm.step.local_steps import initialize_groups
 from jaxopt_llm.step.state import TrainState
@@ -243,6 +243,13 @@ def test_another_model_on_the_server_ends_the_run(
     served.misread = lambda path: replace(served.base, params=params)
     with pytest.raises(InputError, match=r"probe \d, '.*by .* nats a token, above the bound of 0.001"):
         sampler.draw(state, prompts(whole), 1, (0, 0))
+
+
+def test_the_bound_follows_from_what_equal_weights_give() -> None:
+    """Float32 on both sides; a server in 16 bits; a run in 16 bits whose program is the server's; many layers."""
+    found = [choose_bound(*each) for each in ((1e-6, "float32"), (1e-3, "float32"), (0.0, "bfloat16"))]
+    assert found == [1e-3, 0.03, 0.03]
+    assert [choose_bound(0.02, "bfloat16"), choose_bound(0.1, "float32")] == [0.08, 0.25]
 
 
 def split(values: np.ndarray) -> list[np.ndarray]:
