@@ -7,8 +7,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxopt_llm.config import cli
@@ -75,8 +74,10 @@ def main() -> int:
         address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         print(f"serving {', '.join(loaded)} at {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         with oom.explain_oom("generating", "set a smaller --rows or --context"):
-            folders = server.Folders(root, *_make_loaders(arguments, loaded)) if root else None
-            server.Server(loaded, arguments.rows, length, token.encode(), folders).serve_on(listener)
+            folders = server.Folders(root, *_make_loaders(arguments)) if root else None
+            served = server.Server(loaded, arguments.rows, length, token.encode(), folders)
+            del loaded  # clients may replace the weights
+            served.serve_on(listener)
     return 0
 
 
@@ -101,16 +102,13 @@ def _load_models(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
     return {str(directory): source} | adapted
 
 
-def _make_loaders(
-    arguments: argparse.Namespace, loaded: Mapping[str, LoadedModel]
-) -> tuple[Callable[[Path], LoadedModel], ...]:
-    """Return functions from a folder to the model with its adapters, and to the model with its weights."""
-    source = replace(next(iter(loaded.values())), params={})
+def _make_loaders(arguments: argparse.Namespace) -> tuple[Callable[[LoadedModel, Path], LoadedModel], ...]:
+    """Return functions (model, folder) -> the model with the adapters of a folder, and with its weights."""
 
-    def adapt(path: Path) -> LoadedModel:
-        return models.adapt_loaded(next(iter(loaded.values())), arguments.checkpoint, path, arguments.family)
+    def adapt(source: LoadedModel, path: Path) -> LoadedModel:
+        return models.adapt_loaded(source, arguments.checkpoint, path, arguments.family)
 
-    return adapt, lambda path: models.reload_loaded(source, path, arguments.family)
+    return adapt, lambda source, path: models.reload_loaded(source, path, arguments.family)
 
 
 def _listen(host: str, port: int) -> socket.socket:

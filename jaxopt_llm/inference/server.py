@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from jaxopt_llm.inference.chat import open_template
 from jaxopt_llm.inference.flags import TOKENIZER_FLAGS
 from jaxopt_llm.inference.models import LoadedModel
 from jaxopt_llm.inference.openai_api import ApiError, Json, Names, Options
-from jaxopt_llm.inference.serving import Choice, Part, Query, Worker, join_parts
+from jaxopt_llm.inference.serving import Choice, ModelInUse, Part, Query, Worker, join_parts
 
 SHUTDOWN_SECONDS = 10  # that answers have to end, once the server is asked to stop
 CLIENT_LEFT = 499  # status of an answer that nobody reads
@@ -73,17 +73,21 @@ class Folders:
 
     Attributes:
         root: the folder that they lie in.
-        adapt: returns the model with the adapters of a folder. Only the worker's thread calls it, and `reload`.
-        reload: returns the model with the weights of a folder.
+        adapt: (model, folder) -> the model with the adapters of a folder. Only the worker's thread calls `adapt` and
+            `reload`.
+        reload: (model, folder) -> the model with the weights of a folder. The given model has none.
     """
 
     root: Path
-    adapt: Callable[[Path], LoadedModel]
-    reload: Callable[[Path], LoadedModel]
+    adapt: Callable[[LoadedModel, Path], LoadedModel]
+    reload: Callable[[LoadedModel, Path], LoadedModel]
 
     def find(self, field: str, path: str) -> Path:
         """Return the folder that a field names. Raises ApiError if it is elsewhere, also by a link or `..`."""
-        folder = Path(path).resolve()
+        try:
+            folder = Path(path).resolve()
+        except ValueError as error:  # a zero byte
+            raise ApiError(f"{field}: {error}", field) from error
         if not folder.is_relative_to(self.root.resolve()):
             message = f"{field}: {path} is not in {self.root}: the server reads folders only there (--load-from)"
             raise ApiError(message, field, 403)
@@ -101,7 +105,7 @@ class Api:
     def __init__(self, worker: Worker, folders: Folders | None = None) -> None:
         self._worker, self._started, self._folders = worker, int(time.time()), folders
         self._base, *_ = worker.models
-        self._source: LoadedModel = worker.models[self._base]
+        self._source: LoadedModel = replace(worker.models[self._base], params={})  # other weights may follow
         self._names = Names(self._source.tokenizer)
         self.routes = [
             Route("/health", self._check_health),
@@ -137,9 +141,9 @@ class Api:
     async def _load_adapter(self, request: Request) -> Response:
         folders = self._find_folders()
         name, path = openai_api.read_adapter(await request.body(), loads=True)
-        load = functools.partial(folders.adapt, folders.find("lora_path", path))
+        folder = folders.find("lora_path", path)
         try:
-            await asyncio.wrap_future(self._worker.add_model(name, load))
+            await asyncio.wrap_future(self._worker.add_model(name, lambda base: folders.adapt(base, folder)))
         except ValueError as error:
             raise ApiError(f"lora_name: {error}", "lora_name") from error
         return PlainTextResponse(f"loaded {name}")
@@ -159,14 +163,16 @@ class Api:
 
     async def _reload(self, request: Request) -> Response:
         folders = self._find_folders()
-        path = folders.find("weights_path", openai_api.read_reload(await request.body()))
+        folder = folders.find("weights_path", openai_api.read_reload(await request.body()))
         try:
-            await asyncio.wrap_future(self._worker.reload_model(self._base, functools.partial(folders.reload, path)))
+            load = functools.partial(folders.reload, self._source, folder)
+            await asyncio.wrap_future(self._worker.reload_model(self._base, load))
         except ValueError as error:
-            raise ApiError(str(error), "weights_path", 409) from error
+            raise ApiError(str(error), "weights_path", 409 if isinstance(error, ModelInUse) else 400) from error
         return JSONResponse({"results": [None]})
 
     async def _reset_cache(self, request: Request) -> Response:
+        self._find_folders()
         return JSONResponse({"success": True})  # weights are loaded with an empty cache
 
     def _find_folders(self) -> Folders:

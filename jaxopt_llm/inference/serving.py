@@ -149,6 +149,10 @@ class Engine:
             self._generator.unload()
 
 
+class ModelInUse(ValueError):
+    """Refusal to replace weights that adapters or requests use."""
+
+
 class Worker:
     """The thread that generates. Only `run` uses the devices; the other methods may be called from any thread.
 
@@ -178,13 +182,16 @@ class Worker:
         """End all choices of a query that have not ended, and free their rows."""
         self._inbox.put(functools.partial(self._end, query))
 
-    def add_model(self, name: str, load: Callable[[], LoadedModel]) -> Future[None]:
-        """Load a model, and serve it under a name that no other has. The result is an error if it cannot be loaded."""
+    def add_model(self, name: str, load: Callable[[LoadedModel], LoadedModel]) -> Future[None]:
+        """Load a model, and serve it under a name that no other has. The result is an error if it cannot be loaded.
+
+        load: given the first model.
+        """
 
         def add() -> None:
             if name in self.models:
                 raise ValueError(f"there is a model {name} already")
-            self.models = self.models | {name: load()}
+            self.models = self.models | {name: load(next(iter(self.models.values())))}
 
         return self._call(add)
 
@@ -204,13 +211,16 @@ class Worker:
         return self._call(remove)
 
     def reload_model(self, name: str, load: Callable[[], LoadedModel]) -> Future[None]:
-        """Serve other weights as a model that no other shares arrays with. The result is an error if that fails."""
+        """Replace the weights of the only model. The result is an error if that fails.
+
+        It is ModelInUse if there are adapters, which share the weights, or requests.
+        """
 
         def reload() -> None:
             if len(self.models) > 1:
-                raise ValueError(f"adapters of {name} share its weights; unload them first")
+                raise ModelInUse(f"adapters of {name} share its weights; unload them first")
             if self._running:
-                raise ValueError(f"requests for {name} are running; end them first")
+                raise ModelInUse(f"requests for {name} are running; end them first")
             self.models = {name: load()}
             if name in self._engines:
                 self._engines[name].load(self.models[name])

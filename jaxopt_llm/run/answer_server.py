@@ -1,4 +1,4 @@
-"""Client of a server with OpenAI's API: answers with their tokens and log-probabilities, and weights to compute with.
+"""Client of a server with OpenAI's API: it asks for answers with their log-probabilities, and hands over weights.
 
 The requests are those of vLLM's server (https://docs.vllm.ai), which `jaxopt-llm serve` answers too. Nothing of an
 answer is taken on trust: one that lacks something, or does not fit to what was asked, is an error.
@@ -87,7 +87,12 @@ class AnswerServer:
 
     def check(self, adapters: bool) -> None:
         """Raise InputError unless the server answers and lets clients load adapters, or weights of the model."""
-        self.list_models()
+        loaded = self._list_models(has_parent=True)
+        if loaded and not adapters:
+            raise InputError(
+                f"{self._name}: it serves adapters ({loaded[0]}), beside which it cannot load weights: start it anew "
+                "without them"
+            )
         if adapters:
             what, path, body = "adapters", "/load_lora_adapter", {"lora_name": "", "lora_path": ""}
             start = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
@@ -101,10 +106,14 @@ class AnswerServer:
             )
 
     def list_models(self) -> list[str]:
-        """Return the names of the models that the server has."""
+        """Return the names of the models that the server has, first its own ones."""
+        return self._list_models(has_parent=False) + self._list_models(has_parent=True)
+
+    def _list_models(self, has_parent: bool) -> list[str]:
+        """Return the names of the server's own models, or of their adapters, which have a parent."""
         found = self._ask_json("/models")
         with self._expect("/models"):
-            return [each["id"] for each in found["data"]]
+            return [each["id"] for each in found["data"] if bool(each.get("parent")) is has_parent]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Let the server read the adapters of a folder. They are a model of this name."""

@@ -28,7 +28,7 @@ from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, write_adapt
 from jaxopt_llm.checkpoint.run_weights import is_run_directory
 from jaxopt_llm.config import MeshConfig
 from jaxopt_llm.core import hub
-from jaxopt_llm.core.errors import CommandError, InputError
+from jaxopt_llm.core.errors import CommandError, InputError, ServerFailed, describe_error
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.model import Model, Params
@@ -54,6 +54,7 @@ LARGEST_BOUND = 0.25
 # bound is FLOAT32_BOUND.
 GROWTH, LEAST_BOUND = 4.0, 0.03
 FLOAT32, FLOAT32_BOUND = 1e-4, 1e-3
+CERTAIN_SCORE = -0.1  # log-probability above which a token is nearly certain
 Scores = Sequence[NDArray[np.float64]]  # of the tokens of each probe
 
 
@@ -86,14 +87,16 @@ def measure_differences(server: Scores, own: Scores) -> NDArray[np.float64]:
     return np.array([np.abs(theirs - ours).sum() / max(ours.size, FEWEST_TOKENS) for theirs, ours in pairs])
 
 
-def choose_bound(rounding: float, dtype: str) -> float:
+def choose_bound(rounding: float, scores: Scores, dtype: str) -> float:
     """Return the bound of the differences of later probes.
 
     Args:
         rounding: the largest difference with equal weights.
-        dtype: that the run computes in.
+        scores: of the run with these weights. Tokens that are nearly certain show no rounding.
+        dtype: compute dtype of the run.
     """
-    if dtype == "float32" and rounding < FLOAT32:
+    uncertain = sum(np.count_nonzero(each < CERTAIN_SCORE) for each in scores)
+    if dtype == "float32" and rounding < FLOAT32 and uncertain >= FEWEST_TOKENS:
         return FLOAT32_BOUND
     return min(max(GROWTH * rounding, LEAST_BOUND), LARGEST_BOUND)
 
@@ -157,6 +160,11 @@ class ServedSampler:
         self._read_weights = make_weight_reader(setup.program.specs, setup.placement, self._placement)
         # What the server gets, and the folder of the run directory in which it reads them.
         self._what = "adapters" if config.lora.rank else "weights"
+        if self._what == "weights" and setup.processes.count > 1:
+            raise InputError(
+                f"rollouts.server={config.rollouts.server}: a job of {setup.processes.count} processes hands over only "
+                "adapters: set --lora.rank, or train in one process"
+            )
         self._loaded = ""  # digest of the weights that the server has
         # The last state, which is not kept alive, with the digest of its weights.
         self._known: tuple[weakref.ref[TrainState], str] | None = None
@@ -237,14 +245,16 @@ class ServedSampler:
         digest = self.identify(state)
         if digest == self._loaded:
             return
-        if first := not self._loaded:
+        first, before_training = not self._loaded, self._what == "adapters"
+        if first and before_training:
             self._choose_probes()
-            if self._what == "adapters":
-                base = self._score(self._base_reader, leaves.remove_adapters(params), self._probes)
-                self._compare_equal(self._ask_scores(self._own_name), base)
-                self._older = {"the model without adapters": base}
+            base = self._score(self._base_reader, leaves.remove_adapters(params), self._probes)
+            self._compare_equal(self._ask_scores(self._own_name), base)
+            self._older = {"the model without adapters": base}
         self._loaded, trained = digest, self._read_trained(state)
         self._share(lambda: self._give(trained))
+        if first and not before_training:
+            self._choose_probes()
         own, server = self._score(self._reader, params, self._probes), self._ask_scores(self._name)
         if name := find_older(server, own, self._older):
             probe = self._probes[int(np.argmax(measure_differences(own, self._older[name])))]
@@ -254,7 +264,7 @@ class ServedSampler:
                 f"it applies {self._what} to this model (docs/grpo.md)"
             )
         self.difference = self._check_differences(self._probes, server, own, self._bound)
-        if first and self._what == "weights":
+        if first and not before_training:
             self._compare_equal(server, own)
         self._older |= {f"the {self._what} before": own} | ({f"the first {self._what}": own} if first else {})
 
@@ -264,41 +274,56 @@ class ServedSampler:
 
     def _give(self, trained: Params) -> None:
         """Give the server weights in place of those that it has."""
+        give = self._give_adapters if self._what == "adapters" else self._give_weights
+        try:
+            give(trained)
+        except OSError as error:
+            raise ServerFailed(f"{self._folder}: {describe_error(error)}; see to the disk, and run again") from error
+
+    def _give_weights(self, weights: Params) -> None:
         config, source = self._setup.config, pretrained.find_source_folder(self._setup.config)
-        self._remove_old()
-        if self._what == "weights":
-            self._folder.parent.mkdir()
-            dtype = config.precision.compute_dtype
-            huggingface.write_model_folder(self._folder, trained, config.model, huggingface.Origin(source), dtype)
-            self._client.load_weights(str(self._folder))
-            return
+        self._remove_folders()
+        self._folder.parent.mkdir()
+        dtype = config.precision.compute_dtype
+        huggingface.write_model_folder(self._folder, weights, config.model, huggingface.Origin(source), dtype)
+        self._client.map(self._client.load_weights, [str(self._folder)], self._setup.processes.main.beat)
+        self._remove_folders()  # a server has read all of it
+
+    def _give_adapters(self, adapters: Params) -> None:
+        config, source = self._setup.config, pretrained.find_source_folder(self._setup.config)
         base = config.model.pretrained
         origin = AdapterOrigin("" if is_run_directory(Path(base)) else hub.repository(base))
         family = huggingface.choose_adapter_family(config.model, source)
         own_device = NamedSharding(make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]), PartitionSpec())
-        adapters = jax.device_put(trained, own_device)  # the other processes do not write
+        self._unload_old()
+        self._remove_folders()
+        adapters = jax.device_put(adapters, own_device)  # the other processes do not write
         write_adapter_folder(self._folder, adapters, family, config.model, config.lora, origin)
         self._client.load_adapter(self._name, str(self._folder))
 
-    def _remove_old(self) -> None:
-        """Unload the adapters that the server has of this run, also of an earlier start, and remove the folders."""
+    def _unload_old(self) -> None:
+        """Unload the adapters that the server has of this run, also of an earlier start."""
         for name in self._client.list_models():
             if name.startswith(self._prefix):
                 self._client.unload_adapter(name)
+
+    def _remove_folders(self) -> None:
         if self._folder.parent.exists():
             shutil.rmtree(self._folder.parent)
 
     def close(self) -> None:
         """Remove the adapters from the server, if it is still there, and the folder. A server keeps whole weights."""
-        if self._loaded and self._setup.processes.first and not self._client.is_gone:
-            with contextlib.suppress(CommandError):  # the next start of the run removes them
-                self._remove_old()
+        if self._loaded and self._setup.processes.first:
+            if self._what == "adapters" and not self._client.is_gone:
+                with contextlib.suppress(CommandError):  # the next start of the run unloads them
+                    self._unload_old()
+            self._remove_folders()
         self._loaded = ""
 
     # --- probes
 
     def _choose_probes(self) -> None:
-        """Let the server's model answer the first prompts of the data. These texts stay the probes of this start."""
+        """Ask the server's own model for answers to the first prompts of the data: the probes of this start."""
         assert self._setup.prompts is not None
         prompts = [prompt.ids for prompt in self._setup.prompts.training[:PROBES]]
         most = min(PROBE_TOKENS, self._setup.config.rollouts.max_new_tokens)
@@ -314,12 +339,15 @@ class ServedSampler:
         return Probe(f"{name} {quoted}", [*prompt.tolist(), *(token for token, _ in answer)], prompt.size)
 
     def _compare_equal(self, server: Scores, own: Scores) -> None:
-        """Set the bound of later differences, given scores by equal weights, which differ by rounding."""
+        """Set the bound of later differences, given scores by equal weights, which differ by rounding.
+
+        After a resume without adapters, only the bound shows that they are equal.
+        """
         rounding = self._check_differences(self._probes, server, own, self._bound)
-        self._bound = self._given_bound or choose_bound(rounding, self._setup.config.precision.compute_dtype)
+        self._bound = self._given_bound or choose_bound(rounding, own, self._setup.config.precision.compute_dtype)
 
     def _ask_scores(self, model: str) -> Scores:
-        """Return the scores by a model of the server for the answer of each probe.
+        """Return the scores that a model of the server gives the answer of each probe.
 
         Raises:
             InputError: its tokens have other texts than the run's.

@@ -1,6 +1,5 @@
 """The server, asked by the client package of OpenAI over a socket, next to `generate` and the logits of the model."""
 
-import functools
 import itertools
 import json
 import socket
@@ -287,14 +286,15 @@ def test_a_token_is_asked_for(loaded: dict[str, LoadedModel]) -> None:
 def loading(loaded: dict[str, LoadedModel], folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the address of a server whose clients may load adapters, and the server."""
     root = folder.parent / "allowed"
-    base = loaded["base"]
-    adapt, reload = functools.partial(models.adapt_loaded, base, folder), functools.partial(models.reload_loaded, base)
-    folders = server.Folders(root, adapt, reload)
+    allowed = server.Folders(root, lambda base, path: models.adapt_loaded(base, folder, path), models.reload_loaded)
     for name, targets in (("mine", "attention/query mlp/down head/table"), ("other", "mlp/up")):
         params = adapters.add_adapters(CONFIG, targets)
         adapters.write_adapters(root / name, params, CONFIG)
     (root / "link").symlink_to(folder.parent / "adapter")
-    with running({"base": loaded["base"]}, folders=folders) as found:
+    params = jax.tree.map(lambda x: x * 1.1, folders.params(CONFIG))
+    write_model_folder(root / "weights", jax.device_put(params, toy.placement().replicated), CONFIG)
+    folders.folder(root / "wider", replace(CONFIG, width=64))
+    with running({"base": loaded["base"]}, folders=allowed) as found:
         yield found
 
 
@@ -366,6 +366,49 @@ def test_adapters_that_cannot_be_loaded(
     assert [*loading[1]._worker.models] == ["base"]
 
 
+def reload(address: str, **body: Any) -> tuple[int, str]:
+    return ask(f"{address}/collective_rpc", body)
+
+
+def test_clients_replace_the_weights(loading: tuple[str, Any], loaded: dict[str, LoadedModel], folder: Path) -> None:
+    """Adapters are then over the new weights."""
+    address, served = loading
+    client, root = connect(address), folder.parent / "allowed"
+    new = models.reload_loaded(loaded["base"], root / "weights")
+    adapted = models.adapt_loaded(new, folder, root / "mine")
+    assert reload(address, method="reload_weights", kwargs={"weights_path": str(root / "weights")})[0] == 200
+    assert json.loads(ask(f"{address}/reset_prefix_cache", {})[1]) == {"success": True}
+    assert load_adapter(address, "over", root / "mine") == 200
+    for source, name in ((new, "base"), (adapted, "over")):
+        (expected,) = generate(source, [PROMPT], 12, Sampling(), ())
+        answer = client.completions.create(model=name, prompt=PROMPT, temperature=0, max_tokens=12)
+        assert answer.choices[0].text == expected
+    status, text = reload(address, method="reload_weights", kwargs={"weights_path": str(root / "weights")})
+    assert (status, "adapters of base share its weights" in text) == (409, True)
+    assert ask(f"{address}/v1/unload_lora_adapter", {"lora_name": "over"})[0] == 200
+    served._worker.reload_model("base", lambda: loaded["base"]).result()
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "said"),
+    [
+        ("base", "reload_weights", 403, "base is not in"),
+        ("allowed/../base", "reload_weights", 403, "reads folders only there"),
+        ("allowed/none", "reload_weights", 400, "allowed/none"),
+        ("allowed/wider", "reload_weights", 400, "it holds another model than the one that is served"),
+        ("allowed/\0", "reload_weights", 400, "weights_path: "),
+        ("allowed/weights", "save_weights", 400, "the only call is reload_weights"),
+    ],
+)
+def test_weights_that_cannot_be_loaded(
+    path: str, method: str, status: int, said: str, loading: tuple[str, Any], folder: Path
+) -> None:
+    before = loading[1]._worker.models["base"]
+    found, text = reload(loading[0], method=method, kwargs={"weights_path": str(folder.parent / path)})
+    assert found == status and said in text, text
+    assert loading[1]._worker.models["base"] is before
+
+
 def test_adapters_with_requests_stay(loading: tuple[str, Any], folder: Path) -> None:
     address, served = loading
     assert load_adapter(address, "busy", folder.parent / "allowed" / "mine") == 200
@@ -383,6 +426,8 @@ def test_clients_load_nothing_unless_the_server_is_started_for_it(address: tuple
     status, text = ask(f"{address[0]}/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(folder)})
     assert status == 403 and "start it with --load-from FOLDER" in text
     assert ask(f"{address[0]}/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 403
+    assert reload(address[0], method="reload_weights", kwargs={"weights_path": str(folder)})[0] == 403
+    assert ask(f"{address[0]}/reset_prefix_cache", {})[0] == 403
 
 
 def test_the_ids_that_end_an_answer_may_be_given(

@@ -1,6 +1,5 @@
 """Answers that a job of two processes draws: answers, rewards, losses and errors are those of one process."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,9 @@ def test_a_server_answers_all_processes_and_errors_end_them_after_a_checkpoint(f
     """Process 0 asks the server and the functions. All compare the log-probabilities, and end together."""
     server = pytest.importorskip("jaxopt_llm.inference.server")
     base = models.load_model(folder / "base")
-    adapt = functools.partial(models.adapt_loaded, base, folder / "base")
-    adapters = server.Folders(folder, adapt, functools.partial(models.reload_loaded, base))
+    adapters = server.Folders(
+        folder, lambda source, path: models.adapt_loaded(source, folder / "base", path), models.reload_loaded
+    )
     settings = {"rollouts.rewards": (f"{folder / 'mine.py'}:fails_in_step_4",), "checkpoint.every": 100}
     with running({"base": base}, folders=adapters) as (address, served):
         config = write_config(folder, "served", f"{address}/v1", **settings)
