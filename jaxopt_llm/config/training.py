@@ -407,8 +407,8 @@ class RolloutsConfig:
     """Time limit of each request to the server, in seconds. A run whose server takes longer ends with exit code 74."""
     server_tolerance: float = setting(0.0, resume="freely", bounds=NON_NEGATIVE)
     """Largest difference between the log-probabilities that server and run give the tokens of a probe, in nats, mean
-    over the tokens. Above it the run ends with exit code 2. 0 = four times what was measured with equal weights at the
-    start, at most 0.25 (docs/grpo.md). A server with weights in 8 or 4 bits may need more."""
+    over the tokens. Above it the run ends with exit code 2. 0 = four times what was measured at the start, from 0.03 to
+    0.25, or 0.001 if both compute in float32 (docs/grpo.md). A server with weights in 8 or 4 bits may need more."""
 
     def problems(self) -> list[str]:
         wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]
