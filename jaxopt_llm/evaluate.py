@@ -213,7 +213,7 @@ def _evaluate_scores(options: argparse.Namespace, config: Config, source: Loaded
             f"{rows.name} holds {HELD[UNPAIRED]}, which a reward model does not compare: name rows with chosen and "
             "rejected, and set --data.content preference"
         )
-    if rows.stream.has_labels and config.model.scores > 1:
+    if rows.stream.holds("labels") and config.model.scores > 1:
         check_classes(rows, config.model.scores)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
         found = document_scores.read_scores(source, rows, config.training.batch_size)

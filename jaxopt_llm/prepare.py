@@ -118,8 +118,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, scoring: Scoring 
             prepared.check_sizes(directory)
             console.print(f"{directory} is already finished", markup=False)
         else:
-            names = prepared.list_arrays(config.content != "text", config.has_labels)
-            merger = prepared.ShardMerger(directory, plan["dtype"], names)
+            merger = prepared.ShardMerger(directory, prepared.describe_arrays(config, plan["dtype"]))
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
             skipped.check_columns(config)

@@ -1,7 +1,7 @@
 """What a model says of a prepared corpus, for objectives that compare with it.
 
-A reference gives log-probabilities of documents (`pieces.ReferenceLogProbabilities`), and a teacher those of the tokens
-that it finds most likely (`pieces.TeacherLogProbabilities`).
+A reference gives log-probabilities of documents (`pieces.StoredLogProbabilities`), and a teacher those of the tokens
+that it finds most likely.
 """
 
 import functools
@@ -163,7 +163,7 @@ def divide_shard(shard: IndexedPiece) -> Iterator[IndexedPiece]:
         end = int(ends[last - 1])
         mask = np.ones(end - begin, bool) if shard.mask is None else np.asarray(shard.mask[begin:end])
         keys = np.zeros(last - first, np.uint64)
-        yield IndexedPiece(shard.name, np.asarray(shard.tokens[begin:end]), ends[first:last] - begin, keys, mask)
+        yield IndexedPiece(shard.name, np.asarray(shard.tokens[begin:end]), ends[first:last] - begin, keys, mask=mask)
         first = last
 
 
@@ -178,7 +178,7 @@ def divide_long(documents: IndexedPiece, length: int) -> IndexedPiece:
     places = np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
     assert documents.mask is not None
     keys = np.zeros(sizes.size, np.uint64)
-    return IndexedPiece(documents.name, documents.tokens[places], np.cumsum(sizes), keys, documents.mask[places])
+    return IndexedPiece(documents.name, documents.tokens[places], np.cumsum(sizes), keys, mask=documents.mask[places])
 
 
 def count_targets(documents: IndexedPiece) -> NDArray[np.int64]:
@@ -223,7 +223,7 @@ def find_context(config: Config) -> int:
 
 
 def choose_length(longest: int, context: int) -> tuple[int, int]:
-    """Return the length of the rows, and the limit of `ReferenceLogProbabilities`.
+    """Return the length of the rows, and the limit of `StoredLogProbabilities`.
 
     longest: tokens of the longest document.
     """

@@ -81,7 +81,7 @@ def test_a_teacher_says_what_it_finds_most_likely(
 
 def test_parts_of_documents_share_one_token() -> None:
     ends = np.array([0, 3, 10, 10, 11, 16])
-    piece = IndexedPiece("some", np.arange(16), ends, np.zeros(6, np.uint64), np.arange(16) % 2 == 0)
+    piece = IndexedPiece("some", np.arange(16), ends, np.zeros(6, np.uint64), mask=np.arange(16) % 2 == 0)
     blocks = [*divide_shard(piece)]
     assert len(blocks) == 1 and blocks[0].size == 16
     divided = divide_long(blocks[0], 3)

@@ -148,7 +148,7 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenS
     """
     files = chain.from_iterable(find_corpus_files(config))
     stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED, "data.paths")
-    skipped.check_texts(stream.has_mask)
+    skipped.check_texts(stream.holds("mask"))
     return stream, skipped
 
 

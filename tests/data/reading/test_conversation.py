@@ -319,7 +319,7 @@ def test_texts_stand_beside_conversations_of_several_forms(suffix: str, config: 
             ends = stream.read(last - 1, 1).tolist() == [tokenizer.eos]
             assert ends == content.startswith("plain ")
     corpus = open_corpus(replace(config, paths=paths, weights=(2, 1, 1)), tokenizer)
-    assert [each.training.has_mask for each in corpus.sources] == [True, True, False]
+    assert [each.training.holds("mask") for each in corpus.sources] == [True, True, False]
     with pytest.raises(InputError, match="no other file has one"):
         open_corpus(replace(config, paths=paths[2:]), tokenizer)
     pairs = write(tmp_path / "d.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
