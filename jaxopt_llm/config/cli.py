@@ -22,7 +22,7 @@ from typing import Any
 from jaxopt_llm.config import fields
 from jaxopt_llm.config import unread as unread_settings
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
-from jaxopt_llm.config.metadata import AUTO, find_out_of_range
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.config.training import choose_accumulation
 from jaxopt_llm.core import json_files
@@ -149,7 +149,8 @@ def run_recipe(path: str) -> Recipe:
         line = _find_line(error, file)
         if isinstance(error, InputError) and not line:
             raise
-        raise InputError(f"--config {file}{line}: {_describe_recipe_error(error)}") from error
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"--config {file}{line}: {kind}{describe_error(error)}") from error
     if not isinstance(config, Config):
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
     if wrong := fields.wrong_types(config):
@@ -174,29 +175,6 @@ def _find_line(error: BaseException, recipe: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(recipe.absolute())]
     return f", line {lines[-1]}" if lines else ""
-
-
-def _describe_recipe_error(error: BaseException) -> str:
-    """Return the message of an error in a recipe. For an unknown field of a section, it proposes the nearest field."""
-    if isinstance(error, InputError):
-        return str(error)
-    sections = _find_sections(Config())
-    unknown = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
-    if unknown is None or unknown[1] not in sections:
-        return f"{type(error).__name__}: {describe_error(error)}"
-    section, name = unknown.groups()
-    prefix = sections[section]
-    near = [each.removeprefix(prefix) for each in find_settings(f"{prefix}{name}")]
-    return f"{section} has no field {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-
-
-def _find_sections(section: Any, prefix: str = "") -> dict[str, str]:
-    """Return by the name of each class of a configuration the dotted prefix of its fields, such as `model.rope.`."""
-    found = {type(section).__name__: prefix}
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(value := getattr(section, field.name)):
-            found |= _find_sections(value, f"{prefix}{field.name}.")
-    return found
 
 
 def parse_config(arguments: list[str], program: str) -> Config:
@@ -329,7 +307,7 @@ def _leave_out_unread(config: Config, recipe: Config, given: set[str]) -> Config
 
     given: names of the settings that have a flag.
     """
-    if find_out_of_range("model", config.model):  # the checks, which follow, refuse such a number of layers
+    if config.model.find_out_of_range():  # the checks, which follow, refuse such a number of layers
         return config
     unread = unread_settings.find_without_effect(config).keys() - unread_settings.find_without_effect(recipe).keys()
     defaults = Config()

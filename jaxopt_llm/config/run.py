@@ -1,11 +1,11 @@
 """Configuration of a run, composed of the sections of this package, and its sections that concern the run alone."""
 
 import difflib
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from jaxopt_llm.config.data import PROMPT, DataConfig
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, find_out_of_range, section, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, Section, section, setting
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import (
     DistributedConfig,
@@ -31,11 +31,10 @@ from jaxopt_llm.config.training import (
     ScheduleConfig,
     TrainingConfig,
 )
-from jaxopt_llm.core.errors import InputError
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, path="checkpoint"):
     every: int = setting(500, bounds=AT_LEAST_ONE)
     """Steps between two checkpoints. The last step always has one. A save that failed, or that was left out because the
     saves before were still being written, is retried after a tenth of these steps."""
@@ -55,7 +54,7 @@ class CheckpointConfig:
     only this user can read."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("checkpoint", self)
+        found = self.find_out_of_range()
         every, kept = self.every, self.keep_every
         if every > 0 and kept > 0 and kept % every:
             found.append(f"checkpoint.keep_every={kept}: must be a multiple of checkpoint.every={every}")
@@ -76,7 +75,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class WatchdogConfig:
+class WatchdogConfig(Section, path="watchdog"):
     factor: float = setting(10.0, bounds=NON_NEGATIVE)
     """End the job with exit code 5 if a process makes no progress for this multiple of the median of its phase, and at
     least for the floor of the phase. 0 = off."""
@@ -90,12 +89,9 @@ class WatchdogConfig:
     single_process: bool = False
     """Also watch a job of one process, whose devices can wait for each other too."""
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("watchdog", self)
-
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Section, path="run"):
     directory: str = setting("runs/default", resume="freely")
     """Run directory, for config.json, metrics.jsonl and checkpoints/. The same command started again resumes from its
     last checkpoint (Hugging Face: output_dir)."""
@@ -115,14 +111,14 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         empty = [] if self.directory else ["run.directory is empty: set --run.directory"]
-        return empty + find_out_of_range("run", self)
+        return empty + self.find_out_of_range()
 
 
 Options = dict[str, str | bool | int]
 
 
 @dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Section, path="xla"):
     options: tuple[str, ...] = ()
     """XLA compiler options for the training step and the held-out loss, each NAME=VALUE, such as
     xla_gpu_autotune_level=0. They override and extend the defaults in compiler/xla_options.py. Names are those of the
@@ -147,7 +143,7 @@ class XlaConfig:
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(Section, path="logging"):
     every: int = setting(10, bounds=AT_LEAST_ONE)
     """Steps between two logged steps."""
     tensorboard: bool = True
@@ -155,52 +151,18 @@ class LoggingConfig:
     wandb_project: str = ""
     """Weights & Biases project to which the records are also sent. Empty = off."""
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("logging", self)
-
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Section, path="profile"):
     start_step: int = setting(0, bounds=NON_NEGATIVE)
     """First step to profile; the trace is written to profile/ in the run directory. 0 = off. Choose a
     later step than the first few, which compile."""
     steps: int = setting(3, bounds=AT_LEAST_ONE)
     """Number of steps to profile."""
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("profile", self)
-
-
-def _make_section(name: str, section: Any, settings: dict[str, Any]) -> Any:
-    known = [field.name for field in fields(section)]
-    for setting_name in settings:
-        if setting_name not in known:
-            near = difflib.get_close_matches(setting_name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            raise InputError(f"config: {name} has no setting {setting_name}: {hint}")
-    inner = {field.name: field.default_factory for field in fields(section)}
-    return section(
-        **{
-            setting_name: _make_section(f"{name}.{setting_name}", inner[setting_name], value)
-            if isinstance(value, dict) and is_dataclass(inner[setting_name])
-            else value
-            for setting_name, value in settings.items()
-        }
-    )
-
-
-def _find_section(kind: type, name: str) -> str:
-    """Return what the user may mean who gave a configuration an unknown name."""
-    sections: dict[str, Any] = {field.name: field.default_factory for field in fields(kind)}
-    holders = [section for section, made in sections.items() if name in {each.name for each in fields(made)}]
-    if holders:
-        return f"{name} is a setting of {' and of '.join(holders)}, as in Config({holders[0]}=dict({name}=...))"
-    near = difflib.get_close_matches(name, sections, 1)
-    return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}"
-
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """Settings of a training, by section. A section is an object or a dict, as in `Config(mesh=dict(fsdp=8))`."""
 
     run: RunConfig = section(RunConfig)
@@ -228,28 +190,18 @@ class Config:
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
     watchdog: WatchdogConfig = section(WatchdogConfig, resume="freely")
 
-    def __new__(cls, *sections: Any, **named: Any) -> "Config":
-        """Refuse names of settings where names of sections are expected.
-
-        Raises:
-            InputError: there is no section of that name.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in named:
-            if name not in known:
-                raise InputError(f"config: there is no section {name}; {_find_section(cls, name)}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        """Accept a dict of settings in place of each section.
-
-        Raises:
-            InputError: a section has no setting of that name.
-        """
-        for field in fields(self):
-            given = getattr(self, field.name)
-            if isinstance(given, dict):
-                object.__setattr__(self, field.name, _make_section(field.name, field.default_factory, given))
+    @classmethod
+    def explain_unknown(cls, name: str) -> str:
+        """Return that there is no such section, and what the user may mean."""
+        sections: dict[str, Any] = {field.name: field.default_factory for field in fields(cls)}
+        holders = [section for section, made in sections.items() if name in {each.name for each in fields(made)}]
+        if holders:
+            hint = f"{name} is a setting of {' and of '.join(holders)}, as in Config({holders[0]}=dict({name}=...))"
+        elif near := difflib.get_close_matches(name, sections, 1):
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"the sections are {', '.join(sections)}"
+        return f"there is no section {name}; {hint}"
 
     def unroll_problems(self) -> list[str]:
         """List the settings with which the layers cannot be unrolled: `training.unroll`."""
