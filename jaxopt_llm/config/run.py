@@ -1,7 +1,9 @@
 """Configuration of a run, composed of the sections of this package, and its sections that concern the run alone."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 from jaxopt_llm.config.data import PROMPT, DataConfig
@@ -205,18 +207,24 @@ class Config(Section):
 
     def unroll_problems(self) -> list[str]:
         """List the settings with which the layers cannot be unrolled: `training.unroll`."""
-        remat, exempt = self.remat, self.precision.compute_dtype_layers
-        policy = remat.policy if isinstance(remat.policy, str) else " ".join(remat.policy)
-        loops = {
-            f"remat.policy={policy}": remat.policy not in (AUTO, "none"),
-            f"remat.every={remat.every}": remat.every > 1,
-            f"remat.offload={' '.join(remat.offload)}": bool(remat.offload),
-            "offload.parameters=True": self.offload.parameters,
-            "optimizer.in_backward=True": self.optimizer.in_backward,
-            f"mesh.pipeline={self.mesh.pipeline}": self.mesh.pipeline > 1,
-            f"precision.compute_dtype_layers={exempt}": exempt > 0,
-        }
-        return [name for name, applies in loops.items() if applies]
+        without_loops: dict[str, Any] = {} if self.remat.policy == AUTO else {"remat.policy": "none"}
+        without_loops |= {"remat.every": 1, "remat.offload": (), "offload.parameters": False}
+        without_loops |= {"optimizer.in_backward": False, "mesh.pipeline": 1, "precision.compute_dtype_layers": 0}
+        return list(self._find_others(without_loops))
+
+    def _find_others(self, needed: Mapping[str, Any]) -> dict[str, str]:
+        """Return the settings with another value than the needed one: NAME=VALUE -> how to give them that value."""
+        found = {}
+        for name, only in needed.items():
+            value = attrgetter(name)(self)
+            if value != only:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                found[f"{name}={shown}"] = "leave it out" if only == () else f"set --{name.replace('_', '-')} {only}"
+        return found
+
+    def _refuse_others(self, name: str, needed: Mapping[str, Any]) -> list[str]:
+        """List the settings with another value than the only one that `name` supports."""
+        return [f"{name} does not support {other}: {remedy}" for other, remedy in self._find_others(needed).items()]
 
     def _adapter_problems(self) -> list[str]:
         """List the formats of products that adapters or their base do not support."""
@@ -233,28 +241,25 @@ class Config(Section):
 
     def local_step_problems(self) -> list[str]:
         """List the settings that `training.local_steps` does not support."""
-        steps, sharding = self.training.local_steps, self.sharding
+        steps, found = self.training.local_steps, list[str]()
         if steps == 1:
             return []
-        refused = {
-            f"sharding.zero_stage={sharding.zero_stage}": (sharding.zero_stage in (1, 2), "--sharding.zero-stage 3"),
-            "sharding.optimizer_over_data=True": (sharding.optimizer_over_data, "--sharding.optimizer-over-data False"),
-            f"mesh.pipeline={self.mesh.pipeline}": (self.mesh.pipeline > 1, "--mesh.pipeline 1"),
-            "offload.optimizer=True": (self.offload.optimizer, "--offload.optimizer False"),
-            "offload.parameters=True": (self.offload.parameters, "--offload.parameters False"),
-            "optimizer.in_backward=True": (self.optimizer.in_backward, "--optimizer.in-backward False"),
-            f"training.ema_decay={self.training.ema_decay}": (self.training.ema_decay > 0, "--training.ema-decay 0"),
-            # The other exchanges loop until all choices are sent, and groups would wait for each other in every layer.
-            f"sharding.expert_exchange={sharding.expert_exchange}": (
-                bool(self.model.moe.experts) and self.mesh.expert > 1 and sharding.expert_exchange != "gather",
-                "--sharding.expert-exchange gather",
-            ),
-        }
+        if 0 < self.training.steps < steps:
+            found.append(
+                f"training.local_steps={steps} exceeds training.steps={self.training.steps}, so no outer step follows: "
+                f"set --training.steps to at least {steps}"
+            )
         # XLA does not nest a region of stages in one of groups: `pipeline` comes before `data` in the mesh.
-        return self._length_problems() + [
-            f"training.local_steps={steps} does not support {name}: set {remedy}, or --training.local-steps 1"
-            for name, (applies, remedy) in refused.items()
-            if applies
+        needed: dict[str, Any] = {"sharding.optimizer_over_data": False, "mesh.pipeline": 1, "offload.optimizer": False}
+        needed |= {"offload.parameters": False, "optimizer.in_backward": False, "training.ema_decay": 0}
+        if self.sharding.zero_stage:
+            needed["sharding.zero_stage"] = 3
+        if self.model.moe.experts and self.mesh.expert > 1:
+            # The other exchanges loop until all choices are sent, and groups would wait for each other in every layer.
+            needed["sharding.expert_exchange"] = "gather"
+        return found + [
+            f"training.local_steps={steps} does not support {name}: {remedy}, or --training.local-steps 1"
+            for name, remedy in self._find_others(needed).items()
         ]
 
     @property
@@ -306,23 +311,9 @@ class Config(Section):
             if training.objective == GRPO:
                 problem = f"{name} compares answers that the model draws: set it to 1"
             found.append(f"rollouts.share={self.rollouts.share}: {problem}")
-        refused = {
-            "training.ema_decay": (training.ema_decay, 0),
-            "training.on_spike": (training.on_spike, "off"),
-            "data.weights": (self.data.weights, ()),
-            "checkpoint.replicate_every": (self.checkpoint.replicate_every, 0),
-            "evaluation.samples": (self.evaluation.samples, 0),
-            "evaluation.tasks": (self.evaluation.tasks, ()),
-        }
-        return (
-            found
-            + self._server_problems()
-            + [
-                f"{name} does not support {each}={value}: leave it out"
-                for each, (value, only) in refused.items()
-                if value != only
-            ]
-        )
+        needed = {"training.ema_decay": 0, "training.on_spike": "off", "data.weights": ()}
+        needed |= {"checkpoint.replicate_every": 0, "evaluation.samples": 0, "evaluation.tasks": ()}
+        return found + self._server_problems() + self._refuse_others(name, needed)
 
     def _server_problems(self) -> list[str]:
         """List the settings that do not suit answers that a server draws, which gets only adapters."""
@@ -380,18 +371,10 @@ class Config(Section):
                 "keeps are those at temperature 1: set --distillation.temperature 1, or name a model with "
                 "--distillation.teacher"
             )
-        refused = {
-            f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
-            f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
-            f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
-            f"optimizer.in_backward={self.optimizer.in_backward}": (
-                self.runs_teacher and self.optimizer.in_backward,
-                "--optimizer.in-backward False",
-            ),
-        }
-        return found + [
-            f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
-        ]
+        needed = {"training.z_loss": 0, "model.mtp_layers": 0, "training.local_steps": 1}
+        if self.runs_teacher:
+            needed["optimizer.in_backward"] = False
+        return found + self._refuse_others(name, needed)
 
     def _score_problems(self) -> list[str]:
         """List the settings that do not fit to the scores of documents, or to a model without them."""
@@ -420,29 +403,14 @@ class Config(Section):
             )
         return found
 
-    def _length_problems(self) -> list[str]:
-        steps = self.training.local_steps
-        if not 0 < self.training.steps < steps:
-            return []
-        return [
-            f"training.local_steps={steps} exceeds training.steps={self.training.steps}, so no outer step follows: "
-            f"set --training.steps to at least {steps}"
-        ]
-
     def crossing_problems(self) -> list[str]:
         """List the executors that carry only the residual stream from layer to layer, if the model needs more."""
-        model, needs = self.model, []
-        needs += [f"model.layer_input_size={model.layer_input_size}"] if model.layer_input_size else []
-        needs += [f"model.shared_key_layers={model.shared_key_layers}"] if model.shared_key_layers else []
-        refused = [
-            ("mesh.pipeline", self.mesh.pipeline, 1),
-            ("optimizer.in_backward", self.optimizer.in_backward, False),
-        ]
+        needs = self._find_others({"model.layer_input_size": 0, "model.shared_key_layers": 0})
         return [
-            f"{name}={value} does not support {' and '.join(needs)}, because only the residual stream goes from one "
-            f"part of the layers to the next: set --{name.replace('_', '-')} {only}"
-            for name, value, only in refused
-            if needs and value != only
+            f"{name} does not support {' and '.join(needs)}, because only the residual stream goes from one "
+            f"part of the layers to the next: {remedy}"
+            for name, remedy in self._find_others({"mesh.pipeline": 1, "optimizer.in_backward": False}).items()
+            if needs
         ]
 
     def problems(self) -> list[str]:
@@ -464,12 +432,8 @@ class Config(Section):
                 f"evaluation.patience={self.evaluation.patience} ends a run some time after its lowest held-out loss: "
                 "set --checkpoint.keep-best 1 to keep the checkpoint with that loss"
             )
-        offloads = self.offload.optimizer or self.offload.parameters
-        if self.checkpoint.replicate_every and offloads:
-            found.append(
-                f"checkpoint.replicate_every={self.checkpoint.replicate_every} does not support offload: set "
-                "--checkpoint.replicate-every 0"
-            )
+        if self.offload.optimizer or self.offload.parameters:
+            found += self._refuse_others("offload", {"checkpoint.replicate_every": 0})
         start, steps = self.profile.start_step, self.training.steps
         if start > steps > 0:
             found.append(f"profile.start_step={start}: must be at most training.steps={steps}")
