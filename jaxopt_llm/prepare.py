@@ -122,7 +122,7 @@ def prepare(config: DataConfig, directory: Path, workers: int, scoring: Scoring 
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
             skipped.check_columns(config)
-            skipped.check_texts(skipped.texts < sum(record["documents"] for record in merger.shards))
+            skipped.check_texts(skipped.read["texts"] < sum(record["documents"] for record in merger.shards))
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")

@@ -247,7 +247,7 @@ def _open_token_file(file: File, tokenizer: Tokenizer, skipped: Skipped) -> tupl
     """
     if file.format == "prepared":
         piece, digest = open_prepared(file.name, file.path, tokenizer)
-        skipped.endless += sum(record.get("endless", 0) for record in read_shard_records(file.path))
+        skipped.read["endless"] += sum(record.get("endless", 0) for record in read_shard_records(file.path))
         return [piece], digest
     if file.format == "megatron":
         pair = (file.path, file.path.with_suffix(".bin"))

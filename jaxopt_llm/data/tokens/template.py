@@ -158,7 +158,7 @@ class Renderer:
             skipped.add(error.reason, document.name)
             return
         # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
-        skipped.endless += bool(self._template.ends) and not all(each.ends for each in rendered)
+        skipped.read["endless"] += bool(self._template.ends) and not all(each.ends for each in rendered)
         labels = _list_labels(document, config, is_pair)
         documents = [
             Document(document.name, text.encode(), document.key, tuple(spans), side, label)
