@@ -4,10 +4,10 @@ python -m jaxopt_llm.serve --checkpoint DIR [--step N|best] [--adapter NAME=FOLD
 """
 
 import argparse
+import functools
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxopt_llm.config import cli
@@ -68,12 +68,14 @@ def main() -> int:
     with _listen(arguments.host, arguments.port) as listener:
         with oom.explain_oom("loading the checkpoint", "use a GPU with more memory"):
             loaded = _load_models(arguments)
-        length = flags.resolve_context(arguments.context, next(iter(loaded.values())).config.model)
+        source = next(iter(loaded.values()))
+        length = flags.resolve_context(arguments.context, source.config.model)
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         print(f"serving {', '.join(loaded)} at {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         with oom.explain_oom("generating", "set a smaller --rows or --context"):
-            folders = server.AdapterFolders(root, _make_adapter_loader(arguments, loaded)) if root else None
+            adapt = functools.partial(models.adapt_loaded, source, arguments.checkpoint, family=arguments.family)
+            folders = server.AdapterFolders(root, adapt) if root else None
             server.Server(loaded, arguments.rows, length, token.encode(), folders).serve_on(listener)
     return 0
 
@@ -97,14 +99,6 @@ def _load_models(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
     )
     adapted = {name: models.adapt_loaded(source, directory, path, arguments.family) for name, path in arguments.adapter}
     return {str(directory): source} | adapted
-
-
-def _make_adapter_loader(
-    arguments: argparse.Namespace, loaded: Mapping[str, LoadedModel]
-) -> Callable[[Path], LoadedModel]:
-    """Return the function that returns the model with the adapters of a folder."""
-    source = next(iter(loaded.values()))
-    return lambda path: models.adapt_loaded(source, arguments.checkpoint, path, arguments.family)
 
 
 def _listen(host: str, port: int) -> socket.socket:

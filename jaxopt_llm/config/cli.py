@@ -26,7 +26,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.config.training import choose_accumulation
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import InputError, describe_error, report_error
+from jaxopt_llm.core.errors import ArgumentParser, InputError, describe_error, report_error
 
 _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
@@ -190,7 +190,10 @@ def parse_config(arguments: list[str], program: str) -> Config:
 
 def parse_recipe(arguments: list[str], program: str) -> Recipe:
     """Return the recipe of a command line, as `parse_config` does, which may have a model of its own."""
-    path, overrides = _split_config(arguments)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", metavar="RECIPE")
+    known, overrides = parser.parse_known_args(arguments)
+    path = known.config
     if path is None and not asks_for_help(arguments):
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
     recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
@@ -312,20 +315,6 @@ def _leave_out_unread(config: Config, recipe: Config, given: set[str]) -> Config
     unread = unread_settings.find_without_effect(config).keys() - unread_settings.find_without_effect(recipe).keys()
     defaults = Config()
     return fields.replace_fields(config, {name: fields.get_field(defaults, name) for name in unread - given})
-
-
-def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
-    path, rest = None, []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--config":
-            if (path := next(remaining, None)) is None:
-                raise InputError("--config: give the path of a recipe after it")
-        elif argument.startswith("--config="):
-            path = argument.removeprefix("--config=")
-        else:
-            rest.append(argument)
-    return path, rest
 
 
 def _refuse_unknown(overrides: list[str], own: Sequence[str]) -> None:

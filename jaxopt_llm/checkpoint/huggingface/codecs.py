@@ -545,9 +545,11 @@ def read_windows(kinds: Iterable[Kind], settings: Settings) -> dict[str, Any]:
     return {"pattern": pattern, "window": read_value(settings, "sliding_window", int)}
 
 
-def read_layer_types(settings: Settings, default: Callable[[int], str]) -> list[Kind]:
-    """Return the kind of each layer from layer_types. default: layer -> its type, for a missing field."""
-    types = read_layer_values(settings, "layer_types", default)
+def read_layer_types(settings: Settings, has_window: Callable[[int], bool]) -> list[Kind]:
+    """Return the kind of each layer from layer_types. has_window: of the number of a layer, if the field is missing."""
+    types = read_layer_values(
+        settings, "layer_types", lambda layer: SLIDING_LAYERS if has_window(layer) else GLOBAL_LAYERS
+    )
     if unknown := [each for each in types if not (isinstance(each, str) and each in LAYER_TYPES)]:
         need = f"only {' and '.join(LAYER_TYPES)} are read; the model would need layers of this kind"
         raise unsupported(f"layer_types={unknown[0]!r}", need)
@@ -558,9 +560,7 @@ def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
     """Read Qwen's windows: of the layers from max_window_layers on, or of those that layer_types names."""
     used = read_value(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
     first = read_value(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
-    kinds = read_layer_types(
-        settings, lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
-    )
+    kinds = read_layer_types(settings, lambda layer: used and layer >= first)
     if "sliding" in kinds and not used:
         need = "sliding_attention requires use_sliding_window=true and a sliding_window"
         raise unsupported("layer_types", need, CORRECT)
@@ -573,8 +573,7 @@ def _read_windows_between(settings: Settings, every: int, name: str = "") -> dic
     every: n, if the config.json does not give it in the field `name`.
     """
     every = read_value(settings, name, int, every, minimum=1)
-    kinds = read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
-    return read_windows(kinds, settings)
+    return read_windows(read_layer_types(settings, lambda layer: (layer + 1) % every > 0), settings)
 
 
 def read_positions(settings: Settings) -> list[int]:
@@ -592,7 +591,7 @@ def read_positions(settings: Settings) -> list[int]:
 def _read_nope(settings: Settings) -> dict[str, Any]:
     """Read SmolLM3's NoPE layers."""
     has_positions = read_positions(settings)
-    kinds = read_layer_types(settings, lambda layer: "full_attention")
+    kinds = read_layer_types(settings, lambda layer: False)
     if "sliding" in kinds or settings.get("use_sliding_window"):
         used = settings.get("use_sliding_window")
         need = "the model would need windows together with layers without positions"
@@ -636,8 +635,8 @@ def _write_nope(config: ModelConfig) -> Settings:
 
 def _read_windows_by_type(settings: Settings) -> dict[str, Any]:
     """Read Ministral's windows: of the layers that layer_types names, or of all if there is one."""
-    default = GLOBAL_LAYERS if settings.get("sliding_window") is None else SLIDING_LAYERS
-    return read_windows(read_layer_types(settings, lambda layer: default), settings)
+    has_window = settings.get("sliding_window") is not None
+    return read_windows(read_layer_types(settings, lambda layer: has_window), settings)
 
 
 def _read_rotated_windows(settings: Settings, *, nope: bool, name: str) -> dict[str, Any]:
@@ -648,11 +647,10 @@ def _read_rotated_windows(settings: Settings, *, nope: bool, name: str) -> dict[
         nope: whether a model without sliding_window has no RoPE at all; otherwise all its layers have it.
         name: the field with n, if every n-th layer is global and layer_types is missing.
     """
-    every = 1
-    if settings.get("layer_types") is None and settings.get("sliding_window") is not None:
+    every, has_window = 1, settings.get("sliding_window") is not None
+    if settings.get("layer_types") is None and has_window:
         every = read_value(settings, name, int, 4, minimum=1)
-    kinds = read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
-    nope = nope or settings.get("sliding_window") is not None
+    kinds, nope = read_layer_types(settings, lambda layer: (layer + 1) % every > 0), nope or has_window
     return read_windows(("global_nope" if kind == "global" and nope else kind for kind in kinds), settings)
 
 

@@ -140,9 +140,7 @@ def _read_qwen2_windows(settings: Settings) -> dict[str, Any]:
     """Read the windows of Qwen2-MoE: of each second layer below max_window_layers, or of those in layer_types."""
     used = read_value(settings, "use_sliding_window", bool, False)
     last = read_value(settings, "max_window_layers", int) if used else 0
-    kinds = read_layer_types(
-        settings, lambda layer: SLIDING_LAYERS if layer % 2 == 0 and layer < last else GLOBAL_LAYERS
-    )
+    kinds = read_layer_types(settings, lambda layer: layer % 2 == 0 and layer < last)
     if "sliding" in kinds and not used:
         raise unsupported("layer_types", f"{SLIDING_LAYERS} requires use_sliding_window=true", CORRECT)
     return read_windows(kinds, settings)
@@ -155,9 +153,7 @@ def _write_qwen2_windows(config: ModelConfig) -> Settings:
 
 def _read_windows_after_global(settings: Settings) -> dict[str, Any]:
     """Read windows of all layers except each fourth from the first on, or of those that layer_types names."""
-    return read_windows(
-        read_layer_types(settings, lambda layer: SLIDING_LAYERS if layer % 4 else GLOBAL_LAYERS), settings
-    )
+    return read_windows(read_layer_types(settings, lambda layer: layer % 4 > 0), settings)
 
 
 def _write_chunks(config: ModelConfig) -> Settings:

@@ -347,10 +347,6 @@ def _alias_reasoning(messages: Messages) -> Messages:
     return aliased
 
 
-def _keep_fields(messages: Messages) -> Messages:
-    return messages
-
-
 def _write_parts(messages: Messages) -> Messages:
     """Return messages with reasoning as a part of the content, as templates of Magistral and Ministral read it."""
     return _replace_contents(messages, lambda parts: parts, ("thinking", "thinking"), ("text", "text"))
@@ -362,7 +358,7 @@ def _write_blocks(messages: Messages) -> Messages:
 
 
 # Places where templates look for reasoning: fields of the message, or a part of its content.
-_FORMS: tuple[Form, ...] = (_keep_fields, _write_parts, _write_blocks)
+_FORMS: tuple[Form, ...] = (lambda messages: messages, _write_parts, _write_blocks)
 
 
 def _replace_contents(
