@@ -17,7 +17,7 @@ from jaxopt_llm.data.tokens.pieces import IndexedPiece
 from jaxopt_llm.data.tokens.scored import TeacherWriter
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.inference import reference
-from jaxopt_llm.inference.reference import ask_teacher, divide_long, divide_shard, open_reference
+from jaxopt_llm.inference.reference import complete_corpus, divide_long, divide_shard, open_reference
 
 CONTEXT, TOP_K = 32, 5
 
@@ -50,7 +50,7 @@ def test_a_teacher_says_what_it_finds_most_likely(
     if has_mask:
         (folder / "mask.bin").write_bytes(mask.tobytes())
     read: list[int] = []
-    found = ask_teacher(model, data, writer, read.append)
+    found = complete_corpus(model, data, writer, read.append)
     assert found.items() >= {"vocabulary_size": model.vocabulary_size, "limit": CONTEXT}.items()
     assert sum(read) == tokens.size
 

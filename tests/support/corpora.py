@@ -61,9 +61,7 @@ def prepare(
         writer = TeacherWriter(folder, plan["dtype"], top_k, tokenizer.vocabulary_size)
         while len(writer) < len(writer.tokens):
             teach(writer)
-        written = {
-            "teacher": writer.summarise(vocabulary_size=tokenizer.vocabulary_size, rows=writer.rows, limit=limit)
-        }
+        written = {"teacher": writer.summarise(limit=limit)}
     merger.finish(plan, written)
     return folder
 

@@ -122,6 +122,14 @@ def read_layer_count(settings: Settings) -> int:
     return count
 
 
+def read_layers(settings: Settings, name: str, default: list[int]) -> list[int]:
+    """Return a field with the numbers of some layers. default: for a field that is null or missing."""
+    layers = default if settings.get(name) is None else settings[name]
+    if not isinstance(layers, list) or any(type(each) is not int for each in layers):
+        raise unsupported(f"{name}={shorten(layers)}", "must be a list of layers", CORRECT)
+    return layers
+
+
 def check_value(settings: Settings, name: str, *supported: Any) -> None:
     """Raise Unsupported if a field is neither null or missing nor one of the supported values."""
     if settings.get(name) not in (None, *supported):
@@ -366,9 +374,7 @@ def read_has_experts(has_experts: list[bool], fields: str) -> dict[str, Any]:
 def _read_expert_layers(settings: Settings) -> dict[str, Any]:
     """Read Qwen3-MoE's layers: each decoder_sparse_step-th has experts, except those in mlp_only_layers."""
     every = read_value(settings, "decoder_sparse_step", int, minimum=1)
-    dense_layers = settings.get("mlp_only_layers") or []
-    if not isinstance(dense_layers, list) or any(type(each) is not int for each in dense_layers):
-        raise unsupported(f"mlp_only_layers={shorten(dense_layers)}", "must be a list of layers", CORRECT)
+    dense_layers = read_layers(settings, "mlp_only_layers", [])
     layers, dense = range(read_layer_count(settings)), set(dense_layers)
     has_experts = [layer not in dense and (layer + 1) % every == 0 for layer in layers]
     return read_has_experts(has_experts, f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}")

@@ -14,6 +14,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     read_layer_count,
     read_layer_types,
     read_layer_values,
+    read_layers,
     read_positions,
     read_value,
     read_windows,
@@ -88,11 +89,7 @@ def _read_choices(settings: Settings) -> dict[str, Any]:
 def _read_expert_list(settings: Settings) -> dict[str, Any]:
     """Read the layers of Llama 4: those in moe_layers, or each interleave_moe_layer_step-th."""
     every, layers = read_value(settings, "interleave_moe_layer_step", int, minimum=1), read_layer_count(settings)
-    given = settings.get("moe_layers")
-    if given is None:
-        given = list(range(every - 1, layers, every))
-    if not isinstance(given, list) or any(type(each) is not int for each in given):
-        raise unsupported(f"moe_layers={shorten(given)}", "must be a list of layers", CORRECT)
+    given = read_layers(settings, "moe_layers", [*range(every - 1, layers, every)])
     return read_has_experts([layer in given for layer in range(layers)], f"moe_layers={shorten(given)}")
 
 

@@ -113,7 +113,7 @@ class TeacherWriter(_ScoreWriter):
     def __init__(self, directory: Path, dtype: str, top_k: int, vocabulary_size: int) -> None:
         """Open the files. dtype: of the tokens; the others: see `teacher_dtype`."""
         super().__init__(directory, dtype, TEACHER)
-        self.dtype = teacher_dtype(top_k, vocabulary_size)
+        self.dtype, self._vocabulary_size = teacher_dtype(top_k, vocabulary_size), vocabulary_size
         self._rows = sum(json_files.parse(line)["rows"] for line in self._record.read_bytes().splitlines())
         self._keep("teacher", self._rows * self.dtype.itemsize)
         self._keep("teacher_ends", int(self._documents[len(self)]) * INDEX.itemsize)
@@ -134,7 +134,5 @@ class TeacherWriter(_ScoreWriter):
         self._complete({"rows": rows, "sha256": self._digest.hexdigest(), "ends_sha256": ends_sha256})
         self._digest = hashlib.sha256()
 
-    @property
-    def rows(self) -> int:
-        """The number of values of all complete shards."""
-        return self._rows
+    def summarise(self, **found: Any) -> dict[str, Any]:
+        return super().summarise(vocabulary_size=self._vocabulary_size, rows=self._rows, **found)
