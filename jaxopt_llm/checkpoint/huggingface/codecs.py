@@ -154,10 +154,15 @@ def check_multiple(settings: Settings, width_name: str, heads_name: str) -> tupl
     return width, heads
 
 
-def copy_fields(names: dict[str, str]) -> Codec:
-    """Return a codec for fields with the same value under two names, {our dotted name: their name}."""
+def copy_fields(names: dict[str, str], minimum: int | None = None) -> Codec:
+    """Return a codec for fields with the same value under two names, {our dotted name: their name}.
+
+    minimum: smallest value that is read.
+    """
     return Codec(
-        lambda settings: {ours: read_value(settings, theirs, FIELD_TYPES[ours]) for ours, theirs in names.items()},
+        lambda settings: {
+            ours: read_value(settings, theirs, FIELD_TYPES[ours], minimum=minimum) for ours, theirs in names.items()
+        },
         lambda config: {theirs: get_field(config, ours) for ours, theirs in names.items()},
     )
 
@@ -473,12 +478,8 @@ def _write_expert_groups(config: ModelConfig) -> Settings:
 
 LATENTS = Codec(_read_latents, _write_latents)
 QUERY_LATENTS = copy_switches({"mla.query_rank": "q_lora_rank"})
-QWEN2_SHARED_SIZE = Codec(  # of the shared expert, which every layer has
-    lambda settings: {
-        "moe.shared_expert_width": read_value(settings, "shared_expert_intermediate_size", int, minimum=1)
-    },
-    lambda config: {"shared_expert_intermediate_size": config.moe.shared_expert_width},
-)
+# Of the shared expert, which every layer has.
+QWEN2_SHARED_SIZE = copy_fields({"moe.shared_expert_width": "shared_expert_intermediate_size"}, minimum=1)
 ONE_EXPERT_SIZE = Codec(  # of the experts and of the shared one
     lambda settings: dict.fromkeys(
         ("moe.expert_width", "moe.shared_expert_width"), read_value(settings, "intermediate_size", int)
