@@ -110,7 +110,7 @@ def write_prepared(folder: Path) -> None:
     plan = prepared.make_plan(files, [inspected[0]], config, tokenizer)
     directory.mkdir()
     prepared.write_json(directory / PLAN, plan)
-    merger = prepared.ShardMerger(directory, plan["dtype"], prepared.list_arrays(conversations=False, labels=False))
+    merger = prepared.ShardMerger(directory, prepared.describe_arrays(DataConfig(), plan["dtype"]))
     prepared.write_shard(directory, 0, inspected[1], config, tokenizer)
     merger.merge_ready()
     merger.finish(plan)

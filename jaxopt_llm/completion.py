@@ -21,12 +21,6 @@ from jaxopt_llm.core.errors import InputError
 
 SHELLS = ("bash", "zsh")
 USAGE = f"jaxopt-llm completion {'|'.join(SHELLS)}"
-# The settings that are flags of a command, by how their names begin.
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "train": ("",),
-    "plan": ("",),
-    "evaluate": ("data.", "evaluation.paths", "training.batch_size", "training.sequence_length"),
-}
 
 
 def make_completion_parser() -> argparse.ArgumentParser:
@@ -45,7 +39,9 @@ def make_completion_parser() -> argparse.ArgumentParser:
         if name in ("train", "plan"):
             recipes = sorted(path.name for path in cli.RECIPES.glob("*.py"))
             command.add_argument("--config", choices=recipes)
-        _add_settings(command, SETTINGS.get(name, ()))
+            _add_settings(command, ("",))
+        elif name == "evaluate":
+            _add_settings(command, module.OVERRIDABLE)
     checkpoint = commands.add_parser("checkpoint", help="checkpoint")
     checkpoint.add_argument("action", choices=("list", "verify"))
     checkpoint.add_argument("run").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
@@ -55,6 +51,7 @@ def make_completion_parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(parser: argparse.ArgumentParser, prefixes: tuple[str, ...]) -> None:
+    """Add the settings that are flags of a command. prefixes: how their names begin."""
     for name, hint, _ in fields.walk_fields(Config):
         if name.startswith(prefixes):
             choices = ("True", "False") if hint is bool else typing.get_args(hint)

@@ -60,7 +60,7 @@ from jaxopt_llm.checkpoint.huggingface.quantised import formats
 from jaxopt_llm.checkpoint.native.checkpoints import Checkpoints
 from jaxopt_llm.checkpoint.peft import adapter_config
 from jaxopt_llm.checkpoint.peft.adapter_writer import AdapterOrigin, WholeParameters, write_adapter_folder
-from jaxopt_llm.checkpoint.run_weights import StoredLayers, is_run_directory
+from jaxopt_llm.checkpoint.run_weights import StoredLayers, is_run_directory, refuse_option
 from jaxopt_llm.config import Config, ModelConfig, fields
 from jaxopt_llm.core import hub
 from jaxopt_llm.core.errors import InputError
@@ -245,14 +245,10 @@ def main() -> int:
     if arguments.command == "export":
         export_run(arguments.checkpoint, *settings, arguments.step, arguments.base, arguments.check)
     elif arguments.checkpoint and not arguments.adapter:
-        if arguments.family:
-            raise InputError(
-                f"--family {arguments.family}: {arguments.checkpoint} is a run, which has no model_type; leave it out"
-            )
+        refuse_option("--family ", arguments.family, arguments.checkpoint)
         merge_run(arguments.checkpoint, *settings, arguments.step, arguments.base, arguments.check)
     elif arguments.base and arguments.adapter and not arguments.checkpoint:
-        if arguments.step is not None:
-            raise InputError(f"--step {arguments.step}: --base is a model folder, which has no steps; leave it out")
+        refuse_option("--step ", arguments.step, "--base")
         merge_folders(arguments.base, arguments.adapter, *settings, arguments.check, arguments.family)
     else:
         raise InputError("merge requires --checkpoint RUN_DIR, or --base FOLDER and --adapter FOLDER")

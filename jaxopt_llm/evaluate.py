@@ -6,6 +6,7 @@ python -m jaxopt_llm.evaluate --checkpoint DIR [--step N|best] [--adapter FOLDER
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
@@ -38,7 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_task_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of tasks, named as in the harness's own command."""
     add = parser.add_argument_group("tasks of the lm-evaluation-harness").add_argument
-    add("--tasks", metavar="NAME,...", help="tasks, groups and tags, separated by commas; wildcards are allowed")
+    tasks = "tasks, groups and tags, separated by commas; wildcards are allowed"
+    add("--tasks", type=lambda names: tuple(names.split(",")), metavar="NAME,...", help=tasks)
     add("--num-fewshot", type=errors.whole, metavar="N", help="examples in each prompt (default: the task's)")
     limit = "number of documents of each task, or their share if below 1, for a first look (default: all)"
     add("--limit", type=_parse_limit, metavar="N", help=limit)
@@ -213,7 +215,7 @@ def _evaluate_scores(options: argparse.Namespace, config: Config, source: Loaded
             f"{rows.name} holds {HELD[UNPAIRED]}, which a reward model does not compare: name rows with chosen and "
             "rejected, and set --data.content preference"
         )
-    if rows.stream.has_labels and config.model.scores > 1:
+    if rows.stream.holds("labels") and config.model.scores > 1:
         check_classes(rows, config.model.scores)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
         found = document_scores.read_scores(source, rows, config.training.batch_size)
@@ -279,21 +281,13 @@ def _evaluate_tasks(
 ) -> int:
     """Evaluate the model on tasks, print their tables, and write the results. length: tokens of the context."""
     harness = flags.import_harness()
-    multiturn = options.fewshot_as_multiturn
-    chosen = harness.Options(
-        tasks=tuple(options.tasks.split(",")),
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        include_path=options.include_path,
-        apply_chat_template=options.apply_chat_template,
-        fewshot_as_multiturn=options.apply_chat_template if multiturn is None else multiturn,
-        system_instruction=options.system_instruction,
-        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
-    )
-    tasks = harness.Tasks(chosen)
+    if options.fewshot_as_multiturn is None:
+        options.fewshot_as_multiturn = options.apply_chat_template
+    names = [field.name for field in dataclasses.fields(harness.Options)]  # those of the flags, too
+    tasks = harness.Tasks(harness.Options(**{name: getattr(options, name) for name in names}))
     source = _load_model(options, config, length, quantisation)
     batch_tokens = config.training.batch_size * config.training.sequence_length
-    model = harness.HarnessModel(source, length, batch_tokens, chosen.apply_chat_template)
+    model = harness.HarnessModel(source, length, batch_tokens, options.apply_chat_template)
     with oom.explain_oom("evaluating", "set a smaller --training.batch-size or --training.sequence-length"):
         results = harness.run_tasks(model, tasks)
     results["jaxopt_llm"] |= {

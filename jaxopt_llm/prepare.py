@@ -16,7 +16,6 @@ the place of each token that is learned, with their log-probabilities, for train
 """
 
 import argparse
-import functools
 import io
 import multiprocessing
 import os
@@ -118,12 +117,11 @@ def prepare(config: DataConfig, directory: Path, workers: int, scoring: Scoring 
             prepared.check_sizes(directory)
             console.print(f"{directory} is already finished", markup=False)
         else:
-            names = prepared.list_arrays(config.content != "text", config.has_labels)
-            merger = prepared.ShardMerger(directory, plan["dtype"], names)
+            merger = prepared.ShardMerger(directory, prepared.describe_arrays(config, plan["dtype"]))
             _write_shards(shards, merger, config, directory, workers, console)
             skipped = prepared.add_skipped(merger.shards, shards)
             skipped.check_columns(config)
-            skipped.check_texts(skipped.texts < sum(record["documents"] for record in merger.shards))
+            skipped.check_texts(skipped.read["texts"] < sum(record["documents"] for record in merger.shards))
             if not sum(record["tokens"] for record in merger.shards):
                 paths, reasons = " ".join(config.paths), "; ".join(skipped.describe()) or "empty"
                 raise InputError(f"--input {paths}: no tokens to train on ({reasons}); give other files")
@@ -284,12 +282,11 @@ def _write_scores(
     from jaxopt_llm.inference import reference
     from jaxopt_llm.planning import oom
 
-    if scoring.top_k:
-        asked = scored.TeacherWriter(directory, dtype, scoring.top_k, model.vocabulary_size)
-        total, complete = sum(asked.tokens), functools.partial(reference.ask_teacher, model, config, asked)
-    else:
-        writer = scored.LogProbabilityWriter(directory, dtype)
-        total, complete = sum(writer.tokens), functools.partial(reference.complete_corpus, model, config, writer)
+    writer = (
+        scored.TeacherWriter(directory, dtype, scoring.top_k, model.vocabulary_size)
+        if scoring.top_k
+        else scored.LogProbabilityWriter(directory, dtype)
+    )
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     explain_oom = oom.explain_oom("reading documents", "use GPUs with more memory, or more of them")
     with (
@@ -297,8 +294,8 @@ def _write_scores(
         explain_oom,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
-        task = progress.add_task(f"tokens read by the {scoring.kind}", total=total)
-        written: dict[str, Any] = complete(lambda tokens: progress.advance(task, tokens))
+        task = progress.add_task(f"tokens read by the {scoring.kind}", total=sum(writer.tokens))
+        written = reference.complete_corpus(model, config, writer, lambda tokens: progress.advance(task, tokens))
     if limit := written["limit"]:
         note = f"have no log-probability by {model.name}: they exceed its context"
         if scoring.top_k:

@@ -335,7 +335,7 @@ def test_a_new_setting_is_written_in_one_place(tmp_path: Path) -> None:
 def test_a_section_within_a_section_may_be_a_dict() -> None:
     config = Config(model={"width": 64, "moe": {"experts": 4}})  # type: ignore[arg-type]
     assert (config.model.width, config.model.moe.experts) == (64, 4)
-    with pytest.raises(InputError, match=r"config: model\.moe has no setting expert: did you mean experts"):
+    with pytest.raises(InputError, match=r"config: model\.moe has no setting expert; did you mean experts"):
         Config(model={"moe": {"expert": 4}})  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from commands import command, start_python
 from gates import finish, wait_until
 from texts import train_tokenizer, write_jsonl, write_text
 
-from jaxopt_llm.config import Config
+from jaxopt_llm.config import Config, DataConfig
 from jaxopt_llm.config.fields import replace_fields
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.data.reading.source import read_standard_library
@@ -108,7 +108,7 @@ def test_a_killed_preparation_continues_and_gives_the_same_bytes(corpus: Path, t
 @pytest.mark.parametrize("conversations", [False, True])
 def test_bytes_without_a_record_are_truncated(conversations: bool, tmp_path: Path) -> None:
     """A kill between the append and the record, or during either, leaves such files."""
-    names = prepared.list_arrays(conversations, labels=False)
+    arrays = prepared.describe_arrays(DataConfig(content="chat" if conversations else "text"), "<u2")
     record = {"documents": 1, "tokens": 1, "tokens_sha256": "", "skipped": {}}
     for shard in range(3):
         for name, dtype in (("tokens", "<u2"), ("ends", "<i8"), ("keys", "<u8"), ("mask", "?"))[: 3 + conversations]:
@@ -116,7 +116,7 @@ def test_bytes_without_a_record_are_truncated(conversations: bool, tmp_path: Pat
         prepared.write_json(tmp_path / f"shard-{shard:05}.json", record)
     left = contents(tmp_path)
     for _ in range(2):
-        prepared.ShardMerger(tmp_path, "<u2", names).merge_ready()
+        prepared.ShardMerger(tmp_path, arrays).merge_ready()
         whole = contents(tmp_path)
         assert np.fromfile(tmp_path / "ends.bin", "<i8").tolist() == [1, 2, 3]
         masks = {"mask.bin"} if conversations else set()
@@ -127,11 +127,11 @@ def test_bytes_without_a_record_are_truncated(conversations: bool, tmp_path: Pat
             (tmp_path / name).write_bytes(left[name])
     for name in left:
         (tmp_path / name).unlink()
-    assert len(prepared.ShardMerger(tmp_path, "<u2", names).shards) == 3
+    assert len(prepared.ShardMerger(tmp_path, arrays).shards) == 3
     assert contents(tmp_path) == whole
     (tmp_path / "keys.bin").write_bytes(whole["keys.bin"][:-1])
     with pytest.raises(InputError, match="keys.bin is truncated: it has 23 bytes of 24"):
-        prepared.ShardMerger(tmp_path, "<u2", names)
+        prepared.ShardMerger(tmp_path, arrays)
 
 
 def test_verification_names_the_damage(corpus: Path, tmp_path: Path) -> None:

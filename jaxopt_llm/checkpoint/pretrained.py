@@ -11,7 +11,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import PRETRAINED_FIELDS
 from jaxopt_llm.checkpoint.huggingface.family import Family, read_label_names
 from jaxopt_llm.checkpoint.peft import adapter_folder
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
-from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.checkpoint.run_weights import is_run_directory, refuse_option
 from jaxopt_llm.config import Config, DataConfig, LoraConfig, ModelConfig, RematConfig, cli, fields
 from jaxopt_llm.core import hub, tree
 from jaxopt_llm.core.errors import InputError
@@ -166,10 +166,7 @@ def read_model_config(path: Path, family: str = "") -> ModelConfig:
     """
     if not is_run_directory(path):
         return huggingface.read_config(path, family)[1]
-    if family:
-        raise InputError(
-            f"model.family={family}: model.pretrained={path} is a run, which has no model_type; leave it out"
-        )
+    refuse_option("model.family=", family, f"model.pretrained={path}")
     config = cli.load_run_config(path, "model.pretrained=")
     if config.lora.rank:
         raise InputError(

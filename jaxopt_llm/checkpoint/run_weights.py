@@ -27,7 +27,7 @@ from jaxopt_llm.checkpoint.native.checkpoints import STORAGE_ERRORS
 from jaxopt_llm.checkpoint.peft.adapter_folder import AdapterFolder
 from jaxopt_llm.config import ModelConfig
 from jaxopt_llm.core import tree
-from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.model import decoder_specs
 from jaxopt_llm.model.linear import leaves
 from jaxopt_llm.model.linear.leaves import LoraWeight, QuantisedWeight
@@ -57,6 +57,23 @@ def describe_average(directory: Path, step: int) -> str:
 def is_run_directory(path: Path) -> bool:
     """Return whether a path is one of our run directories, in contrast to a Hugging Face folder."""
     return (path / "checkpoints").is_dir()
+
+
+_LACKS = {
+    "family": "is a run, which has no model_type",
+    "step": "is a model folder, which has no steps",
+    "base": "is a model folder, which has no other base",
+}
+
+
+def refuse_option(option: str, value: object, path: object) -> None:
+    """Raise InputError if an option is given that a run, or a model folder, does not have.
+
+    option: as it was given, with what separates it from its value: "--step " or "step=".
+    """
+    if value not in (None, ""):
+        name = option.rpartition(".")[2].strip("-= ")
+        raise InputError(f"{option}{value}: {path} {_LACKS[name]}; leave it out")
 
 
 class _Slices(NamedTuple):

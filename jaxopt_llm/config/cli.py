@@ -22,11 +22,11 @@ from typing import Any
 from jaxopt_llm.config import fields
 from jaxopt_llm.config import unread as unread_settings
 from jaxopt_llm.config.data import TEMPLATE_FILE, TOKENIZER_FOLDER
-from jaxopt_llm.config.metadata import AUTO, find_out_of_range
+from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.config.training import choose_accumulation
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import InputError, describe_error, report_error
+from jaxopt_llm.core.errors import ArgumentParser, InputError, describe_error, report_error
 
 _PACKAGE = Path(__file__).parent.parent
 # The recipes of this package. A wheel has them in the package; a clone has them next to it.
@@ -149,7 +149,8 @@ def run_recipe(path: str) -> Recipe:
         line = _find_line(error, file)
         if isinstance(error, InputError) and not line:
             raise
-        raise InputError(f"--config {file}{line}: {_describe_recipe_error(error)}") from error
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"--config {file}{line}: {kind}{describe_error(error)}") from error
     if not isinstance(config, Config):
         raise InputError(f"--config {file}: get_config() returned {type(config).__name__}, not Config")
     if wrong := fields.wrong_types(config):
@@ -176,29 +177,6 @@ def _find_line(error: BaseException, recipe: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def _describe_recipe_error(error: BaseException) -> str:
-    """Return the message of an error in a recipe. For an unknown field of a section, it proposes the nearest field."""
-    if isinstance(error, InputError):
-        return str(error)
-    sections = _find_sections(Config())
-    unknown = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
-    if unknown is None or unknown[1] not in sections:
-        return f"{type(error).__name__}: {describe_error(error)}"
-    section, name = unknown.groups()
-    prefix = sections[section]
-    near = [each.removeprefix(prefix) for each in find_settings(f"{prefix}{name}")]
-    return f"{section} has no field {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-
-
-def _find_sections(section: Any, prefix: str = "") -> dict[str, str]:
-    """Return by the name of each class of a configuration the dotted prefix of its fields, such as `model.rope.`."""
-    found = {type(section).__name__: prefix}
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(value := getattr(section, field.name)):
-            found |= _find_sections(value, f"{prefix}{field.name}.")
-    return found
-
-
 def parse_config(arguments: list[str], program: str) -> Config:
     """Return the configuration of a command line for the decoder: `--config FILE [--section.field VALUE ...]`.
 
@@ -212,7 +190,10 @@ def parse_config(arguments: list[str], program: str) -> Config:
 
 def parse_recipe(arguments: list[str], program: str) -> Recipe:
     """Return the recipe of a command line, as `parse_config` does, which may have a model of its own."""
-    path, overrides = _split_config(arguments)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", metavar="RECIPE")
+    known, overrides = parser.parse_known_args(arguments)
+    path = known.config
     if path is None and not asks_for_help(arguments):
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
     recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
@@ -329,25 +310,11 @@ def _leave_out_unread(config: Config, recipe: Config, given: set[str]) -> Config
 
     given: names of the settings that have a flag.
     """
-    if find_out_of_range("model", config.model):  # the checks, which follow, refuse such a number of layers
+    if config.model.find_out_of_range():  # the checks, which follow, refuse such a number of layers
         return config
     unread = unread_settings.find_without_effect(config).keys() - unread_settings.find_without_effect(recipe).keys()
     defaults = Config()
     return fields.replace_fields(config, {name: fields.get_field(defaults, name) for name in unread - given})
-
-
-def _split_config(arguments: list[str]) -> tuple[str | None, list[str]]:
-    path, rest = None, []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--config":
-            if (path := next(remaining, None)) is None:
-                raise InputError("--config: give the path of a recipe after it")
-        elif argument.startswith("--config="):
-            path = argument.removeprefix("--config=")
-        else:
-            rest.append(argument)
-    return path, rest
 
 
 def _refuse_unknown(overrides: list[str], own: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Final, Literal
 
-from jaxopt_llm.config.metadata import NON_NEGATIVE, Bounds, find_out_of_range, setting
+from jaxopt_llm.config.metadata import NON_NEGATIVE, Bounds, Section, setting
 from jaxopt_llm.core import json_files
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "prepared", "megatron", "numpy"]
@@ -50,7 +50,7 @@ def fields_of_form(form: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, path="data"):
     paths: tuple[str, ...] = setting((), resume="freely", is_place=True)
     """Files, folders, globs or URLs (s3://, gs://, hf://) to read; each is one source. Empty = the source code of
     Python's standard library."""
@@ -140,7 +140,7 @@ class DataConfig:
         return dict((name, column) for name, _, column in (text.partition("=") for text in self.columns))
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("data", self) + self._find_wrong_columns()
+        found = self.find_out_of_range() + self._find_wrong_columns()
         if self.content == "text":
             of_templates = ("chat_template", "template_arguments", "date")
             remedy = "remove it, or set data.content=chat"

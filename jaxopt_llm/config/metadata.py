@@ -4,9 +4,12 @@ A section of `Config` can have metadata that all its settings share. The metadat
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
+
+from jaxopt_llm.core.errors import InputError
 
 T = TypeVar("T")
 
@@ -80,11 +83,56 @@ def section(default_factory: Callable[[], T], **metadata: Any) -> T:
     return dataclasses.field(default_factory=default_factory, metadata=metadata)
 
 
-def find_out_of_range(name: str, section: Any) -> list[str]:
-    """List the settings of a section that are outside their bounds. name: dotted name of the section."""
-    found = []
-    for field in dataclasses.fields(section):
-        bounds, value = Metadata(**field.metadata).bounds, getattr(section, field.name)
-        if bounds and not isinstance(value, str) and not bounds.include(value):  # a text is a choice such as auto
-            found.append(f"{name}.{field.name}={value}: must be {bounds}")
-    return found
+class Section:
+    """Base class of the sections of a configuration, which are dataclasses.
+
+    A dict of settings is accepted in place of a section within it.
+
+    Attributes:
+        path: dotted name of the section, such as model.rope.
+
+    Raises:
+        InputError: there is no setting of a name.
+    """
+
+    path = ""
+
+    def __init_subclass__(cls, path: str = "") -> None:
+        cls.path = path
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in named:
+            if name not in known:
+                raise InputError(f"config: {cls.explain_unknown(name)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            section: Any = field.default_factory
+            if isinstance(given := getattr(self, field.name), dict) and section is not dataclasses.MISSING:
+                object.__setattr__(self, field.name, section(**given))
+
+    @classmethod
+    def explain_unknown(cls, name: str) -> str:
+        """Return that the section has no such setting, and what the user may mean."""
+        from jaxopt_llm.config.cli import find_settings  # here, because it imports all sections
+
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        found, prefix = find_settings(f"{cls.path}.{name}"), f"{cls.path}."
+        own = [each.removeprefix(prefix) for each in found if each.startswith(prefix)]
+        near = own or difflib.get_close_matches(name, known, 1) or found
+        return f"{cls.path} has no setting {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+    def problems(self) -> list[str]:
+        """List the errors in this section."""
+        return self.find_out_of_range()
+
+    def find_out_of_range(self) -> list[str]:
+        """List the settings that are outside their bounds."""
+        found = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            bounds, value = Metadata(**field.metadata).bounds, getattr(self, field.name)
+            if bounds and not isinstance(value, str) and not bounds.include(value):  # a text is a choice such as auto
+                found.append(f"{self.path}.{field.name}={value}: must be {bounds}")
+        return found

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, Bounds, find_out_of_range, section, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, Bounds, Section, section, setting
 
 # The settings that each kind of scaling reads, in addition to theta, scaling and factor.
 READ_BY_SCALING: dict[str, tuple[str, ...]] = {
@@ -23,7 +23,7 @@ READ_BY_SCALING: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(Section, path="model.rope"):
     theta: float = setting(10_000.0, bounds=POSITIVE)
     """Base of the RoPE frequencies."""
     sliding_theta: float = setting(0.0, bounds=NON_NEGATIVE)
@@ -127,9 +127,9 @@ class RopeConfig:
             theta=self.sliding_theta, **{name: getattr(self, name) for name in ("size", "interleaved", *growth)}
         )
 
-    def problems(self, rotary_dim: int) -> list[str]:
+    def find_problems(self, rotary_dim: int) -> list[str]:
         """Find problems. rotary_dim: size of the part of a head that is rotated."""
-        found = find_out_of_range("model.rope", self)
+        found = self.find_out_of_range()
         if self.scaling == "yarn" and not self.theta > 1:
             found.append(f"model.rope.theta={self.theta}: must be above 1 with model.rope.scaling=yarn")
         low, high = self.low_frequency_factor, self.high_frequency_factor
@@ -157,7 +157,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class MLAConfig:
+class MLAConfig(Section, path="model.mla"):
     kv_rank: int = setting(0, resume="never", bounds=NON_NEGATIVE)
     """Size of the latent vector that keys and values are projected from (multi-head latent attention, MLA, of
     DeepSeek-V2: kv_lora_rank). Generation caches only this vector and rotary_head_dim values per token. 0 = keys and
@@ -171,9 +171,9 @@ class MLAConfig:
     value_head_dim: int = setting(32, resume="never", bounds=AT_LEAST_ONE)
     """With kv_rank: size of each value head (v_head_dim)."""
 
-    def problems(self, head_dim: int) -> list[str]:
+    def find_problems(self, head_dim: int) -> list[str]:
         """List the errors in this section. head_dim: size of each query and key head."""
-        found = find_out_of_range("model.mla", self)
+        found = self.find_out_of_range()
         size = self.rotary_head_dim
         if self.kv_rank and (size >= head_dim or size % 2):
             found.append(f"model.mla.rotary_head_dim={size}: must be even and below model.head_dim={head_dim}")
@@ -184,7 +184,7 @@ MAX_EXPERTS = 200_000  # over all layers: a Hugging Face folder lists the tensor
 
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(Section, path="model.moe"):
     experts: int = setting(0, resume="never", bounds=NON_NEGATIVE)
     """Number of experts (MLPs) in each MoE layer; a router chooses among them for each token. 0 = a dense model."""
     experts_per_token: int = setting(2, bounds=AT_LEAST_ONE)
@@ -242,9 +242,9 @@ class MoEConfig:
         """Return whether a layer is an MoE layer."""
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
 
-    def problems(self, layers: int) -> list[str]:
+    def find_problems(self, layers: int) -> list[str]:
         """List the errors in this section. layers: number of layers of the model."""
-        found = find_out_of_range("model.moe", self)
+        found = self.find_out_of_range()
         if not self.experts or found:
             return found
         chosen, experts = self.experts_per_token, self.experts
@@ -303,7 +303,7 @@ MAX_LAYERS = 10_000  # the layout lists every layer
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, path="model"):
     pretrained: str = setting("", resume="freely", in_pretrained=False)
     """Model to start from: folder of a Hugging Face model, its id on the Hugging Face hub (org/name or
     org/name@revision), or directory of a run of this program. The initial parameters are its weights (of a run: its
@@ -481,8 +481,8 @@ class ModelConfig:
         return self.layers - self.shared_key_layers
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("model", self)
-        found += self._rope_problems() + self.mla.problems(self.head_dim) + self.moe.problems(self.layers)
+        found = self.find_out_of_range()
+        found += self._rope_problems() + self.mla.find_problems(self.head_dim) + self.moe.find_problems(self.layers)
         found += self._latent_problems() if self.mla.kv_rank else []
         if self.resize_vocabulary and not self.pretrained:
             found.append(
@@ -535,7 +535,7 @@ class ModelConfig:
     def _rope_problems(self) -> list[str]:
         scaled = [kind for kind in self.pattern if self.rope.of_layers(kind) is self.rope]
         sizes = {self.of_layers(kind).rotary_dim for kind in scaled} or {self.rotary_dim}
-        return [*dict.fromkeys(problem for size in sorted(sizes) for problem in self.rope.problems(size))]
+        return [*dict.fromkeys(problem for size in sorted(sizes) for problem in self.rope.find_problems(size))]
 
     def _require(self, reason: str, **required: Any) -> list[str]:
         """List the fields with another value than the required one, or than all of those in a tuple."""

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, Bounds, find_out_of_range, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, Bounds, Section, setting
 
 # Outermost first. `tensor` is innermost, so it uses the fastest links. `pipeline` moves the least data, so it crosses
 # hosts first. XLA also requires `pipeline` first: it accepts a nested shard_map only if its axes come later.
@@ -16,7 +16,7 @@ BATCH_AXES = ("data", "fsdp", "expert")  # the axes that the batch is split over
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Section, path="mesh"):
     pipeline: int = setting(1, in_backward=1, bounds=AT_LEAST_ONE)
     """Number of pipeline stages (pipeline parallelism, PP)."""
     data: int = setting(1, bounds=AT_LEAST_ONE)
@@ -56,12 +56,9 @@ class MeshConfig:
         """Number of parts into which the rows of a microbatch are split."""
         return math.prod(self.size(axis) for axis in BATCH_AXES)
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("mesh", self)
-
 
 @dataclass(frozen=True)
-class ShardingConfig:
+class ShardingConfig(Section, path="sharding"):
     zero_stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: the state that mesh.fsdp, mesh.context and mesh.expert shard together. 0 = nothing, 1 = master
     weights and moments, 2 = also gradients, 3 = also compute parameters (Rajbhandari et al. 2020; DeepSpeed: stage)."""
@@ -126,9 +123,6 @@ class ShardingConfig:
         """Return whether attention over mesh.context is a ring. `auto` counts as one until the start of a run."""
         return self.context_exchange != "all_to_all"
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("sharding", self)
-
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Residuals = Literal["auto", "store", "recompute"]
@@ -136,7 +130,7 @@ WITH_CHUNKS: tuple[Schedule, ...] = ("interleaved",)  # the schedules with sever
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(Section, path="pipeline"):
     schedule: Schedule = "1f1b"
     """Order of the forward and backward passes. gpipe: all forwards, then all backwards (Huang et al. 2019). 1f1b: each
     backward as early as possible, so that the number of stored inputs does not grow with the number of microbatches
@@ -152,7 +146,7 @@ class PipelineConfig:
     memory suffices with some policy. The start of the run writes the choice into config.json."""
 
     def problems(self) -> list[str]:
-        found, chunks = find_out_of_range("pipeline", self), self.virtual_stages
+        found, chunks = self.find_out_of_range(), self.virtual_stages
         if self.schedule in WITH_CHUNKS and chunks < 2:
             found.append(
                 f"pipeline.schedule={self.schedule} with pipeline.virtual_stages={chunks}: set "
@@ -195,7 +189,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Section, path="distributed"):
     coordinator: str = ""
     """Address at which process 0 listens, as host:port. Empty = from the environment of torchrun, SLURM, Open MPI or
     Kubernetes."""
@@ -208,7 +202,7 @@ class DistributedConfig:
     """Seconds after which the job ends if a process has not joined or no longer answers."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("distributed", self)
+        found = self.find_out_of_range()
         if self.coordinator and (why := find_address_problem(self.coordinator)):
             found.append(f"distributed.coordinator={self.coordinator}: {why}")
         return found
@@ -218,7 +212,7 @@ Policy = Literal["auto", "none", "full", "dots", "save_attention", "save_qkv"]
 
 
 @dataclass(frozen=True)
-class RematConfig:
+class RematConfig(Section, path="remat"):
     policy: Policy | tuple[str, ...] = setting("auto", in_backward="full")
     """Activations of each block that are kept for the backward pass in addition to the block's input; the others are
     recomputed (activation checkpointing). none: keep all except elementwise results; dots: keep all products with
@@ -241,7 +235,7 @@ class RematConfig:
         return self.policy != "none" or bool(self.offload)
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("remat", self)
+        found = self.find_out_of_range()
         if not self.policy:
             found.append("remat.policy is empty: give a policy or an intermediate; full keeps only block inputs")
         if self.every > 1 and self.offload:
@@ -258,7 +252,7 @@ class RematConfig:
 
 
 @dataclass(frozen=True)
-class OffloadConfig:
+class OffloadConfig(Section, path="offload"):
     optimizer: bool = False
     """Keep the optimizer state in pinned host memory; the update transfers one layer at a time (ZeRO-Offload, Ren et
     al. 2021; DeepSpeed: offload_optimizer). This covers the moments and, where the model reads a compute copy (ZeRO
@@ -266,6 +260,3 @@ class OffloadConfig:
     parameters: bool = False
     """Keep the parameters of the blocks in pinned host memory; forward, backward and update transfer one layer at a
     time (ZeRO-Infinity, Rajbhandari et al. 2021; DeepSpeed: offload_param). With lora.rank, only the frozen base."""
-
-    def problems(self) -> list[str]:
-        return []

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, find_out_of_range, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, Section, setting
 
 Float = Literal["float32", "bfloat16", "float16"]
 
@@ -19,7 +19,7 @@ class Exactness(Protocol):
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Section, path="precision"):
     compute_dtype: Float = setting(
         "bfloat16", search=("float32", "bfloat16"), search_rank=3, price="none on GPUs, which are faster in 16 bits"
     )
@@ -74,7 +74,7 @@ class PrecisionConfig:
         return replace(self, matmul="compute_dtype", outlier_threshold=0.0, compute_dtype_layers=0)
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("precision", self)
+        found = self.find_out_of_range()
         compute, reduced = self.compute_dtype, self.reduce_dtype
         if reduced not in ("float32", compute) and "float16" in (compute, reduced):
             # cuBLAS has no matmul with operands of one of these dtypes and a result of the other.

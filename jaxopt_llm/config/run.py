@@ -1,11 +1,13 @@
 """Configuration of a run, composed of the sections of this package, and its sections that concern the run alone."""
 
 import difflib
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 from jaxopt_llm.config.data import PROMPT, DataConfig
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, find_out_of_range, section, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, AUTO, NON_NEGATIVE, POSITIVE, Section, section, setting
 from jaxopt_llm.config.model import ModelConfig
 from jaxopt_llm.config.parallel import (
     DistributedConfig,
@@ -31,11 +33,10 @@ from jaxopt_llm.config.training import (
     ScheduleConfig,
     TrainingConfig,
 )
-from jaxopt_llm.core.errors import InputError
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, path="checkpoint"):
     every: int = setting(500, bounds=AT_LEAST_ONE)
     """Steps between two checkpoints. The last step always has one. A save that failed, or that was left out because the
     saves before were still being written, is retried after a tenth of these steps."""
@@ -55,7 +56,7 @@ class CheckpointConfig:
     only this user can read."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("checkpoint", self)
+        found = self.find_out_of_range()
         every, kept = self.every, self.keep_every
         if every > 0 and kept > 0 and kept % every:
             found.append(f"checkpoint.keep_every={kept}: must be a multiple of checkpoint.every={every}")
@@ -76,7 +77,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class WatchdogConfig:
+class WatchdogConfig(Section, path="watchdog"):
     factor: float = setting(10.0, bounds=NON_NEGATIVE)
     """End the job with exit code 5 if a process makes no progress for this multiple of the median of its phase, and at
     least for the floor of the phase. 0 = off."""
@@ -90,12 +91,9 @@ class WatchdogConfig:
     single_process: bool = False
     """Also watch a job of one process, whose devices can wait for each other too."""
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("watchdog", self)
-
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Section, path="run"):
     directory: str = setting("runs/default", resume="freely")
     """Run directory, for config.json, metrics.jsonl and checkpoints/. The same command started again resumes from its
     last checkpoint (Hugging Face: output_dir)."""
@@ -115,14 +113,14 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         empty = [] if self.directory else ["run.directory is empty: set --run.directory"]
-        return empty + find_out_of_range("run", self)
+        return empty + self.find_out_of_range()
 
 
 Options = dict[str, str | bool | int]
 
 
 @dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Section, path="xla"):
     options: tuple[str, ...] = ()
     """XLA compiler options for the training step and the held-out loss, each NAME=VALUE, such as
     xla_gpu_autotune_level=0. They override and extend the defaults in compiler/xla_options.py. Names are those of the
@@ -147,7 +145,7 @@ class XlaConfig:
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(Section, path="logging"):
     every: int = setting(10, bounds=AT_LEAST_ONE)
     """Steps between two logged steps."""
     tensorboard: bool = True
@@ -155,52 +153,18 @@ class LoggingConfig:
     wandb_project: str = ""
     """Weights & Biases project to which the records are also sent. Empty = off."""
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("logging", self)
-
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Section, path="profile"):
     start_step: int = setting(0, bounds=NON_NEGATIVE)
     """First step to profile; the trace is written to profile/ in the run directory. 0 = off. Choose a
     later step than the first few, which compile."""
     steps: int = setting(3, bounds=AT_LEAST_ONE)
     """Number of steps to profile."""
 
-    def problems(self) -> list[str]:
-        return find_out_of_range("profile", self)
-
-
-def _make_section(name: str, section: Any, settings: dict[str, Any]) -> Any:
-    known = [field.name for field in fields(section)]
-    for setting_name in settings:
-        if setting_name not in known:
-            near = difflib.get_close_matches(setting_name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            raise InputError(f"config: {name} has no setting {setting_name}: {hint}")
-    inner = {field.name: field.default_factory for field in fields(section)}
-    return section(
-        **{
-            setting_name: _make_section(f"{name}.{setting_name}", inner[setting_name], value)
-            if isinstance(value, dict) and is_dataclass(inner[setting_name])
-            else value
-            for setting_name, value in settings.items()
-        }
-    )
-
-
-def _find_section(kind: type, name: str) -> str:
-    """Return what the user may mean who gave a configuration an unknown name."""
-    sections: dict[str, Any] = {field.name: field.default_factory for field in fields(kind)}
-    holders = [section for section, made in sections.items() if name in {each.name for each in fields(made)}]
-    if holders:
-        return f"{name} is a setting of {' and of '.join(holders)}, as in Config({holders[0]}=dict({name}=...))"
-    near = difflib.get_close_matches(name, sections, 1)
-    return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}"
-
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """Settings of a training, by section. A section is an object or a dict, as in `Config(mesh=dict(fsdp=8))`."""
 
     run: RunConfig = section(RunConfig)
@@ -228,43 +192,39 @@ class Config:
     profile: ProfileConfig = section(ProfileConfig, resume="freely")
     watchdog: WatchdogConfig = section(WatchdogConfig, resume="freely")
 
-    def __new__(cls, *sections: Any, **named: Any) -> "Config":
-        """Refuse names of settings where names of sections are expected.
-
-        Raises:
-            InputError: there is no section of that name.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in named:
-            if name not in known:
-                raise InputError(f"config: there is no section {name}; {_find_section(cls, name)}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        """Accept a dict of settings in place of each section.
-
-        Raises:
-            InputError: a section has no setting of that name.
-        """
-        for field in fields(self):
-            given = getattr(self, field.name)
-            if isinstance(given, dict):
-                object.__setattr__(self, field.name, _make_section(field.name, field.default_factory, given))
+    @classmethod
+    def explain_unknown(cls, name: str) -> str:
+        """Return that there is no such section, and what the user may mean."""
+        sections: dict[str, Any] = {field.name: field.default_factory for field in fields(cls)}
+        holders = [section for section, made in sections.items() if name in {each.name for each in fields(made)}]
+        if holders:
+            hint = f"{name} is a setting of {' and of '.join(holders)}, as in Config({holders[0]}=dict({name}=...))"
+        elif near := difflib.get_close_matches(name, sections, 1):
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"the sections are {', '.join(sections)}"
+        return f"there is no section {name}; {hint}"
 
     def unroll_problems(self) -> list[str]:
         """List the settings with which the layers cannot be unrolled: `training.unroll`."""
-        remat, exempt = self.remat, self.precision.compute_dtype_layers
-        policy = remat.policy if isinstance(remat.policy, str) else " ".join(remat.policy)
-        loops = {
-            f"remat.policy={policy}": remat.policy not in (AUTO, "none"),
-            f"remat.every={remat.every}": remat.every > 1,
-            f"remat.offload={' '.join(remat.offload)}": bool(remat.offload),
-            "offload.parameters=True": self.offload.parameters,
-            "optimizer.in_backward=True": self.optimizer.in_backward,
-            f"mesh.pipeline={self.mesh.pipeline}": self.mesh.pipeline > 1,
-            f"precision.compute_dtype_layers={exempt}": exempt > 0,
-        }
-        return [name for name, applies in loops.items() if applies]
+        without_loops: dict[str, Any] = {} if self.remat.policy == AUTO else {"remat.policy": "none"}
+        without_loops |= {"remat.every": 1, "remat.offload": (), "offload.parameters": False}
+        without_loops |= {"optimizer.in_backward": False, "mesh.pipeline": 1, "precision.compute_dtype_layers": 0}
+        return list(self._find_others(without_loops))
+
+    def _find_others(self, needed: Mapping[str, Any]) -> dict[str, str]:
+        """Return the settings with another value than the needed one: NAME=VALUE -> how to give them that value."""
+        found = {}
+        for name, only in needed.items():
+            value = attrgetter(name)(self)
+            if value != only:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                found[f"{name}={shown}"] = "leave it out" if only == () else f"set --{name.replace('_', '-')} {only}"
+        return found
+
+    def _refuse_others(self, name: str, needed: Mapping[str, Any]) -> list[str]:
+        """List the settings with another value than the only one that `name` supports."""
+        return [f"{name} does not support {other}: {remedy}" for other, remedy in self._find_others(needed).items()]
 
     def _adapter_problems(self) -> list[str]:
         """List the formats of products that adapters or their base do not support."""
@@ -281,28 +241,25 @@ class Config:
 
     def local_step_problems(self) -> list[str]:
         """List the settings that `training.local_steps` does not support."""
-        steps, sharding = self.training.local_steps, self.sharding
+        steps, found = self.training.local_steps, list[str]()
         if steps == 1:
             return []
-        refused = {
-            f"sharding.zero_stage={sharding.zero_stage}": (sharding.zero_stage in (1, 2), "--sharding.zero-stage 3"),
-            "sharding.optimizer_over_data=True": (sharding.optimizer_over_data, "--sharding.optimizer-over-data False"),
-            f"mesh.pipeline={self.mesh.pipeline}": (self.mesh.pipeline > 1, "--mesh.pipeline 1"),
-            "offload.optimizer=True": (self.offload.optimizer, "--offload.optimizer False"),
-            "offload.parameters=True": (self.offload.parameters, "--offload.parameters False"),
-            "optimizer.in_backward=True": (self.optimizer.in_backward, "--optimizer.in-backward False"),
-            f"training.ema_decay={self.training.ema_decay}": (self.training.ema_decay > 0, "--training.ema-decay 0"),
-            # The other exchanges loop until all choices are sent, and groups would wait for each other in every layer.
-            f"sharding.expert_exchange={sharding.expert_exchange}": (
-                bool(self.model.moe.experts) and self.mesh.expert > 1 and sharding.expert_exchange != "gather",
-                "--sharding.expert-exchange gather",
-            ),
-        }
+        if 0 < self.training.steps < steps:
+            found.append(
+                f"training.local_steps={steps} exceeds training.steps={self.training.steps}, so no outer step follows: "
+                f"set --training.steps to at least {steps}"
+            )
         # XLA does not nest a region of stages in one of groups: `pipeline` comes before `data` in the mesh.
-        return self._length_problems() + [
-            f"training.local_steps={steps} does not support {name}: set {remedy}, or --training.local-steps 1"
-            for name, (applies, remedy) in refused.items()
-            if applies
+        needed: dict[str, Any] = {"sharding.optimizer_over_data": False, "mesh.pipeline": 1, "offload.optimizer": False}
+        needed |= {"offload.parameters": False, "optimizer.in_backward": False, "training.ema_decay": 0}
+        if self.sharding.zero_stage:
+            needed["sharding.zero_stage"] = 3
+        if self.model.moe.experts and self.mesh.expert > 1:
+            # The other exchanges loop until all choices are sent, and groups would wait for each other in every layer.
+            needed["sharding.expert_exchange"] = "gather"
+        return found + [
+            f"training.local_steps={steps} does not support {name}: {remedy}, or --training.local-steps 1"
+            for name, remedy in self._find_others(needed).items()
         ]
 
     @property
@@ -354,23 +311,9 @@ class Config:
             if training.objective == GRPO:
                 problem = f"{name} compares answers that the model draws: set it to 1"
             found.append(f"rollouts.share={self.rollouts.share}: {problem}")
-        refused = {
-            "training.ema_decay": (training.ema_decay, 0),
-            "training.on_spike": (training.on_spike, "off"),
-            "data.weights": (self.data.weights, ()),
-            "checkpoint.replicate_every": (self.checkpoint.replicate_every, 0),
-            "evaluation.samples": (self.evaluation.samples, 0),
-            "evaluation.tasks": (self.evaluation.tasks, ()),
-        }
-        return (
-            found
-            + self._server_problems()
-            + [
-                f"{name} does not support {each}={value}: leave it out"
-                for each, (value, only) in refused.items()
-                if value != only
-            ]
-        )
+        needed = {"training.ema_decay": 0, "training.on_spike": "off", "data.weights": ()}
+        needed |= {"checkpoint.replicate_every": 0, "evaluation.samples": 0, "evaluation.tasks": ()}
+        return found + self._server_problems() + self._refuse_others(name, needed)
 
     def _server_problems(self) -> list[str]:
         """List the settings that do not suit answers that a server draws, which gets adapters or all weights."""
@@ -427,18 +370,10 @@ class Config:
                 "keeps are those at temperature 1: set --distillation.temperature 1, or name a model with "
                 "--distillation.teacher"
             )
-        refused = {
-            f"training.z_loss={training.z_loss}": (training.z_loss > 0, "--training.z-loss 0"),
-            f"model.mtp_layers={self.model.mtp_layers}": (self.model.mtp_layers > 0, "--model.mtp-layers 0"),
-            f"training.local_steps={training.local_steps}": (training.local_steps > 1, "--training.local-steps 1"),
-            f"optimizer.in_backward={self.optimizer.in_backward}": (
-                self.runs_teacher and self.optimizer.in_backward,
-                "--optimizer.in-backward False",
-            ),
-        }
-        return found + [
-            f"{name} does not support {each}: set {remedy}" for each, (applies, remedy) in refused.items() if applies
-        ]
+        needed = {"training.z_loss": 0, "model.mtp_layers": 0, "training.local_steps": 1}
+        if self.runs_teacher:
+            needed["optimizer.in_backward"] = False
+        return found + self._refuse_others(name, needed)
 
     def _score_problems(self) -> list[str]:
         """List the settings that do not fit to the scores of documents, or to a model without them."""
@@ -467,29 +402,14 @@ class Config:
             )
         return found
 
-    def _length_problems(self) -> list[str]:
-        steps = self.training.local_steps
-        if not 0 < self.training.steps < steps:
-            return []
-        return [
-            f"training.local_steps={steps} exceeds training.steps={self.training.steps}, so no outer step follows: "
-            f"set --training.steps to at least {steps}"
-        ]
-
     def crossing_problems(self) -> list[str]:
         """List the executors that carry only the residual stream from layer to layer, if the model needs more."""
-        model, needs = self.model, []
-        needs += [f"model.layer_input_size={model.layer_input_size}"] if model.layer_input_size else []
-        needs += [f"model.shared_key_layers={model.shared_key_layers}"] if model.shared_key_layers else []
-        refused = [
-            ("mesh.pipeline", self.mesh.pipeline, 1),
-            ("optimizer.in_backward", self.optimizer.in_backward, False),
-        ]
+        needs = self._find_others({"model.layer_input_size": 0, "model.shared_key_layers": 0})
         return [
-            f"{name}={value} does not support {' and '.join(needs)}, because only the residual stream goes from one "
-            f"part of the layers to the next: set --{name.replace('_', '-')} {only}"
-            for name, value, only in refused
-            if needs and value != only
+            f"{name} does not support {' and '.join(needs)}, because only the residual stream goes from one "
+            f"part of the layers to the next: {remedy}"
+            for name, remedy in self._find_others({"mesh.pipeline": 1, "optimizer.in_backward": False}).items()
+            if needs
         ]
 
     def problems(self) -> list[str]:
@@ -511,12 +431,8 @@ class Config:
                 f"evaluation.patience={self.evaluation.patience} ends a run some time after its lowest held-out loss: "
                 "set --checkpoint.keep-best 1 to keep the checkpoint with that loss"
             )
-        offloads = self.offload.optimizer or self.offload.parameters
-        if self.checkpoint.replicate_every and offloads:
-            found.append(
-                f"checkpoint.replicate_every={self.checkpoint.replicate_every} does not support offload: set "
-                "--checkpoint.replicate-every 0"
-            )
+        if self.offload.optimizer or self.offload.parameters:
+            found += self._refuse_others("offload", {"checkpoint.replicate_every": 0})
         start, steps = self.profile.start_step, self.training.steps
         if start > steps > 0:
             found.append(f"profile.start_step={start}: must be at most training.steps={steps}")

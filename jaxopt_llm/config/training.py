@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Literal, get_args
 
 from jaxopt_llm.config.data import PREFERENCE, UNPAIRED, Pairs
-from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, find_out_of_range, setting
+from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, SHARE, Bounds, Section, setting
 
 Unroll = Literal["auto", "all", "none"]
 MIN_LOSS_CHUNK = 1024  # tokens of training.loss_chunk=auto
@@ -33,7 +33,7 @@ OVER_PAIRS = tuple(name for name in get_args(Objective) if name not in (NEXT_TOK
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Section, path="training"):
     steps: int = setting(1000, resume="freely", bounds=NON_NEGATIVE)
     """Number of optimizer steps of the whole run (Hugging Face: max_steps). 0 = as training.epochs says."""
     epochs: float = setting(0.0, resume="freely", bounds=NON_NEGATIVE)
@@ -152,7 +152,7 @@ class TrainingConfig:
         return 0.0 if self.on_spike == "off" else self.spike_factor
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("training", self)
+        found = self.find_out_of_range()
         if self.steps and self.epochs:
             found.append(f"training.steps={self.steps} and training.epochs={self.epochs}: set one of them to 0")
         if not self.steps and not self.epochs:
@@ -191,7 +191,7 @@ def find_group_problems(name: str, groups: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, path="optimizer"):
     learning_rate: float = setting(3e-4, bounds=POSITIVE)
     """Peak learning rate of the schedule. With adafactor it is relative to the RMS of each weight."""
     beta1: float = setting(0.9, bounds=SHARE)
@@ -234,7 +234,7 @@ class OptimizerConfig:
     """Factors of the learning rate by parameter, in the syntax of decay_groups."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("optimizer", self)
+        found = self.find_out_of_range()
         if self.name == "adafactor" and self.state_dtype != "float32":
             found.append(
                 f"optimizer.state_dtype={self.state_dtype} is not supported with optimizer.name=adafactor, whose "
@@ -248,7 +248,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section, path="schedule"):
     warmup_steps: int | float = setting(100, bounds=NON_NEGATIVE)
     """Steps over which the learning rate rises to the peak. A number below 1 is a share of decay_steps (by default the
     steps of the run), rounded up (Hugging Face: warmup_steps, warmup_ratio)."""
@@ -303,7 +303,7 @@ class ScheduleConfig:
         return math.ceil(self.warmup_steps * end - 1e-9)  # 0.07 * 100 is above 7 in floating point
 
     def problems(self) -> list[str]:
-        found, end = find_out_of_range("schedule", self), self.decay_steps
+        found, end = self.find_out_of_range(), self.decay_steps
         if self.warmup_steps > 1 and self.warmup_steps % 1:
             found.append(f"schedule.warmup_steps={self.warmup_steps}: must be whole, or a share below 1")
         if found or not end:  # it will be after the warm-up: see `choose_end`
@@ -323,7 +323,7 @@ ALL_LINEAR = "all-linear"  # a target that is not a glob: PEFT's name for all ma
 
 
 @dataclass(frozen=True)
-class PreferenceConfig:
+class PreferenceConfig(Section, path="preference"):
     reference: Literal["auto", "stored", "base"] = "auto"
     """What dpo, ipo, hinge and kto compare with. stored: the log-probabilities of prepare --reference in the data.
     base: the model without its adapters, in a forward of each step. auto: stored if the data have them. The start of
@@ -351,14 +351,14 @@ class PreferenceConfig:
 
     def problems(self) -> list[str]:
         """List the errors in these settings."""
-        found = find_out_of_range("preference", self)
+        found = self.find_out_of_range()
         if self.function and not all(self.function.rpartition(":")[::2]):
             found.append(f"preference.function={self.function}: must be FILE:FUNCTION, as in losses.py:apo_zero")
         return found
 
 
 @dataclass(frozen=True)
-class DistillationConfig:
+class DistillationConfig(Section, path="distillation"):
     teacher: str = setting("", resume="freely", is_place=True)
     """With training.objective distill: Hugging Face folder or hub id of the model to learn from. Its tokenizer must
     give the ids of data.tokenizer. A resume needs the same weights; their path may change. Empty = the data hold what a
@@ -374,13 +374,9 @@ class DistillationConfig:
     next_token_weight: float = setting(0.0, bounds=NON_NEGATIVE)
     """Weight of the cross-entropy of the next token, added to the divergence."""
 
-    def problems(self) -> list[str]:
-        """List the errors in these settings."""
-        return find_out_of_range("distillation", self)
-
 
 @dataclass(frozen=True)
-class RolloutsConfig:
+class RolloutsConfig(Section, path="rollouts"):
     prompts: int = setting(16, bounds=AT_LEAST_ONE)
     """Prompts of a step. Their answers are packed into training.batch_size rows, which must hold the longest ones."""
     group_size: int = setting(8, bounds=AT_LEAST_ONE)
@@ -412,7 +408,7 @@ class RolloutsConfig:
 
     def problems(self) -> list[str]:
         wrong = [each for each in self.rewards if not all(each.rpartition(":")[::2])]
-        found = find_out_of_range("rollouts", self)
+        found = self.find_out_of_range()
         found += [f"rollouts.rewards: {each}: must be FILE:FUNCTION, as in rewards.py:is_right" for each in wrong]
         if self.server and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", self.server):
             found.append(f"rollouts.server={self.server}: must be an address such as http://127.0.0.1:8000/v1")
@@ -420,7 +416,7 @@ class RolloutsConfig:
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
+class GrpoConfig(Section, path="grpo"):
     scale_advantages: Literal["std", "none"] = "std"
     """Divisor of a reward minus the mean of its group. std: the standard deviation of the group (GRPO, Shao et al.
     2024). none: 1 (Dr. GRPO, Liu et al. 2025)."""
@@ -442,14 +438,14 @@ class GrpoConfig:
     """Weight of the KL divergence from the model without its adapters (TRL: beta). 0 = no reference."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("grpo", self)
+        found = self.find_out_of_range()
         if self.max_ratio <= 1 + self.epsilon_high:
             found.append(f"grpo.max_ratio={self.max_ratio}: must be above 1 + grpo.epsilon_high={self.epsilon_high}")
         return found
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section, path="lora"):
     pretrained: str = setting("", resume="freely", is_place=True)
     """Folder or hub id of a PEFT adapter of this model, from which the adapters start. It also sets rank, alpha,
     targets, rslora and dora; and with whole weights (modules_to_save) training.trainable and the size of the
@@ -484,7 +480,7 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("lora", self)
+        found = self.find_out_of_range()
         if self.rank > 0 and not self.targets:
             found.append(f"lora.targets is empty: give {ALL_LINEAR} or at least one pattern")
         return found + [
@@ -505,7 +501,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Section, path="evaluation"):
     every: int = setting(200, bounds=NON_NEGATIVE)
     """Steps between two evaluations of the held-out loss (eval_steps). The last step is evaluated too. 0 = no
     evaluations at all (eval_strategy: no); without evaluation.paths, the run then also trains on the documents of
@@ -537,7 +533,7 @@ class EvaluationConfig:
     """Folder with YAML files of further tasks."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("evaluation", self)
+        found = self.find_out_of_range()
         if self.task_limit > 1 and self.task_limit % 1:
             found.append(f"evaluation.task_limit={self.task_limit}: must be a whole number, or a share below 1")
         names = [name for name, _ in self.named_paths()]

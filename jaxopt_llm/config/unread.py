@@ -158,34 +158,29 @@ def _rules(config: Config) -> list[Rule]:
 
 
 def _objective_rules(config: Config) -> list[Rule]:
-    objective = config.training.objective
+    objective, training = config.training.objective, config.training
+    by_objective = [
+        ("preference.*", not training.pairs),
+        ("distillation.*", not training.distills),
+        ("rollouts.*", not config.draws),
+        ("grpo.*", objective != GRPO),
+        ("preference.reference", not training.has_reference),
+        ("preference.margin", objective not in ("simpo", "reward")),
+        ("preference.center_weight", objective != "reward"),
+        ("preference.beta preference.label_smoothing preference.nll_weight", objective == "reward"),
+        ("preference.label_smoothing", objective in ("ipo", "hinge", KTO)),
+        ("preference.nll_weight", objective == KTO),
+        ("preference.desirable_weight preference.undesirable_weight", objective != KTO),
+        ("data.label_names", objective != CLASSIFY),
+    ]
     return [
         ("training.mtp_weight", "model.mtp_layers=0", not config.model.mtp_layers),
-        ("preference.*", f"training.objective={objective}", not config.training.pairs),
-        ("distillation.*", f"training.objective={objective}", not config.training.distills),
+        *((names, f"training.objective={objective}", applies) for names, applies in by_objective),
         ("distillation.teacher_base", "distillation.teacher=''", not config.distillation.teacher),
-        ("rollouts.*", f"training.objective={objective}", not config.draws),
         ("rollouts.reward_seconds", "rollouts.rewards=()", not config.rollouts.rewards),
-        ("grpo.*", f"training.objective={objective}", objective != GRPO),
         ("rollouts.server_seconds rollouts.server_tolerance", "rollouts.server=", not config.rollouts.server),
         ("preference.label_smoothing", "preference.function", bool(config.preference.function)),
-        ("preference.reference", f"training.objective={objective}", not config.training.has_reference),
-        ("preference.margin", f"training.objective={objective}", objective not in ("simpo", "reward")),
-        ("preference.center_weight", f"training.objective={objective}", objective != "reward"),
-        (
-            "preference.beta preference.label_smoothing preference.nll_weight",
-            "training.objective=reward",
-            objective == "reward",
-        ),
         ("preference.margin", f"data.label_field={config.data.label_field}", bool(config.data.label_field)),
-        ("preference.label_smoothing", f"training.objective={objective}", objective in ("ipo", "hinge", KTO)),
-        ("preference.nll_weight", f"training.objective={objective}", objective == KTO),
-        (
-            "preference.desirable_weight preference.undesirable_weight",
-            f"training.objective={objective}",
-            objective != KTO,
-        ),
-        ("data.label_names", f"training.objective={objective}", objective != CLASSIFY),
     ]
 
 

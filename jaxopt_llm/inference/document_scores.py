@@ -48,7 +48,7 @@ def describe_scores(scores: NDArray[np.float32], rows: PackedRows) -> str:
         share, margin = np.mean(chosen > rejected), np.mean(chosen - rejected)
         return f"the chosen answer of {share:.1%} of {chosen.size:,} pairs has the larger score, margin {margin:.4f}"
     count = np.count_nonzero(is_read)
-    if not rows.stream.has_labels:
+    if not rows.stream.holds("labels"):
         return f"{count:,} documents, mean scores {', '.join(f'{mean:.4f}' for mean in scores[is_read].mean(axis=0))}"
     starts = rows.stream.document_starts(0, rows.stream.size)[is_read]
     labels = np.array([rows.stream.read_label(start) for start in starts.tolist()])

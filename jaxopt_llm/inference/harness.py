@@ -354,22 +354,17 @@ class Tasks(TaskManager):
 
 def run_tasks(model: HarnessModel, tasks: Tasks) -> dict[str, Any]:
     """Return the results of the harness for a model, with what it does not know of it."""
-    options = tasks.options
+    own = asdict(tasks.options)
     model.cut.clear()
     with contextlib.redirect_stdout(sys.stderr):  # standard output has the results alone
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model=model,
             tasks=tasks.names,
             task_manager=tasks,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            apply_chat_template=options.apply_chat_template,
-            fewshot_as_multiturn=options.fewshot_as_multiturn,
-            system_instruction=options.system_instruction,
-            confirm_run_unsafe_code=options.confirm_run_unsafe_code,
             log_samples=False,
+            **{name: value for name, value in own.items() if name not in ("tasks", "include_path")},
         )
-    own = asdict(options) | {"step": model.source.step, "length": model.max_length, "cut_requests": dict(model.cut)}
+    own |= {"step": model.source.step, "length": model.max_length, "cut_requests": dict(model.cut)}
     return results | {"jaxopt_llm": own}
 
 

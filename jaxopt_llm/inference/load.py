@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxopt_llm.checkpoint.huggingface import model_folder as huggingface
 from jaxopt_llm.checkpoint.huggingface.model_folder import Origin, write_model_folder
-from jaxopt_llm.checkpoint.run_weights import is_run_directory
+from jaxopt_llm.checkpoint.run_weights import is_run_directory, refuse_option
 from jaxopt_llm.config import ModelConfig, PrecisionConfig, cli
 from jaxopt_llm.core import errors, hub, tree
 from jaxopt_llm.core.errors import InputError
@@ -21,7 +20,7 @@ from jaxopt_llm.inference import models
 from jaxopt_llm.inference.exported import copy_origin, describe_merge
 from jaxopt_llm.inference.flags import Step
 from jaxopt_llm.inference.models import add_adapters, open_adapters, open_run_adapters
-from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.batch import rows_of_documents
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Model, Params
 from jaxopt_llm.parallel.placement import Placement
@@ -78,10 +77,7 @@ class Pretrained:
     @functools.cached_property
     def _logits(self) -> Callable[[Params, np.ndarray], jax.Array]:
         def forward(params: Params, tokens: jax.Array) -> jax.Array:
-            ones = jnp.ones_like(tokens)
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-            batch = Batch(tokens, tokens, ones.astype(jnp.bool), segment_ids=ones, positions=positions)
-            context = self.model.make_context(batch, self.placement)
+            context = self.model.make_context(rows_of_documents(tokens), self.placement)
             return scan.forward(self.model, params, tokens, context)[0][..., : self.config.vocabulary_size]
 
         return jax.jit(forward)
@@ -113,13 +109,10 @@ def load_pretrained(
     adapter = None if adapter is None else Path(adapter)
     base = None if base is None else Path(base)
     if is_run_directory(path):
-        if family:
-            raise InputError(f"family={family}: {path} is a run, which has no model_type; leave it out")
+        refuse_option("family=", family, path)
         return _load_run(path, adapter, step, base)
-    if step is not None:
-        raise InputError(f"step={step}: {path} is a model folder, which has no steps; leave it out")
-    if base is not None:
-        raise InputError(f"base={base}: {path} is a model folder, which has no other base; leave it out")
+    refuse_option("step=", step, path)
+    refuse_option("base=", base, path)
     return _load_folder(path, adapter, family)
 
 

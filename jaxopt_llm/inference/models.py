@@ -30,6 +30,7 @@ from jaxopt_llm.checkpoint.run_weights import (
     describe_average,
     find_trained_tree,
     is_run_directory,
+    refuse_option,
 )
 from jaxopt_llm.compiler.kernel_choice import choose_attention, choose_grouped_matmul
 from jaxopt_llm.config import (
@@ -144,8 +145,7 @@ def open_config(directory: Path, base: Path | None = None, family: str = "") -> 
 def _open_config_and_folder(directory: Path, base: Path | None, family: str) -> tuple[Config, ModelFolder | None]:
     name, directory = hub.absolute_name(directory), hub.find_folder(directory, "--checkpoint ")
     if is_model_folder(directory):
-        if base is not None:
-            raise InputError(f"--base {base}: {directory} is a model folder, which has no other base; leave it out")
+        refuse_option("--base ", base, directory)
         folder = huggingface.open_model_folder(directory, family)
         return make_folder_config(folder, name, directory, name), folder
     _check_is_no_step(directory)
@@ -158,8 +158,7 @@ def _open_config_and_folder(directory: Path, base: Path | None, family: str) -> 
                 "model with --checkpoint"
             ) from error
         raise InputError(f"{error}, nor a Hugging Face model folder") from error
-    if family:
-        raise InputError(f"--family {family}: {directory} is a run, which has no model_type; leave it out")
+    refuse_option("--family ", family, directory)
     return move_base(directory, config, base), None
 
 
@@ -218,8 +217,8 @@ def load_model(
         pretrained.check_predicts_tokens(config.model, f"--checkpoint {directory}")
     config = replace(config, data=data or config.data)
     adapters = None
-    if folder and step is not None:
-        raise InputError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
+    if folder:
+        refuse_option("--step ", step, directory)
     if quantisation:
         _check_quantisation(quantisation, directory, folder, adapter)
     if adapter is not None:

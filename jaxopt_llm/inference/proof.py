@@ -129,18 +129,21 @@ class _Comparison:
             index = (slice(expert, expert + 1), *everything[1:]) if spec.expert_dims else everything
             part = jax.tree.map(lambda array, part=index[:1]: array[part], leaf)
             merged = self.source.merge(path, part, row)
-            held = np.zeros(merged.shape, self.written.dtype(path))
-            self.written.fill(path, held, row, index)
-            self._compare_values(path, row, merged, held, where, expert)
+            self._compare_values(path, row, merged, self._read_held(path, row, merged.shape, index), where, expert)
             if leaves.is_wrapped(leaf):
                 self._compare_products(path, part, merged, where)
         return jax.tree.map(jnp.asarray, leaf)
 
     def _read_written(self, path: str, row: int | None) -> jax.Array:
-        spec = self._layer_spec(path, row)
-        held = np.zeros(spec.shape, self.written.dtype(path))
-        self.written.fill(path, held, row, (slice(None),) * held.ndim)
-        return jnp.asarray(held)
+        return jnp.asarray(self._read_held(path, row, self._layer_spec(path, row).shape))
+
+    def _read_held(
+        self, path: str, row: int | None, shape: tuple[int, ...], index: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """Return a parameter of the folder, or the part of it at some indices, in the folder's dtype."""
+        held = np.zeros(shape, self.written.dtype(path))
+        self.written.fill(path, held, row, index or (slice(None),) * held.ndim)
+        return held
 
     def _layer_spec(self, path: str, row: int | None) -> ParamSpec:
         spec: ParamSpec = leaves.unwrap_specs(self.source.specs[path])
@@ -191,8 +194,7 @@ class _Comparison:
         def read(path: str, row: int | None) -> tree.Leaf:
             leaf = self.source.read(path, row)
             merged[path] = self.source.merge(path, leaf, row)
-            held[path] = np.zeros(merged[path].shape, self.written.dtype(path))
-            self.written.fill(path, held[path], row, (slice(None),) * held[path].ndim)
+            held[path] = self._read_held(path, row, merged[path].shape)
             self._compare_values(path, row, merged[path], held[path], where, 0)
             return leaf
 

@@ -1,7 +1,7 @@
 """What a model says of a prepared corpus, for objectives that compare with it.
 
-A reference gives log-probabilities of documents (`pieces.ReferenceLogProbabilities`), and a teacher those of the tokens
-that it finds most likely (`pieces.TeacherLogProbabilities`).
+A reference gives log-probabilities of documents (`pieces.StoredLogProbabilities`), and a teacher those of the tokens
+that it finds most likely.
 """
 
 import functools
@@ -89,12 +89,18 @@ def open_reference(name: str, flag: str, data: DataConfig, tokenizer: Tokenizer)
 
 
 def complete_corpus(
-    reference: Reference, data: DataConfig, writer: LogProbabilityWriter, advance: Callable[[int], None]
+    reference: Reference,
+    data: DataConfig,
+    writer: LogProbabilityWriter | TeacherWriter,
+    advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Write the log-probabilities that a corpus lacks, on all devices. Return the entry of its manifest.
+    """Write what a corpus lacks of a model's log-probabilities, on all devices. Return the entry of its manifest.
+
+    A teacher reads a document that is longer than its context in parts of that length.
 
     Args:
         data: settings of the corpus.
+        writer: of the log-probabilities of a reference, or of the most likely tokens of a teacher.
         advance: receives numbers of tokens that have been read, first of those that were before.
 
     Raises:
@@ -103,39 +109,19 @@ def complete_corpus(
     length, limit = choose_length(writer.longest, find_context(models.open_config(Path(reference.name))))
     advance(sum(writer.tokens[: len(writer)]))
     if len(writer) < len(writer.tokens):
-        reader, params = _load_reader(reference, data, length)
-        while len(writer) < len(writer.tokens):
-            writer.append(reader.read(params, writer.open_next(), length, advance)[0].astype(np.float32))
-    return writer.summarise(limit=limit)
-
-
-def ask_teacher(
-    teacher: Reference, data: DataConfig, writer: TeacherWriter, advance: Callable[[int], None]
-) -> dict[str, Any]:
-    """Write a teacher's most likely tokens where a corpus lacks them. Return the entry of its manifest.
-
-    A document that is longer than the teacher's context is read in parts of that length.
-
-    Args:
-        data: settings of the corpus.
-        advance: receives numbers of tokens that have been read, first of those that were before.
-
-    Raises:
-        InputError, CheckpointError: the model cannot be loaded.
-    """
-    length, limit = choose_length(writer.longest, find_context(models.open_config(Path(teacher.name))))
-    advance(sum(writer.tokens[: len(writer)]))
-    if len(writer) < len(writer.tokens):
-        count = writer.dtype["ids"].shape[0]
-        reader, params = _load_reader(teacher, data, length, count)
+        count = writer.dtype["ids"].shape[0] if isinstance(writer, TeacherWriter) else 0
+        reader, params = _load_reader(reference, data, length, count)
         while len(writer) < len(writer.tokens):
             shard, counts = writer.open_next(), list[NDArray[np.int64]]()
+            if isinstance(writer, LogProbabilityWriter):
+                writer.append(reader.read(params, shard, length, advance)[0].astype(np.float32))
+                continue
             for documents in divide_shard(shard):
                 counts.append(count_targets(documents))
                 writer.append(_read_most_likely(reader, params, divide_long(documents, length), length, writer.dtype))
                 advance(documents.size)
             writer.complete(np.concatenate(counts))
-    return writer.summarise(vocabulary_size=teacher.vocabulary_size, rows=writer.rows, limit=limit)
+    return writer.summarise(limit=limit)
 
 
 def _load_reader(
@@ -163,7 +149,7 @@ def divide_shard(shard: IndexedPiece) -> Iterator[IndexedPiece]:
         end = int(ends[last - 1])
         mask = np.ones(end - begin, bool) if shard.mask is None else np.asarray(shard.mask[begin:end])
         keys = np.zeros(last - first, np.uint64)
-        yield IndexedPiece(shard.name, np.asarray(shard.tokens[begin:end]), ends[first:last] - begin, keys, mask)
+        yield IndexedPiece(shard.name, np.asarray(shard.tokens[begin:end]), ends[first:last] - begin, keys, mask=mask)
         first = last
 
 
@@ -178,7 +164,7 @@ def divide_long(documents: IndexedPiece, length: int) -> IndexedPiece:
     places = np.repeat(begins - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
     assert documents.mask is not None
     keys = np.zeros(sizes.size, np.uint64)
-    return IndexedPiece(documents.name, documents.tokens[places], np.cumsum(sizes), keys, documents.mask[places])
+    return IndexedPiece(documents.name, documents.tokens[places], np.cumsum(sizes), keys, mask=documents.mask[places])
 
 
 def count_targets(documents: IndexedPiece) -> NDArray[np.int64]:
@@ -223,7 +209,7 @@ def find_context(config: Config) -> int:
 
 
 def choose_length(longest: int, context: int) -> tuple[int, int]:
-    """Return the length of the rows, and the limit of `ReferenceLogProbabilities`.
+    """Return the length of the rows, and the limit of `StoredLogProbabilities`.
 
     longest: tokens of the longest document.
     """

@@ -16,7 +16,7 @@ from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, no_per
 from jaxopt_llm.inference import models
 from jaxopt_llm.kernels.grouped_matmul import ONE_BY_ONE
 from jaxopt_llm.model import decoder_specs
-from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.batch import rows_of_documents
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.decoder import Decoder
 from jaxopt_llm.model.model import Keys, Params
@@ -111,10 +111,7 @@ class StreamedModel:
         return np.asarray(self._logits(outside, state.x))[..., : self.model.config.vocabulary_size]
 
     def _make_context(self) -> Context:
-        ones = jnp.ones_like(self.tokens)
-        positions = jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32), self.tokens.shape)
-        batch = Batch(self.tokens, self.tokens, ones.astype(jnp.bool), segment_ids=ones, positions=positions)
-        return self.model.make_context(batch, self.placement)
+        return self.model.make_context(rows_of_documents(self.tokens), self.placement)
 
     def _attach(self, outside: Params) -> Params:
         specs = {"non_layer": self.model.specs["non_layer"]}

@@ -1,5 +1,6 @@
 """Batch: the input of a model, packed token sequences."""
 
+import jax.numpy as jnp
 from flax import struct
 
 from jaxopt_llm.core.tree import Leaf
@@ -43,3 +44,10 @@ class Batch:
     teacher_ids: Leaf = None
     teacher_log_probabilities: Leaf = None
     noise: Leaf = None
+
+
+def rows_of_documents(tokens: Leaf) -> Batch:
+    """Return the batch of tokens [B, S] of which each row is one document, with all tokens counted."""
+    ones = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return Batch(tokens, tokens, ones.astype(jnp.bool), segment_ids=ones, positions=positions)

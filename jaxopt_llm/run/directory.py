@@ -16,7 +16,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.core.functions import hash_sources
 from jaxopt_llm.data.tokens.corpus import Corpus
-from jaxopt_llm.data.tokens.pieces import ReferenceLogProbabilities
+from jaxopt_llm.data.tokens.pieces import StoredLogProbabilities
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.data.tokens.tokenizer_files import describe_bytes, keep_tokenizer
@@ -282,7 +282,7 @@ def write_run_files(
     device: str,
     functions: Mapping[str, str],
     base_sha256: str | None,
-    reference: ReferenceLogProbabilities | None = None,
+    reference: StoredLogProbabilities | None = None,
     teacher_sha256: str | None = None,
 ) -> None:
     """Write config.json and corpus.json, which identify the run before it has a checkpoint, and device.json.

@@ -212,4 +212,4 @@ def _join_requests(requests: Sequence[Request]) -> IndexedPiece:
     ends, counts = np.cumsum(sizes), np.array([request.count for request in requests], np.int64)
     tokens = np.concatenate([np.asarray(request.tokens, np.int64) for request in requests])
     mask = np.arange(tokens.size) >= np.repeat(ends - counts, sizes)
-    return IndexedPiece("the requests", tokens, ends, np.zeros(ends.size, np.uint64), mask)
+    return IndexedPiece("the requests", tokens, ends, np.zeros(ends.size, np.uint64), mask=mask)

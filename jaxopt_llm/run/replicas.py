@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxopt_llm.core import tree
+from jaxopt_llm.core import hashing, tree
 from jaxopt_llm.core.errors import StateCorrupted
 from jaxopt_llm.parallel import offload
 from jaxopt_llm.parallel.mesh import group_devices
@@ -171,14 +171,8 @@ def sum_bits(x: jax.Array) -> jax.Array:
     whatever bits, therefore always changes the sum, and so does a swap of two elements but for one in 2**32.
     """
     bits = _as_words(x)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for axis, size in enumerate(bits.shape):
-        position = position * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    mixed = bits ^ (position * jnp.uint32(0x9E3779B1))
-    # The finaliser of MurmurHash3, a bijection of 32 bits.
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+    mixed = bits ^ (hashing.linear_indices(bits.shape) * jnp.uint32(hashing.GOLDEN))
+    return jnp.sum(hashing.mix_bits(mixed), dtype=jnp.uint32)
 
 
 def _as_words(x: jax.Array) -> jax.Array:

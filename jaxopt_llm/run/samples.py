@@ -69,7 +69,9 @@ class Sampler:
             return []
         tokenizer = self._setup.data.tokenizer
         if self._generator is None:
-            self._generator = self._make_generator(state)
+            rows, longest = min(len(self.prompts), MAX_ROWS), max(prompt.ids.size for prompt in self.prompts)
+            weights, length = self._read_weights(state), longest + self._count
+            self._generator = make_generator(self._setup, weights, self._placement, rows, length)
         else:
             self._generator.load(self._read_weights(state))
         answers = [Continuation(tokenizer, prompt.ids.tolist(), self._find_ends(prompt), ()) for prompt in self.prompts]
@@ -86,10 +88,6 @@ class Sampler:
             }
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
-
-    def _make_generator(self, state: TrainState) -> TokenGenerator:
-        rows, length = min(len(self.prompts), MAX_ROWS), max(prompt.ids.size for prompt in self.prompts) + self._count
-        return make_generator(self._setup, self._read_weights(state), self._placement, rows, length)
 
     def _find_ends(self, prompt: Prompt) -> frozenset[int]:
         """Return the ids that end an answer: also the last special token of the answer in the document."""

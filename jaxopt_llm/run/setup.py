@@ -1,10 +1,10 @@
 """Setup of a run: data, devices and program, checked before anything is compiled or allocated."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from jaxopt_llm.data.rows.packing import PackedRows
 from jaxopt_llm.data.rows.prompts import Prompts, open_prompts
 from jaxopt_llm.data.tokens import prepared
 from jaxopt_llm.data.tokens.corpus import HELD, Corpus, ValidationSet, open_corpus, open_validation_sets
-from jaxopt_llm.data.tokens.pieces import Piece, ReferenceLogProbabilities, TeacherLogProbabilities, TokenStream
+from jaxopt_llm.data.tokens.pieces import StoredLogProbabilities, TokenStream
 from jaxopt_llm.data.tokens.prepared import find_prepared
 from jaxopt_llm.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxopt_llm.distributed.process_group import Processes
@@ -77,8 +77,8 @@ class Data(Documents):
 
     training: tuple[PackedRows, ...]
     validation: dict[str, PackedRows]
-    reference: ReferenceLogProbabilities | None
-    teacher: TeacherLogProbabilities | None
+    reference: StoredLogProbabilities | None
+    teacher: StoredLogProbabilities | None
 
     def program_of(self, config: Config, placement: Placement) -> Program:
         """Return the program of a configuration whose steps read these rows; see step/program.py."""
@@ -293,11 +293,11 @@ def _check_objective(config: Config, rows: PackedRows) -> None:
     training, stream, scores = config.training, rows.stream, config.model.scores
     if rows.pairs != training.pairs:
         raise InputError(_describe_other_pairs(training, rows))
-    if not training.reads_scores or stream.has_labels == bool(config.data.label_field):
+    if not training.reads_scores or stream.holds("labels") == bool(config.data.label_field):
         if training.objective == "classify" and scores > 1:
             check_classes(rows, scores)
         return
-    if stream.has_labels:
+    if stream.holds("labels"):
         raise InputError(f"{rows.name} has labels: name their column with --data.label-field")
     raise InputError(
         f"data.label_field={config.data.label_field}: {rows.name} has no labels; prepare it with --label-field, or "
@@ -330,44 +330,32 @@ def check_classes(rows: PackedRows, classes: int) -> None:
         )
 
 
-Scores = TypeVar("Scores", ReferenceLogProbabilities, TeacherLogProbabilities)
-
-
-def _find_common(
-    streams: Iterable[TokenStream], name: str, flags: str, read: Callable[[Piece], Scores | None]
-) -> Scores | None:
+def _find_common(streams: Iterable[TokenStream], name: str, flags: str) -> StoredLogProbabilities | None:
     """Return what one model says of all documents; None: no model says anything.
 
     Args:
-        name: what the model is.
+        name: what the model is, `reference` or `teacher`.
         flags: of `prepare`, which name it.
-        read: what a model says of a piece.
 
     Raises:
         InputError: a model says something of some documents, and none or another one of others.
     """
+    read = operator.attrgetter(name)
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
-    first, *others = {_identify(read(piece)): piece for piece in pieces}.values()
+    by_model = {(found.sha256, found.top_k) if (found := read(piece)) else None: piece for piece in pieces}
+    first, *others = by_model.values()
     if others:
         asked, other = sorted([first, others[0]], key=lambda piece: read(piece) is None)
-        of_asked, of_other = read(asked), read(other)
-        assert of_asked is not None
-        held = f"those of {of_other.model}" if of_other else "none"
+        held = f"those of {read(other).model}" if read(other) else "none"
         raise InputError(
-            f"{asked.name} holds log-probabilities by the {name} {of_asked.model}, and {other.name} holds {held}: "
+            f"{asked.name} holds log-probabilities by the {name} {read(asked).model}, and {other.name} holds {held}: "
             f"prepare both with the same {flags}"
         )
-    return read(first)
+    common: StoredLogProbabilities | None = read(first)
+    return common
 
 
-def _identify(found: ReferenceLogProbabilities | TeacherLogProbabilities | None) -> tuple[str, int]:
-    """Return the digest of a model, and of a teacher the number of tokens in each place."""
-    if found is None:
-        return "", 0
-    return found.sha256, found.top_k if isinstance(found, TeacherLogProbabilities) else 0
-
-
-def _find_teacher(config: Config, streams: Sequence[TokenStream]) -> TeacherLogProbabilities | None:
+def _find_teacher(config: Config, streams: Sequence[TokenStream]) -> StoredLogProbabilities | None:
     """Return what a teacher says of all documents; None: the objective reads nothing of the kind.
 
     Raises:
@@ -375,7 +363,7 @@ def _find_teacher(config: Config, streams: Sequence[TokenStream]) -> TeacherLogP
     """
     if not config.training.distills or config.runs_teacher:
         return None
-    found = _find_common(streams, "teacher", "--teacher and --top-k", lambda piece: piece.teacher)
+    found = _find_common(streams, "teacher", "--teacher and --top-k")
     if found is None:
         name = next(piece.name for stream in streams for piece in stream.pieces)
         raise InputError(
@@ -385,14 +373,14 @@ def _find_teacher(config: Config, streams: Sequence[TokenStream]) -> TeacherLogP
     return found
 
 
-def _find_reference(config: Config, streams: Sequence[TokenStream]) -> ReferenceLogProbabilities | None:
+def _find_reference(config: Config, streams: Sequence[TokenStream]) -> StoredLogProbabilities | None:
     """Return the reference model whose log-probabilities all documents have; None: none has any.
 
     Raises:
         InputError: some documents have log-probabilities, and others have none or those of another model; or the
             objective needs them, and there are none; or the rows may hold documents that the model could not read.
     """
-    reference = _find_common(streams, "reference", "--reference", lambda piece: piece.reference)
+    reference = _find_common(streams, "reference", "--reference")
     pieces = [piece for stream in streams for piece in stream.pieces if piece.size]
     needed = config.training.has_reference and (not config.keeps_reference or config.preference.reference == "stored")
     if reference is None and needed:

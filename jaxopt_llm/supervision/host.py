@@ -18,8 +18,7 @@ from types import FrameType
 from typing import Any
 
 from jaxopt_llm.core.errors import InputError, Preempted
-
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+from jaxopt_llm.core.stop_signals import SIGNALS
 
 
 class Signals:
@@ -36,17 +35,17 @@ class Signals:
         self._writer.setblocking(False)
         self.stopped = False
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for each in (*STOPS, signal.SIGCHLD):
+        for each in (*SIGNALS, signal.SIGCHLD):
             if signal.getsignal(each) != signal.SIG_IGN or each == signal.SIGCHLD:  # nohup ignores SIGHUP
                 signal.signal(each, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.stopped |= signum in STOPS
+        self.stopped |= signum in SIGNALS
 
     def read(self) -> list[int]:
         """Return the requests to stop that have come since the last call."""
         try:
-            return [number for number in self.reader.recv(4096) if number in STOPS]
+            return [number for number in self.reader.recv(4096) if number in SIGNALS]
         except BlockingIOError:
             return []
 
@@ -194,7 +193,7 @@ class Host:
         """Send a signal of the leader to the program, if it runs."""
         if self._child is not None:
             self._child.send(signum)
-            self._stopped_by |= {signum} & {*STOPS}
+            self._stopped_by |= {signum} & {*SIGNALS}
 
     def poll(self) -> End | None:
         """Return the end of the program, once, or None.

@@ -263,7 +263,7 @@ def test_a_script_ends_with_the_exit_code_of_its_error(capfd: pytest.CaptureFixt
             jaxopt_llm.run_job(main)
         codes.append(stopped.value.code)
     assert codes == [0, 2]
-    assert capfd.readouterr().err == "error: config: mesh has no setting fspd: did you mean fsdp?\n"
+    assert capfd.readouterr().err == "error: config: mesh has no setting fspd; did you mean fsdp?\n"
     for code in (0, 3):
         with pytest.raises(SystemExit) as stopped:
             jaxopt_llm.run_job(lambda code=code: sys.exit(code))

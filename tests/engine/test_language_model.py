@@ -448,7 +448,7 @@ def test_a_new_head_keeps_its_initial_values_and_the_base_is_quantised(folder: P
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"widht": 8}, "config: model has no setting widht: did you mean width"),
+        ({"widht": 8}, "config: model has no setting widht; did you mean width"),
         ({"heads": 3, "kv_heads": 2}, "LanguageModel: model.heads=3: must be a multiple of"),
         ({"width": "8"}, "LanguageModel: model.width='8': must be"),
         ({"pretrained": "models/llama"}, "LanguageModel: give the folder itself, LanguageModel\\('models/llama'\\)"),

@@ -17,7 +17,7 @@ from jaxopt_llm.data.tokens.pieces import IndexedPiece
 from jaxopt_llm.data.tokens.scored import TeacherWriter
 from jaxopt_llm.data.tokens.tokenizer import load_tokenizer
 from jaxopt_llm.inference import reference
-from jaxopt_llm.inference.reference import ask_teacher, divide_long, divide_shard, open_reference
+from jaxopt_llm.inference.reference import complete_corpus, divide_long, divide_shard, open_reference
 
 CONTEXT, TOP_K = 32, 5
 
@@ -50,7 +50,7 @@ def test_a_teacher_says_what_it_finds_most_likely(
     if has_mask:
         (folder / "mask.bin").write_bytes(mask.tobytes())
     read: list[int] = []
-    found = ask_teacher(model, data, writer, read.append)
+    found = complete_corpus(model, data, writer, read.append)
     assert found.items() >= {"vocabulary_size": model.vocabulary_size, "limit": CONTEXT}.items()
     assert sum(read) == tokens.size
 
@@ -81,7 +81,7 @@ def test_a_teacher_says_what_it_finds_most_likely(
 
 def test_parts_of_documents_share_one_token() -> None:
     ends = np.array([0, 3, 10, 10, 11, 16])
-    piece = IndexedPiece("some", np.arange(16), ends, np.zeros(6, np.uint64), np.arange(16) % 2 == 0)
+    piece = IndexedPiece("some", np.arange(16), ends, np.zeros(6, np.uint64), mask=np.arange(16) % 2 == 0)
     blocks = [*divide_shard(piece)]
     assert len(blocks) == 1 and blocks[0].size == 16
     divided = divide_long(blocks[0], 3)

@@ -95,7 +95,7 @@ def documents() -> IndexedPiece:
     ends = np.cumsum(lengths)
     mask = random.random(ends[-1]) < np.repeat(random.choice([0, 0.5, 1], lengths.size), lengths)
     ids = random.integers(0, 256, ends[-1]).astype("<u2")
-    return IndexedPiece("documents", ids, ends, np.zeros(ends.size, np.uint64), mask)
+    return IndexedPiece("documents", ids, ends, np.zeros(ends.size, np.uint64), mask=mask)
 
 
 @pytest.fixture(scope="module")

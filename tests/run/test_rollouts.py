@@ -181,8 +181,8 @@ def test_a_batch_has_room_for_the_longest_answers(tmp_path: Path) -> None:
         ({"rollouts.rewards": ()}, "name it with --rollouts.rewards FILE:FUNCTION"),
         ({"rollouts.rewards": ("mine.py",)}, "mine.py: must be FILE:FUNCTION"),
         ({"grpo.beta": 0.1}, "grpo.beta=0.1 compares with the model without its adapters"),
-        ({"training.ema_decay": 0.9}, "grpo does not support training.ema_decay=0.9: leave it out"),
-        ({"evaluation.tasks": ("sums",)}, "grpo does not support evaluation.tasks=('sums',): leave it out"),
+        ({"training.ema_decay": 0.9}, "grpo does not support training.ema_decay=0.9: set --training.ema-decay 0"),
+        ({"evaluation.tasks": ("sums",)}, "grpo does not support evaluation.tasks=sums: leave it out"),
         ({"grpo.max_ratio": 1.2}, "grpo.max_ratio=1.2: must be above 1"),
         (
             {"rollouts.server": "gpu3:8000"},

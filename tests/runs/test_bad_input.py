@@ -457,11 +457,11 @@ def test_overrides_of_the_real_command(case: str, tmp_path: Path) -> None:
         (
             "from jaxopt_llm.config import *\ndef get_config():\n    return Config(\n        lora=LoraConfig(1),\n"
             "        model=ModelConfig(widht=3))\n",
-            ["recipe.py, line 5: ModelConfig has no field widht; did you mean width?"],
+            ["recipe.py, line 5: config: model has no setting widht; did you mean width?"],
         ),
         (
             "from jaxopt_llm.config import *\ndef get_config():\n    return Config(training=TrainingConfig(lr=1e-4))\n",
-            ["recipe.py, line 3: TrainingConfig has no field lr; did you mean optimizer.learning_rate?"],
+            ["recipe.py, line 3: config: training has no setting lr; did you mean optimizer.learning_rate?"],
         ),
         ("\nx = y\n", ["recipe.py, line 2: NameError: name 'y' is not defined"]),
         (RECIPE + "def get_config():\n    raise SystemExit(0)\n", ["SystemExit"]),

@@ -172,11 +172,11 @@ def test_prompts_are_spread_and_fit() -> None:
     ends = np.cumsum(sizes)
     mask = np.concatenate([np.arange(size) >= start for size, start in zip(sizes, starts, strict=True)])
     ids = np.arange(ends[-1]) % tokenizer.eos
-    stream = join_all([IndexedPiece("chats", ids, ends, np.zeros(6, np.uint64), mask)])
+    stream = join_all([IndexedPiece("chats", ids, ends, np.zeros(6, np.uint64), mask=mask)])
     found = [(prompt[0], prompt.size, rest.size) for prompt, rest in samples.choose_prompts(stream, 3, 40, 20)]
     begins = (ends - sizes) % tokenizer.eos
     assert found == [(begins[1], 4, 6), (begins[2], 3, 5), (begins[4], 5, 7)]
-    pairs = join_all([IndexedPiece("pairs", ids, ends, np.zeros(6, np.uint64), mask, pairs=True)])
+    pairs = join_all([IndexedPiece("pairs", ids, ends, np.zeros(6, np.uint64), mask=mask, pairs=True)])
     found = [(prompt[0], prompt.size, rest.size) for prompt, rest in samples.choose_prompts(pairs, 3, 40, 20)]
     assert found == [(begins[2], 3, 5), (begins[4], 5, 7)]  # documents 0, 2 and 4 are chosen answers
     text = join_all([IndexedPiece("texts", ids, ends, np.zeros(6, np.uint64))])

@@ -33,8 +33,8 @@ def prepare(
 ) -> Path:
     """Prepare a corpus as the command does, in this process.
 
-    reference, limit: of `ReferenceLogProbabilities`, of which each document has another one; "": none.
-    teacher, top_k: of `TeacherLogProbabilities`, which are those of `some_taught`; "": none.
+    reference, limit: of `StoredLogProbabilities`, of which each document has another one; "": none.
+    teacher, top_k: of `StoredLogProbabilities`, which are those of `some_taught`; "": none.
     """
     folder.mkdir()
     files, tokenizer = find_files(str(of), config), load_tokenizer(config)
@@ -47,8 +47,7 @@ def prepare(
     prepared.write_json(folder / PLAN, plan)
     for number, shard in enumerate(shards):
         prepared.write_shard(folder, number, shard, config, tokenizer)
-    names = prepared.list_arrays(config.content != "text", config.has_labels)
-    merger = prepared.ShardMerger(folder, plan["dtype"], names)
+    merger = prepared.ShardMerger(folder, prepared.describe_arrays(config, plan["dtype"]))
     merger.merge_ready()
     written = None
     if reference:
@@ -62,9 +61,7 @@ def prepare(
         writer = TeacherWriter(folder, plan["dtype"], top_k, tokenizer.vocabulary_size)
         while len(writer) < len(writer.tokens):
             teach(writer)
-        written = {
-            "teacher": writer.summarise(vocabulary_size=tokenizer.vocabulary_size, rows=writer.rows, limit=limit)
-        }
+        written = {"teacher": writer.summarise(limit=limit)}
     merger.finish(plan, written)
     return folder
 

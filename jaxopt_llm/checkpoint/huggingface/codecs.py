@@ -122,6 +122,14 @@ def read_layer_count(settings: Settings) -> int:
     return count
 
 
+def read_layers(settings: Settings, name: str, default: list[int]) -> list[int]:
+    """Return a field with the numbers of some layers. default: for a field that is null or missing."""
+    layers = default if settings.get(name) is None else settings[name]
+    if not isinstance(layers, list) or any(type(each) is not int for each in layers):
+        raise unsupported(f"{name}={shorten(layers)}", "must be a list of layers", CORRECT)
+    return layers
+
+
 def check_value(settings: Settings, name: str, *supported: Any) -> None:
     """Raise Unsupported if a field is neither null or missing nor one of the supported values."""
     if settings.get(name) not in (None, *supported):
@@ -146,10 +154,15 @@ def check_multiple(settings: Settings, width_name: str, heads_name: str) -> tupl
     return width, heads
 
 
-def copy_fields(names: dict[str, str]) -> Codec:
-    """Return a codec for fields with the same value under two names, {our dotted name: their name}."""
+def copy_fields(names: dict[str, str], minimum: int | None = None) -> Codec:
+    """Return a codec for fields with the same value under two names, {our dotted name: their name}.
+
+    minimum: smallest value that is read.
+    """
     return Codec(
-        lambda settings: {ours: read_value(settings, theirs, FIELD_TYPES[ours]) for ours, theirs in names.items()},
+        lambda settings: {
+            ours: read_value(settings, theirs, FIELD_TYPES[ours], minimum=minimum) for ours, theirs in names.items()
+        },
         lambda config: {theirs: get_field(config, ours) for ours, theirs in names.items()},
     )
 
@@ -366,9 +379,7 @@ def read_has_experts(has_experts: list[bool], fields: str) -> dict[str, Any]:
 def _read_expert_layers(settings: Settings) -> dict[str, Any]:
     """Read Qwen3-MoE's layers: each decoder_sparse_step-th has experts, except those in mlp_only_layers."""
     every = read_value(settings, "decoder_sparse_step", int, minimum=1)
-    dense_layers = settings.get("mlp_only_layers") or []
-    if not isinstance(dense_layers, list) or any(type(each) is not int for each in dense_layers):
-        raise unsupported(f"mlp_only_layers={shorten(dense_layers)}", "must be a list of layers", CORRECT)
+    dense_layers = read_layers(settings, "mlp_only_layers", [])
     layers, dense = range(read_layer_count(settings)), set(dense_layers)
     has_experts = [layer not in dense and (layer + 1) % every == 0 for layer in layers]
     return read_has_experts(has_experts, f"mlp_only_layers={dense_layers!r}, decoder_sparse_step={every}")
@@ -467,12 +478,8 @@ def _write_expert_groups(config: ModelConfig) -> Settings:
 
 LATENTS = Codec(_read_latents, _write_latents)
 QUERY_LATENTS = copy_switches({"mla.query_rank": "q_lora_rank"})
-QWEN2_SHARED_SIZE = Codec(  # of the shared expert, which every layer has
-    lambda settings: {
-        "moe.shared_expert_width": read_value(settings, "shared_expert_intermediate_size", int, minimum=1)
-    },
-    lambda config: {"shared_expert_intermediate_size": config.moe.shared_expert_width},
-)
+# Of the shared expert, which every layer has.
+QWEN2_SHARED_SIZE = copy_fields({"moe.shared_expert_width": "shared_expert_intermediate_size"}, minimum=1)
 ONE_EXPERT_SIZE = Codec(  # of the experts and of the shared one
     lambda settings: dict.fromkeys(
         ("moe.expert_width", "moe.shared_expert_width"), read_value(settings, "intermediate_size", int)
@@ -545,9 +552,11 @@ def read_windows(kinds: Iterable[Kind], settings: Settings) -> dict[str, Any]:
     return {"pattern": pattern, "window": read_value(settings, "sliding_window", int)}
 
 
-def read_layer_types(settings: Settings, default: Callable[[int], str]) -> list[Kind]:
-    """Return the kind of each layer from layer_types. default: layer -> its type, for a missing field."""
-    types = read_layer_values(settings, "layer_types", default)
+def read_layer_types(settings: Settings, has_window: Callable[[int], bool]) -> list[Kind]:
+    """Return the kind of each layer from layer_types. has_window: of the number of a layer, if the field is missing."""
+    types = read_layer_values(
+        settings, "layer_types", lambda layer: SLIDING_LAYERS if has_window(layer) else GLOBAL_LAYERS
+    )
     if unknown := [each for each in types if not (isinstance(each, str) and each in LAYER_TYPES)]:
         need = f"only {' and '.join(LAYER_TYPES)} are read; the model would need layers of this kind"
         raise unsupported(f"layer_types={unknown[0]!r}", need)
@@ -558,9 +567,7 @@ def _read_windows_from_layer(settings: Settings) -> dict[str, Any]:
     """Read Qwen's windows: of the layers from max_window_layers on, or of those that layer_types names."""
     used = read_value(settings, "use_sliding_window", bool, False) and settings.get("sliding_window") is not None
     first = read_value(settings, "max_window_layers", int) if used and settings.get("layer_types") is None else 0
-    kinds = read_layer_types(
-        settings, lambda layer: "sliding_attention" if used and layer >= first else "full_attention"
-    )
+    kinds = read_layer_types(settings, lambda layer: used and layer >= first)
     if "sliding" in kinds and not used:
         need = "sliding_attention requires use_sliding_window=true and a sliding_window"
         raise unsupported("layer_types", need, CORRECT)
@@ -573,8 +580,7 @@ def _read_windows_between(settings: Settings, every: int, name: str = "") -> dic
     every: n, if the config.json does not give it in the field `name`.
     """
     every = read_value(settings, name, int, every, minimum=1)
-    kinds = read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
-    return read_windows(kinds, settings)
+    return read_windows(read_layer_types(settings, lambda layer: (layer + 1) % every > 0), settings)
 
 
 def read_positions(settings: Settings) -> list[int]:
@@ -592,7 +598,7 @@ def read_positions(settings: Settings) -> list[int]:
 def _read_nope(settings: Settings) -> dict[str, Any]:
     """Read SmolLM3's NoPE layers."""
     has_positions = read_positions(settings)
-    kinds = read_layer_types(settings, lambda layer: "full_attention")
+    kinds = read_layer_types(settings, lambda layer: False)
     if "sliding" in kinds or settings.get("use_sliding_window"):
         used = settings.get("use_sliding_window")
         need = "the model would need windows together with layers without positions"
@@ -636,8 +642,8 @@ def _write_nope(config: ModelConfig) -> Settings:
 
 def _read_windows_by_type(settings: Settings) -> dict[str, Any]:
     """Read Ministral's windows: of the layers that layer_types names, or of all if there is one."""
-    default = GLOBAL_LAYERS if settings.get("sliding_window") is None else SLIDING_LAYERS
-    return read_windows(read_layer_types(settings, lambda layer: default), settings)
+    has_window = settings.get("sliding_window") is not None
+    return read_windows(read_layer_types(settings, lambda layer: has_window), settings)
 
 
 def _read_rotated_windows(settings: Settings, *, nope: bool, name: str) -> dict[str, Any]:
@@ -648,11 +654,10 @@ def _read_rotated_windows(settings: Settings, *, nope: bool, name: str) -> dict[
         nope: whether a model without sliding_window has no RoPE at all; otherwise all its layers have it.
         name: the field with n, if every n-th layer is global and layer_types is missing.
     """
-    every = 1
-    if settings.get("layer_types") is None and settings.get("sliding_window") is not None:
+    every, has_window = 1, settings.get("sliding_window") is not None
+    if settings.get("layer_types") is None and has_window:
         every = read_value(settings, name, int, 4, minimum=1)
-    kinds = read_layer_types(settings, lambda layer: SLIDING_LAYERS if (layer + 1) % every else GLOBAL_LAYERS)
-    nope = nope or settings.get("sliding_window") is not None
+    kinds, nope = read_layer_types(settings, lambda layer: (layer + 1) % every > 0), nope or has_window
     return read_windows(("global_nope" if kind == "global" and nope else kind for kind in kinds), settings)
 
 

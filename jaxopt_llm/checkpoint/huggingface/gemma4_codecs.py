@@ -22,9 +22,7 @@ LAYER_FIELDS = {"head_dim": "global_head_dim", "num_key_value_heads": "global_kv
 
 def _read_kinds(settings: Settings) -> list[Kind]:
     """Return the kinds of the layers. The class makes the last one global."""
-    kinds = codecs.read_layer_types(
-        settings, lambda layer: codecs.SLIDING_LAYERS if (layer + 1) % SLIDING_BETWEEN else codecs.GLOBAL_LAYERS
-    )
+    kinds = codecs.read_layer_types(settings, lambda layer: (layer + 1) % SLIDING_BETWEEN > 0)
     return [*kinds[:-1], "global"]
 
 

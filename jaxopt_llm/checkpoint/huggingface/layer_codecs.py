@@ -14,6 +14,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     read_layer_count,
     read_layer_types,
     read_layer_values,
+    read_layers,
     read_positions,
     read_value,
     read_windows,
@@ -88,11 +89,7 @@ def _read_choices(settings: Settings) -> dict[str, Any]:
 def _read_expert_list(settings: Settings) -> dict[str, Any]:
     """Read the layers of Llama 4: those in moe_layers, or each interleave_moe_layer_step-th."""
     every, layers = read_value(settings, "interleave_moe_layer_step", int, minimum=1), read_layer_count(settings)
-    given = settings.get("moe_layers")
-    if given is None:
-        given = list(range(every - 1, layers, every))
-    if not isinstance(given, list) or any(type(each) is not int for each in given):
-        raise unsupported(f"moe_layers={shorten(given)}", "must be a list of layers", CORRECT)
+    given = read_layers(settings, "moe_layers", [*range(every - 1, layers, every)])
     return read_has_experts([layer in given for layer in range(layers)], f"moe_layers={shorten(given)}")
 
 
@@ -140,9 +137,7 @@ def _read_qwen2_windows(settings: Settings) -> dict[str, Any]:
     """Read the windows of Qwen2-MoE: of each second layer below max_window_layers, or of those in layer_types."""
     used = read_value(settings, "use_sliding_window", bool, False)
     last = read_value(settings, "max_window_layers", int) if used else 0
-    kinds = read_layer_types(
-        settings, lambda layer: SLIDING_LAYERS if layer % 2 == 0 and layer < last else GLOBAL_LAYERS
-    )
+    kinds = read_layer_types(settings, lambda layer: layer % 2 == 0 and layer < last)
     if "sliding" in kinds and not used:
         raise unsupported("layer_types", f"{SLIDING_LAYERS} requires use_sliding_window=true", CORRECT)
     return read_windows(kinds, settings)
@@ -155,9 +150,7 @@ def _write_qwen2_windows(config: ModelConfig) -> Settings:
 
 def _read_windows_after_global(settings: Settings) -> dict[str, Any]:
     """Read windows of all layers except each fourth from the first on, or of those that layer_types names."""
-    return read_windows(
-        read_layer_types(settings, lambda layer: SLIDING_LAYERS if layer % 4 else GLOBAL_LAYERS), settings
-    )
+    return read_windows(read_layer_types(settings, lambda layer: layer % 4 > 0), settings)
 
 
 def _write_chunks(config: ModelConfig) -> Settings:

@@ -26,6 +26,11 @@ def mlp_names(module: str, prefix: str = "mlp/") -> dict[str, str]:
     return layer_names({f"{module}.{name}_proj.weight": f"{prefix}{name}" for name in ("gate", "up", "down")})
 
 
+def norm_names(norms: dict[str, str]) -> dict[str, str]:
+    """Return the names of the scales of norms. norms: name of a module of a layer -> our norm."""
+    return layer_names({f"{module}.weight": f"{norm}/scale" for module, norm in norms.items()})
+
+
 ATTENTION = layer_names(
     {f"self_attn.{name[0]}_proj.weight": f"attention/{name}" for name in ("query", "key", "value", "output")}
 )
@@ -45,31 +50,20 @@ BIASES = ATTENTION_BIASES | layer_names(
     {f"mlp.{name}_proj.bias": f"mlp/{name}_bias" for name in ("gate", "up", "down")}
 )
 SINKS = layer_names({"self_attn.sinks": "attention/sinks"})
-QK_NORMS = layer_names({"self_attn.q_norm.weight": "query_norm/scale", "self_attn.k_norm.weight": "key_norm/scale"})
-HUNYUAN_QK_NORMS = layer_names(
-    {"self_attn.query_layernorm.weight": "query_norm/scale", "self_attn.key_layernorm.weight": "key_norm/scale"}
-)
+QK_NORMS = norm_names({"self_attn.q_norm": "query_norm", "self_attn.k_norm": "key_norm"})
+HUNYUAN_QK_NORMS = norm_names({"self_attn.query_layernorm": "query_norm", "self_attn.key_layernorm": "key_norm"})
 MLP = mlp_names("mlp")
 XIELU = layer_names({f"mlp.act_fn.{name}": f"mlp/{name}" for name in ("alpha_p", "alpha_n")})
-NORMS = layer_names(
-    {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
-)
+NORMS = norm_names({"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"})
 NORM_BIASES = {"model.norm.bias": "non_layer/final_norm/bias"} | layer_names(
     {"input_layernorm.bias": "attention_norm/bias", "post_attention_layernorm.bias": "mlp_norm/bias"}
 )
-VAULTGEMMA_NORMS = layer_names(
-    {"input_layernorm.weight": "attention_norm/scale", "pre_feedforward_layernorm.weight": "mlp_norm/scale"}
+VAULTGEMMA_NORMS = norm_names({"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm"})
+APERTUS_NORMS = norm_names({"attention_layernorm": "attention_norm", "feedforward_layernorm": "mlp_norm"})
+POST_NORMS = norm_names(
+    {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
 )
-APERTUS_NORMS = layer_names(
-    {"attention_layernorm.weight": "attention_norm/scale", "feedforward_layernorm.weight": "mlp_norm/scale"}
-)
-POST_NORMS = layer_names(
-    {
-        "post_attention_layernorm.weight": "attention_post_norm/scale",
-        "post_feedforward_layernorm.weight": "mlp_post_norm/scale",
-    }
-)
-GEMMA_NORMS = NORMS | POST_NORMS | layer_names({"pre_feedforward_layernorm.weight": "mlp_norm/scale"})
+GEMMA_NORMS = NORMS | POST_NORMS | norm_names({"pre_feedforward_layernorm": "mlp_norm"})
 # Of Gemma 4. With experts, its MLP is the shared expert.
 GEMMA4_MLP = layer_names(
     {f"mlp.{name}_proj.weight": f"mlp/shared_{name}{EITHER}mlp/{name}" for name in ("gate", "up", "down")}
@@ -104,29 +98,20 @@ STARCODER_MLP = layer_names(
         for kind, end in (("weight", ""), ("bias", "_bias"))
     }
 )
-GLM_NORMS = NORMS | layer_names(
-    {
-        "post_self_attn_layernorm.weight": "attention_post_norm/scale",
-        "post_mlp_layernorm.weight": "mlp_post_norm/scale",
-    }
+GLM_NORMS = NORMS | norm_names(
+    {"post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"}
 )
-AFMOE_NORMS = NORMS | layer_names(
-    {
-        "post_attention_layernorm.weight": "attention_post_norm/scale",
-        "pre_mlp_layernorm.weight": "mlp_norm/scale",
-        "post_mlp_layernorm.weight": "mlp_post_norm/scale",
-    }
+AFMOE_NORMS = norm_names(
+    {"input_layernorm": "attention_norm", "post_attention_layernorm": "attention_post_norm"}
+    | {"pre_mlp_layernorm": "mlp_norm", "post_mlp_layernorm": "mlp_post_norm"}
 )
 ATTENTION_GATE = layer_names({"self_attn.gate_proj.weight": "attention/gate"})
 # Modules of multi-token prediction are layers after the last one. Their first norm is that of the embedding, which is
 # also the first half of the inputs of eh_proj.
-MTP = layer_names(
-    {
-        "enorm.weight": "mtp_embedding_norm/scale",
-        "hnorm.weight": "mtp_hidden_norm/scale",
-        "eh_proj.weight": "mtp/projection",
-        "shared_head.norm.weight": "mtp_output_norm/scale",
-    }
+MTP = (
+    norm_names({"enorm": "mtp_embedding_norm", "hnorm": "mtp_hidden_norm"})
+    | layer_names({"eh_proj.weight": "mtp/projection"})
+    | norm_names({"shared_head.norm": "mtp_output_norm"})
 )
 # Copies of the tables, in each module.
 MTP_COPIES = layer_names(
@@ -180,16 +165,9 @@ GRANITE_SHARED = layer_names(
 )
 
 EXAONE_ROUTER_BIAS = layer_names({"mlp.e_score_correction_bias": "mlp/router_bias"})
-HY_EXPERTS = (
-    layer_names({"mlp.router.gate.weight": "mlp/router", "mlp.expert_bias": "mlp/router_bias"})
-    | mlp_names("mlp.experts.{}")
-    | mlp_names("mlp.shared_mlp", "mlp/shared_")
-)
-HUNYUAN_EXPERTS = (
-    layer_names({"mlp.gate.wg.weight": "mlp/router"})
-    | mlp_names("mlp.experts.{}")
-    | mlp_names("mlp.shared_mlp", "mlp/shared_")
-)
+HY_MLPS = mlp_names("mlp.experts.{}") | mlp_names("mlp.shared_mlp", "mlp/shared_")
+HY_EXPERTS = AFMOE_ROUTER | HY_MLPS
+HUNYUAN_EXPERTS = layer_names({"mlp.gate.wg.weight": "mlp/router"}) | HY_MLPS
 QWEN2_SHARED = mlp_names("mlp.shared_expert", "mlp/shared_") | layer_names(
     {"mlp.shared_expert_gate.weight": "mlp/router_of_shared"}
 )
@@ -219,33 +197,31 @@ def stacked_expert_names(module: str, gate: str, up: str, down: str) -> dict[str
     return {"model.layers.{}.mlp.experts.gate_up_proj": f"{gate} {up}", "model.layers.{}.mlp.experts.down_proj": down}
 
 
+def held_names(names: dict[str, str]) -> dict[str, str]:
+    """Return `Family.in_memory_names` of tensors that have another name in memory. names: without the layer."""
+    return layer_names({held: f"model.layers.{{}}.{published}" for held, published in names.items()})
+
+
 STACKED_EXPERTS = stacked_expert_names("mlp", "gate_proj", "up_proj", "down_proj")
-STACKED_MIXTRAL_EXPERTS = {
-    **stacked_expert_names("block_sparse_moe", "w1", "w3", "w2"),
-    "model.layers.{}.mlp.gate.weight": "model.layers.{}.block_sparse_moe.gate.weight",
-}
-IN_MEMORY_ERNIE = layer_names(
-    {"mlp.gate.moe_statics.e_score_correction_bias": ("model.layers.{}.mlp.moe_statics.e_score_correction_bias")}
+STACKED_MIXTRAL_EXPERTS = stacked_expert_names("block_sparse_moe", "w1", "w3", "w2") | held_names(
+    {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 )
-IN_MEMORY_EXAONE = layer_names({"mlp.gate.e_score_correction_bias": "model.layers.{}.mlp.e_score_correction_bias"})
-IN_MEMORY_HY = layer_names(
-    {
-        "mlp.gate.weight": "model.layers.{}.mlp.router.gate.weight",
-        "mlp.e_score_correction_bias": "model.layers.{}.mlp.expert_bias",
-        **{
-            f"mlp.shared_experts.{name}_proj.weight": f"model.layers.{{}}.mlp.shared_mlp.{name}_proj.weight"
-            for name in ("gate", "up", "down")
-        },
+IN_MEMORY_ERNIE = held_names(
+    {"mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"}
+)
+IN_MEMORY_EXAONE = held_names({"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"})
+IN_MEMORY_HY = held_names(
+    {"mlp.gate.weight": "mlp.router.gate.weight", "mlp.e_score_correction_bias": "mlp.expert_bias"}
+    | {
+        f"mlp.shared_experts.{name}_proj.weight": f"mlp.shared_mlp.{name}_proj.weight"
+        for name in ("gate", "up", "down")
     }
 )
-IN_MEMORY_GRANITE = layer_names(
+IN_MEMORY_GRANITE = held_names(
     {
-        f"block_sparse_moe.{name}": f"model.layers.{{}}.block_sparse_moe.{published}.weight"
-        for name, published in (
-            ("router.weight", "router.layer"),
-            ("experts.gate_up_proj", "input_linear"),
-            ("experts.down_proj", "output_linear"),
-        )
+        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
     }
 )
 GPT_OSS_EXPERTS = layer_names(

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from jaxopt_llm.checkpoint.huggingface import safetensors
 from jaxopt_llm.checkpoint.huggingface.family import Family
@@ -51,89 +51,12 @@ _PLAIN = (
 ALL_LINEAR = "all-linear"
 
 
-@dataclass(frozen=True)
-class PeftConfig:
-    """Fields that determine what an adapter computes, with PEFT's names."""
-
-    r: int
-    lora_alpha: float
-    target_modules: list[str] | str = field(default_factory=list)
-    target_parameters: list[str] | None = None
-    exclude_modules: list[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
-    use_rslora: bool = False
-    use_dora: bool = False
-    ensure_weight_tying: bool = False
-    modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-
-    def rank(self, module: str) -> int:
-        return _first_match(self.rank_pattern, module, self.r)
-
-    def alpha(self, module: str) -> float:
-        return _first_match(self.alpha_pattern, module, self.lora_alpha)
-
-    def scale(self, module: str) -> float:
-        """Return the factor of A·B: alpha / rank, or alpha / sqrt(rank) with rank stabilisation (rsLoRA)."""
-        rank = self.rank(module)
-        return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def selects_parameter(self, name: str) -> bool:
-        """Return whether a parameter, such as model.layers.0.mlp.experts.down_proj, has an adapter."""
-        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
-
-    def selects(self, module: str, in_block: bool) -> bool:
-        """Return whether a module has an adapter. in_block: whether it is in a block, as all-linear requires."""
-
-        def matches_end(names: Collection[str]) -> bool:
-            return any(f".{module}".endswith(f".{name}") for name in names)
-
-        targets, excluded, layers = self.target_modules, self.exclude_modules, self.layers_to_transform
-        if excluded and (re.fullmatch(excluded, module) if isinstance(excluded, str) else matches_end(excluded)):
-            return False
-        if isinstance(targets, str):
-            return in_block if targets.lower() == ALL_LINEAR else re.fullmatch(targets, module) is not None
-        if module in targets or not matches_end(targets) or layers is None or layers == []:
-            return matches_end(targets)
-        names = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
-        patterns = [_layer_pattern(each) for each in names or ()] or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
-        match = next((match for each in patterns if (match := re.match(each, module))), None)
-        return match is not None and int(match["layer"]) in ([layers] if isinstance(layers, int) else layers)
-
-
-def _first_match(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    return next((value for key, value in patterns.items() if re.match(_end_pattern(key), module)), default)
-
-
 def _end_pattern(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
 def _layer_pattern(pattern: str) -> str:
     return rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\."
-
-
-def find_endings(
-    selected: Collection[str], names: Collection[str], separator: str = ".", whole_words: bool = True
-) -> list[str]:
-    """Return the shortest name ends, in whole words, that together match exactly the selected ones among all names.
-
-    whole_words: whether an end matches only whole words of a name. Otherwise `norm` also matches input_layernorm.
-    """
-    before = separator if whole_words else ""
-    others = [before + name for name in names if name not in selected]
-    endings: dict[str, None] = {}
-    for name in selected:
-        words = name.split(separator)
-        candidates = (separator.join(words[-count:]) for count in range(1, len(words) + 1))
-        endings[next(each for each in candidates if not any(other.endswith(before + each) for other in others))] = None
-    return list(endings)
-
-
-# --- reading
 
 
 def _is_rank(value: Any) -> bool:
@@ -174,30 +97,94 @@ LAYERS_PATTERN: Check = (
     lambda value: all(_is_pattern(each, _layer_pattern) for each in (value if type(value) is list else [value])),
 )
 SWITCH: Check = ("true or false", lambda value: type(value) is bool)
-FIELD_CHECKS: dict[str, Check] = {
-    "r": RANK,
-    "lora_alpha": ALPHA,
-    "target_modules": MODULES,
-    "target_parameters": NAMES,
-    "exclude_modules": MODULES,
-    "layers_to_transform": LAYERS,
-    "layers_pattern": LAYERS_PATTERN,
-    "rank_pattern": (
-        "a map from patterns to whole numbers of at least 1",
-        functools.partial(_maps_patterns_to, _is_rank),
+IDS: Check = (
+    "a list of different token ids, or a map from names to such lists",
+    lambda value: (
+        all(type(key) is str and _is_ids(value[key]) for key in value) if type(value) is dict else _is_ids(value)
     ),
-    "alpha_pattern": ("a map from patterns to numbers above 0", functools.partial(_maps_patterns_to, _is_alpha)),
-    "use_rslora": SWITCH,
-    "use_dora": SWITCH,
-    "ensure_weight_tying": SWITCH,
-    "modules_to_save": NAMES,
-    "trainable_token_indices": (
-        "a list of different token ids, or a map from names to such lists",
-        lambda value: (
-            all(type(key) is str and _is_ids(value[key]) for key in value) if type(value) is dict else _is_ids(value)
-        ),
-    ),
-}
+)
+RANKS: Check = (
+    "a map from patterns to whole numbers of at least 1",
+    functools.partial(_maps_patterns_to, _is_rank),
+)
+ALPHAS: Check = ("a map from patterns to numbers above 0", functools.partial(_maps_patterns_to, _is_alpha))
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """Fields that determine what an adapter computes, with PEFT's names and the checks of their values in a file."""
+
+    r: Annotated[int, RANK]
+    lora_alpha: Annotated[float, ALPHA]
+    target_modules: Annotated[list[str] | str, MODULES] = field(default_factory=list)
+    target_parameters: Annotated[list[str] | None, NAMES] = None
+    exclude_modules: Annotated[list[str] | str | None, MODULES] = None
+    layers_to_transform: Annotated[list[int] | int | None, LAYERS] = None
+    layers_pattern: Annotated[list[str] | str | None, LAYERS_PATTERN] = None
+    rank_pattern: Annotated[dict[str, int], RANKS] = field(default_factory=dict)
+    alpha_pattern: Annotated[dict[str, float], ALPHAS] = field(default_factory=dict)
+    use_rslora: Annotated[bool, SWITCH] = False
+    use_dora: Annotated[bool, SWITCH] = False
+    ensure_weight_tying: Annotated[bool, SWITCH] = False
+    modules_to_save: Annotated[list[str] | None, NAMES] = None
+    trainable_token_indices: Annotated[list[int] | dict[str, list[int]] | None, IDS] = None
+
+    def rank(self, module: str) -> int:
+        return _first_match(self.rank_pattern, module, self.r)
+
+    def alpha(self, module: str) -> float:
+        return _first_match(self.alpha_pattern, module, self.lora_alpha)
+
+    def scale(self, module: str) -> float:
+        """Return the factor of A·B: alpha / rank, or alpha / sqrt(rank) with rank stabilisation (rsLoRA)."""
+        rank = self.rank(module)
+        return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def selects_parameter(self, name: str) -> bool:
+        """Return whether a parameter, such as model.layers.0.mlp.experts.down_proj, has an adapter."""
+        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
+
+    def selects(self, module: str, in_block: bool) -> bool:
+        """Return whether a module has an adapter. in_block: whether it is in a block, as all-linear requires."""
+
+        def matches_end(names: Collection[str]) -> bool:
+            return any(f".{module}".endswith(f".{name}") for name in names)
+
+        targets, excluded, layers = self.target_modules, self.exclude_modules, self.layers_to_transform
+        if excluded and (re.fullmatch(excluded, module) if isinstance(excluded, str) else matches_end(excluded)):
+            return False
+        if isinstance(targets, str):
+            return in_block if targets.lower() == ALL_LINEAR else re.fullmatch(targets, module) is not None
+        if module in targets or not matches_end(targets) or layers is None or layers == []:
+            return matches_end(targets)
+        names = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        patterns = [_layer_pattern(each) for each in names or ()] or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
+        match = next((match for each in patterns if (match := re.match(each, module))), None)
+        return match is not None and int(match["layer"]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _first_match(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    return next((value for key, value in patterns.items() if re.match(_end_pattern(key), module)), default)
+
+
+def find_endings(
+    selected: Collection[str], names: Collection[str], separator: str = ".", whole_words: bool = True
+) -> list[str]:
+    """Return the shortest name ends, in whole words, that together match exactly the selected ones among all names.
+
+    whole_words: whether an end matches only whole words of a name. Otherwise `norm` also matches input_layernorm.
+    """
+    before = separator if whole_words else ""
+    others = [before + name for name in names if name not in selected]
+    endings: dict[str, None] = {}
+    for name in selected:
+        words = name.split(separator)
+        candidates = (separator.join(words[-count:]) for count in range(1, len(words) + 1))
+        endings[next(each for each in candidates if not any(other.endswith(before + each) for other in others))] = None
+    return list(endings)
+
+
+# --- reading
 
 
 def read_peft_config(folder: Path, scores: bool = True) -> PeftConfig:
@@ -223,17 +210,19 @@ def read_peft_config(folder: Path, scores: bool = True) -> PeftConfig:
         )
     if settings["peft_type"] == ROWS_ALONE:
         settings = _describe_without_lora(settings)
+    hints = get_type_hints(PeftConfig, include_extras=True)
+    checks: dict[str, Check] = {name: hint.__metadata__[0] for name, hint in hints.items()}
     given = {name: value for name, value in settings.items() if value is not None and name not in SUPPORTED_VALUES}
     for name, value in given.items():
-        if name not in (*FIELD_CHECKS, *IGNORED_FIELDS) and value not in (False, [], {}, ""):
+        if name not in (*checks, *IGNORED_FIELDS) and value not in (False, [], {}, ""):
             raise InputError(f"{file}: {name}={value!r}: {_PLAIN}")
     needed = None if given.get("target_parameters") else "target_modules"
-    for name, (description, is_valid) in FIELD_CHECKS.items():
+    for name, (description, is_valid) in checks.items():
         if name in given and not is_valid(given[name]):
             raise InputError(f"{file}: {name}={given[name]!r}: must be {description}")
         if name not in given and (name in ("r", "lora_alpha") or name == needed):
             raise InputError(f"{file}: {name} is missing")
-    return PeftConfig(**{name: value for name, value in given.items() if name in FIELD_CHECKS})
+    return PeftConfig(**{name: value for name, value in given.items() if name in checks})
 
 
 def _describe_without_lora(settings: dict[str, Any]) -> dict[str, Any]:

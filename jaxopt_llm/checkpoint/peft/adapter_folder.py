@@ -552,12 +552,9 @@ def _select_separate(
     parameters: what is selected without these modules.
     """
     targets = {name for name in modules if f"{name}.weight" not in parameters and peft_config.selects(name, True)}
-    held = {modules[name].layout.pieces[0].path for name in targets if _factor_name(name) in tensors}
+    has_factor = {name for name in targets if f"{PREFIX}{name}.{LINEAR_FACTORS[0]}" in tensors}
+    held = {modules[name].layout.pieces[0].path for name in has_factor}
     return {name for name in targets if modules[name].layout.pieces[0].path in held}
-
-
-def _factor_name(module: str) -> str:
-    return f"{PREFIX}{module}.{LINEAR_FACTORS[0]}"
 
 
 def _check_experts(path: Path, parts: tuple[AdapterPart, ...], experts: int) -> None:

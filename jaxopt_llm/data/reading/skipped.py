@@ -11,6 +11,7 @@ from jaxopt_llm.data.reading.files import File, find_line
 
 _MAX_FIELDS = 1000  # whose rows are counted by name
 _SHOWN_FIELDS = 12
+WAYS = ("texts", "endless", "joined", "turned", "divided", "parts")  # see `Skipped.read`
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Skipped:
         counts: number of skipped rows by reason.
         examples: position of the first malformed row of each reason. Rows that are not malformed have no example.
         unread: number of rows by the name of a field that nothing reads, such as `id`, or `mood of a message`.
-        texts: number of rows that are read as text, although data.content is chat.
-        endless: number of conversations in which no special token ends a learned turn.
-        joined, turned: number of rows with a prompt and answers that are texts: joined as they are, or turns of the
-            chat template.
-        divided, parts: number of conversations that have several documents, and of these documents.
+        read: number of rows that are read in another way than most, by the way:
+            texts: as text, although data.content is chat.
+            endless: a conversation in which no special token ends a learned turn.
+            joined, turned: a prompt and answers that are texts: joined as they are, or turns of the chat template.
+            divided: a conversation that has several documents; parts: number of these documents.
         columns: the columns of the rows. They are only known if data.columns is set.
     """
 
@@ -64,7 +65,7 @@ class Skipped:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, Position] = {}
         self.unread: Counter[str] = Counter()
-        self.texts = self.endless = self.divided = self.parts = self.joined = self.turned = 0
+        self.read: Counter[str] = Counter()
         self.first_text: Position | None = None
         self.columns: set[str] = set()
 
@@ -74,26 +75,24 @@ class Skipped:
             self.examples.setdefault(reason, example)
 
     def add_text(self, position: Position) -> None:
-        self.texts += 1
+        self.read["texts"] += 1
         self.first_text = self.first_text or position
 
     def check_texts(self, has_conversations: bool) -> None:
         """Raise InputError if there are only texts, although data.content is chat. Call it after all rows are read."""
-        if self.texts and not has_conversations:
+        if self.read["texts"] and not has_conversations:
             problem = "the fields match no form of conversations, and no other file has one"
             remedy = "name the columns of a form with --data.columns FIELD=COLUMN"
             raise InputError(f"{self.first_text}: {problem}; {remedy}, or read them as text with --data.content text")
 
     def add_texts(self, are_joined: bool) -> None:
         """Count a row with a prompt and answers that are texts."""
-        self.joined += are_joined
-        self.turned += not are_joined
+        self.read["joined" if are_joined else "turned"] += 1
 
     def add_divided(self, parts: int) -> None:
         """Count a conversation that has this number of documents, if there are several."""
         if parts > 1:
-            self.divided += 1
-            self.parts += parts
+            self.read.update(divided=1, parts=parts)
 
     def add_unread(self, field: str, rows: int = 1) -> None:
         if rows:
@@ -110,30 +109,33 @@ class Skipped:
         """Return lines about the rows that are read: fields, texts, and conversations of several documents."""
         notes = [self.describe_unread()]
         for count, treatment in (
-            (self.joined, "which are joined without a chat template"),
-            (self.turned, "which are turns of the chat template; data.chat_template=none joins them as they are"),
+            (self.read["joined"], "which are joined without a chat template"),
+            (
+                self.read["turned"],
+                "which are turns of the chat template; data.chat_template=none joins them as they are",
+            ),
         ):
             rows = f"{count:,} row{'s have' if count > 1 else ' has'}"
             notes += [f"prompts and answers: {rows} texts, {treatment}"] if count else []
-        if self.texts:
-            have = f"{self.texts:,} row{'s have' if self.texts > 1 else ' has'}"
+        if texts := self.read["texts"]:
+            have = f"{texts:,} row{'s have' if texts > 1 else ' has'}"
             notes.append(
                 f"texts: {have} no form of conversations, and all tokens are learned (first: {self.first_text})"
             )
-        if self.divided:
-            have = "conversations have" if self.divided > 1 else "conversation has"
+        if divided := self.read["divided"]:
+            have = "conversations have" if divided > 1 else "conversation has"
             notes.append(
-                f"chat template: it changes earlier turns when more turns follow, so {self.divided:,} {have} "
-                f"{self.parts:,} documents, each of which ends with a learned turn as it was served"
+                f"chat template: it changes earlier turns when more turns follow, so {divided:,} {have} "
+                f"{self.read['parts']:,} documents, each of which ends with a learned turn as it was served"
             )
         return [note for note in notes if note]
 
     def describe_endless(self, config: DataConfig) -> str:
         """Return a warning about learned turns without an end, which names the template; empty if there are none."""
-        if not self.endless:
+        if not (endless := self.read["endless"]):
             return ""
         name = "chat_template" if config.names_template else "tokenizer"
-        rows = f"{self.endless:,} conversation{'s' * (self.endless != 1)}"
+        rows = f"{endless:,} conversation{'s' * (endless != 1)}"
         return (
             f"data.{name}={getattr(config, name)}: the chat template writes no special token at the end of a learned "
             f"turn of {rows}, so a model does not learn where to stop; write one in a copy of the template, and name "
@@ -162,14 +164,9 @@ class Skipped:
             record["examples"] = {why: [files.index(at.file), at.unit, at.number] for why, at in found}
         if self.unread:
             record["unread"] = dict(sorted(self.unread.items()))
-        if self.first_text:
-            at = self.first_text
-            record |= {"texts": self.texts, "first_text": [files.index(at.file), at.unit, at.number]}
-        if self.endless:
-            record["endless"] = self.endless
-        record |= {name: count for name in ("joined", "turned") if (count := getattr(self, name))}
-        if self.divided:
-            record |= {"divided": self.divided, "parts": self.parts}
+        if at := self.first_text:
+            record["first_text"] = [files.index(at.file), at.unit, at.number]
+        record |= +self.read
         if self.columns:
             record["columns"] = sorted(self.columns)
         return record
@@ -181,13 +178,8 @@ class Skipped:
             self.examples.setdefault(reason, Position(files[index], unit, number))
         for field, count in record.get("unread", {}).items():
             self.add_unread(field, count)
-        self.texts += record.get("texts", 0)
+        self.read.update({way: record.get(way, 0) for way in WAYS})
         if "first_text" in record:
             index, unit, number = record["first_text"]
             self.first_text = self.first_text or Position(files[index], unit, number)
-        self.endless += record.get("endless", 0)
-        self.joined += record.get("joined", 0)
-        self.turned += record.get("turned", 0)
-        self.divided += record.get("divided", 0)
-        self.parts += record.get("parts", 0)
         self.columns.update(record.get("columns", ()))

@@ -153,10 +153,6 @@ class CacheEntry:
         return sum(file.size or 0 for file in self.files)
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("JAXOPT_LLM_CACHE") or cache_home() / "data").absolute()
-
-
 def download_missing(entries: Sequence[CacheEntry], system: Any, where: str, pulse: Pulse = UNWATCHED) -> list[Path]:
     """Download the entries that the cache does not hold, and return the local path of each entry.
 
@@ -170,7 +166,7 @@ def download_missing(entries: Sequence[CacheEntry], system: Any, where: str, pul
     Raises:
         InputError: a download failed, the disk is too small, or the cache cannot be written.
     """
-    cache = cache_folder()
+    cache = Path(os.environ.get("JAXOPT_LLM_CACHE") or cache_home() / "data").absolute()
     if any(not (cache / entry.digest).exists() for entry in entries):
         try:
             cache.mkdir(parents=True, exist_ok=True)

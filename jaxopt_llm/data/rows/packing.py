@@ -385,9 +385,9 @@ class PackedRows:
                 segment_ids=segments[is_token].astype(np.int32),
                 positions=positions[is_token].astype(np.int32),
             )
-            if self.stream.has_reference:
+            if self.stream.holds("reference"):
                 row = replace(row, reference=_place_reference(self.stream.read_reference(firsts), row))
-            if self.stream.has_teacher:
+            if self.stream.holds("teacher"):
                 row = _place_taught([self.stream.read_teacher(first + 1, n - 1) for first, n in ranges if n > 1], row)
             if self.pairs == UNPAIRED:
                 row = replace(row, labels=self._read_labels(firsts, row.segment_ids))
@@ -398,7 +398,7 @@ class PackedRows:
         self, window: NDArray[np.int64], firsts: NDArray[Any], segments: NDArray[Any], positions: NDArray[Any]
     ) -> Batch:
         """Return a row of documents that get scores, without padding. firsts: their first positions in the stream."""
-        labels = self._read_labels(firsts, segments) if self.stream.has_labels else None
+        labels = self._read_labels(firsts, segments) if self.stream.holds("labels") else None
         return Batch(
             tokens=window.astype(np.int32),
             targets=np.roll(window, -1).astype(np.int32),  # nothing reads them
@@ -478,7 +478,7 @@ class PackedRows:
         self, starts: NDArray[np.int64], lengths: NDArray[np.int64], pulse: Pulse
     ) -> NDArray[np.int64]:
         """Return the number of tokens of each document that the loss counts. The first token never counts."""
-        if self.scored or not self.stream.has_mask:
+        if self.scored or not self.stream.holds("mask"):
             return lengths
         counts, document = np.zeros_like(lengths), 0
         while document < starts.size:
@@ -644,7 +644,8 @@ def measure_waste(stream: TokenStream, length: int, long_documents: LongDocument
 
 
 def _packs_whole(stream: TokenStream, long_documents: LongDocuments) -> bool:
-    return bool(stream.pairs) or long_documents in ("cut", "drop") or (long_documents == "auto" and stream.has_mask)
+    is_cut = long_documents in ("cut", "drop") or (long_documents == "auto" and stream.holds("mask"))
+    return bool(stream.pairs) or is_cut
 
 
 def _read_starts(stream: TokenStream, size: int, pulse: Pulse = UNWATCHED) -> NDArray[np.int64]:

@@ -148,7 +148,7 @@ def open_all_documents(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenS
     """
     files = chain.from_iterable(find_corpus_files(config))
     stream, _, skipped = _open_files(files, config, tokenizer, UNWATCHED, "data.paths")
-    skipped.check_texts(stream.has_mask)
+    skipped.check_texts(stream.holds("mask"))
     return stream, skipped
 
 
@@ -247,7 +247,7 @@ def _open_token_file(file: File, tokenizer: Tokenizer, skipped: Skipped) -> tupl
     """
     if file.format == "prepared":
         piece, digest = open_prepared(file.name, file.path, tokenizer)
-        skipped.endless += sum(record.get("endless", 0) for record in read_shard_records(file.path))
+        skipped.read["endless"] += sum(record.get("endless", 0) for record in read_shard_records(file.path))
         return [piece], digest
     if file.format == "megatron":
         pair = (file.path, file.path.with_suffix(".bin"))

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -118,46 +118,34 @@ _SAMPLES, _SAMPLE_BYTES = 64, 2**12  # samples of a large file that its fingerpr
 
 
 @dataclass(frozen=True, eq=False)
-class ReferenceLogProbabilities:
-    """Log-probabilities of documents by a reference model, for objectives that compare with one.
+class StoredLogProbabilities:
+    """Log-probabilities of documents, or of their tokens, by another model.
+
+    A reference, with which objectives compare, has one for each document: the sum over the tokens that the loss counts.
+    A teacher has its most likely tokens in the place of each target of the loss. The targets are in order. The first
+    token of a document is no target.
 
     Attributes:
         model: name of the model, for messages.
         sha256: digest of its weights.
-        limit: documents that take more places of a row than this have none; 0: every document has one.
-        values: float32 [documents], sums over the tokens that the loss counts.
+        limit: length of the longest documents that it has read as a whole; 0: all. A reference says nothing of longer
+            ones.
+        values: of a reference, float32 [documents]; of a teacher, records of `prepared.teacher_dtype`.
+        ends: of a teacher, int64 [documents], the end of each document in the values.
+        vocabulary_size: of a teacher, number of its tokens.
     """
 
     model: str
     sha256: str
     limit: int
     values: Array
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherLogProbabilities:
-    """Most likely tokens by a teacher, with their log-probabilities, in the place of each target of the loss.
-
-    The targets are in order. The first token of a document is no target.
-
-    Attributes:
-        model: name of the teacher, for messages.
-        sha256: digest of its weights.
-        vocabulary_size: number of its tokens.
-        values: records of `prepared.teacher_dtype`.
-        ends: int64 [documents], the end of each document in the values.
-    """
-
-    model: str
-    sha256: str
-    vocabulary_size: int
-    values: Array
-    ends: Array
+    ends: Array | None = None
+    vocabulary_size: int = 0
 
     @property
     def top_k(self) -> int:
-        """Number of tokens, K, of each place."""
-        return int(self.values.dtype["ids"].shape[0])
+        """Number of tokens, K, of each place; 0 of a reference."""
+        return 0 if self.ends is None else int(self.values.dtype["ids"].shape[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +172,13 @@ class Piece(ABC):
 
     name: str
     tokens: Array
+    _: KW_ONLY
+    mask: Array | None = None
+    pairs: Pairs = ""
+    reference: StoredLogProbabilities | None = None
+    labels: Array | None = None
+    rows: Sequence[bytes] | None = None
+    teacher: StoredLogProbabilities | None = None
 
     @property
     def size(self) -> int:
@@ -196,30 +191,6 @@ class Piece(ABC):
     @property
     def documents(self) -> int | None:
         return self.groups
-
-    @property
-    def mask(self) -> Array | None:
-        return None
-
-    @property
-    def pairs(self) -> Pairs:
-        return ""
-
-    @property
-    def reference(self) -> ReferenceLogProbabilities | None:
-        return None
-
-    @property
-    def labels(self) -> Array | None:
-        return None
-
-    @property
-    def rows(self) -> Sequence[bytes] | None:
-        return None
-
-    @property
-    def teacher(self) -> TeacherLogProbabilities | None:
-        return None
 
     def group_keys(self, first: int, last: int) -> NDArray[np.uint64]:
         """Return a uniformly distributed key for each of groups [first, last). Small keys are held out."""
@@ -252,12 +223,6 @@ class IndexedPiece(Piece):
 
     ends: Array
     keys: Array
-    mask: Array | None = None
-    pairs: Pairs = ""
-    reference: ReferenceLogProbabilities | None = None
-    labels: Array | None = None
-    rows: Sequence[bytes] | None = None
-    teacher: TeacherLogProbabilities | None = None
 
     @property
     def groups(self) -> int:
@@ -278,11 +243,6 @@ class IndexedPiece(Piece):
     def describe_position(self, token: int) -> str:
         return f"{self.name}, document {self.ends.searchsorted(token, side='right')}"
 
-    def read_label(self, token: int) -> float:
-        """Return the label of the document of a token."""
-        assert self.labels is not None
-        return float(self.labels[int(self.ends.searchsorted(token, side="right"))])
-
     def read_teacher(self, begin: int, end: int) -> NDArray[np.void]:
         """Return what the teacher says of tokens [begin, end), where it says something."""
         assert self.teacher is not None
@@ -291,7 +251,7 @@ class IndexedPiece(Piece):
 
     def _count_taught(self, token: int) -> int:
         """Return the number of tokens before this one of which the teacher says something."""
-        assert self.teacher is not None
+        assert self.teacher is not None and self.teacher.ends is not None
         document = int(self.ends.searchsorted(token, side="right"))
         start, count = (int(ends[document - 1]) if document else 0 for ends in (self.ends, self.teacher.ends))
         if token <= start + 1:
@@ -332,39 +292,27 @@ class TokenStream:
 
     def read(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the tokens at positions [first, first + count), int64 [count]."""
-        tokens = np.empty(count, np.int64)
-        for position, piece, begin, end in self._slices(first, count):
-            tokens[position - first : position - first + end - begin] = piece.tokens[begin:end]
-        return tokens
-
-    @property
-    def has_mask(self) -> bool:
-        """True if the stream contains conversations."""
-        return any(piece.mask is not None for piece in self.pieces)
+        return self._fill(np.empty(count, np.int64), first, "tokens")
 
     def read_mask(self, first: int, count: int) -> NDArray[np.bool_]:
         """Return whether the loss counts each of positions [first, first + count) as a target, bool [count]."""
-        mask = np.ones(count, bool)
-        for position, piece, begin, end in self._slices(first, count):
-            if piece.mask is not None:
-                mask[position - first : position - first + end - begin] = piece.mask[begin:end]
-        return mask
+        return self._fill(np.ones(count, bool), first, "mask")
 
-    @property
-    def has_reference(self) -> bool:
-        """True if documents have log-probabilities by a reference model."""
-        return any(piece.reference is not None for piece in self.pieces)
+    def _fill(self, out: NDArray[Any], first: int, name: str) -> NDArray[Any]:
+        """Write an array of the pieces from a position on into `out`, where they have one."""
+        for position, piece, begin, end in self._slices(first, out.size):
+            if (source := getattr(piece, name)) is not None:
+                out[position - first : position - first + end - begin] = source[begin:end]
+        return out
 
-    @property
-    def has_teacher(self) -> bool:
-        """True if a teacher says something of tokens."""
-        return any(piece.teacher is not None for piece in self.pieces)
+    def holds(self, name: str) -> bool:
+        """Return whether some pieces have a `mask`, `labels`, a `reference` or a `teacher`."""
+        return any(getattr(piece, name) is not None for piece in self.pieces)
 
     def without(self, *names: str) -> "TokenStream":
         """Return the same documents without their `reference` or `teacher`."""
         nothing: dict[str, Any] = dict.fromkeys(names)
-        pieces = [replace(piece, **nothing) if isinstance(piece, IndexedPiece) else piece for piece in self.pieces]
-        return replace(self, pieces=tuple(pieces))
+        return replace(self, pieces=tuple(replace(piece, **nothing) for piece in self.pieces))
 
     def read_teacher(self, first: int, count: int) -> NDArray[np.void]:
         """Return what the teacher says of positions [first, first + count), where it says something."""
@@ -378,9 +326,9 @@ class TokenStream:
         """Return the log-probabilities of the documents that start at these positions, float32 [N]."""
         found = np.empty(positions.size, np.float32)
         for index, position in enumerate(positions.tolist()):
-            ((_, piece, token, _),) = self._slices(position, 1)
-            assert isinstance(piece, IndexedPiece) and piece.reference is not None
-            found[index] = piece.reference.values[piece.ends.searchsorted(token, side="right")]
+            piece, document = self._find_document(position)
+            assert piece.reference is not None
+            found[index] = piece.reference.values[document]
         return found
 
     def read_prompts(self) -> Iterator[tuple[NDArray[np.int64], bytes]]:
@@ -391,11 +339,6 @@ class TokenStream:
             for document in range(first, last):
                 at = int(piece.ends[document - 1]) if document else 0
                 yield piece.tokens[at : int(piece.ends[document])].astype(np.int64), piece.rows[document]
-
-    @property
-    def has_labels(self) -> bool:
-        """True if the documents have labels."""
-        return any(piece.labels is not None for piece in self.pieces)
 
     def find_label(self, is_wrong: Callable[[NDArray[np.float32]], NDArray[np.bool_]]) -> tuple[str, float] | None:
         """Return the file and document of the first label that is wrong, and the label; None if there is none.
@@ -410,9 +353,15 @@ class TokenStream:
 
     def read_label(self, position: int) -> float:
         """Return the label of the document at a position."""
+        piece, document = self._find_document(position)
+        assert piece.labels is not None
+        return float(piece.labels[document])
+
+    def _find_document(self, position: int) -> tuple[IndexedPiece, int]:
+        """Return the piece at a position, which has an index, and the document there by its number in the piece."""
         ((_, piece, token, _),) = self._slices(position, 1)
         assert isinstance(piece, IndexedPiece)
-        return piece.read_label(token)
+        return piece, int(piece.ends.searchsorted(token, side="right"))
 
     def document_starts(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the positions in [first, first + count) at which a document starts."""
@@ -553,7 +502,8 @@ def tokenize(name: str, documents: Iterable[Document], tokenizer: Tokenizer, pul
     labels = [batch.labels for batch in batches if batch.labels is not None]
     mask, label = (np.concatenate(parts) if parts else None for parts in (masks, labels))
     rows = [row for batch in batches for row in batch.rows or ()] or None
-    return IndexedPiece(name, tokens, np.cumsum(lengths), keys, mask, batches[0].pairs, labels=label, rows=rows)
+    ends, pairs = np.cumsum(lengths), batches[0].pairs
+    return IndexedPiece(name, tokens, ends, keys, mask=mask, pairs=pairs, labels=label, rows=rows)
 
 
 class TokenBatch(NamedTuple):
@@ -590,37 +540,32 @@ def tokenize_batches(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     dtype = token_dtype(tokenizer.vocabulary_size)
     prefix, suffix = tokenizer.prefix, tokenizer.suffix
     for batch in _make_batches(documents):
-        texts = [document.content for document in batch]
-        mask: NDArray[np.bool_] | None = None
-        rows = None
-        if batch[0].row is not None:
-            rows = [document.row or b"" for document in batch]
-            encoded = tokenizer.encode(texts)
-            framed = [
-                frame_ids(ids, prefix, ()) if document.spans is None else ((), ids, ())
-                for ids, document in zip(encoded, batch, strict=True)
-            ]
-            tokens, lengths = _join(framed, dtype)
-        elif batch[0].is_joined:
-            encoded = tokenizer.encode(texts)
-            framed = [frame_ids(ids, prefix, suffix) for ids in encoded]
-            tokens, lengths = _join(framed, dtype)
-            begins = [len(framed[at][0]) + begin for at, begin in enumerate(_find_answers(batch, encoded, tokenizer))]
-            mask = np.concatenate([np.arange(n) >= begin for n, begin in zip(lengths, begins, strict=True)])
-        elif batch[0].spans is None:
-            tokens, lengths = _join([frame_ids(ids, prefix, suffix) for ids in tokenizer.encode(texts)], dtype)
+        first, texts, offsets = batch[0], [document.content for document in batch], None
+        if first.spans is None or first.is_joined or first.row is not None:
+            encoded: Sequence[NDArray[Any]] = tokenizer.encode(texts)
         else:
             encoded, offsets = zip(*tokenizer.encode_with_offsets(texts), strict=True)
-            tokens = np.concatenate(encoded, dtype=dtype, casting="unsafe")
-            lengths = np.array([ids.size for ids in encoded], np.int64)
+        framed = [
+            frame_ids(ids, prefix, suffix if document.row is None else ())
+            if document.spans is None or document.is_joined
+            else ((), ids, ())
+            for ids, document in zip(encoded, batch, strict=True)
+        ]
+        tokens = np.concatenate([array for each in framed for array in each], dtype=dtype, casting="unsafe")
+        lengths = np.array([sum(len(part) for part in each) for each in framed], np.int64)
+        mask: NDArray[np.bool_] | None = None
+        if offsets is not None:
             masks = [in_spans(begins, document.spans or ()) for begins, document in zip(offsets, batch, strict=True)]
             mask = np.concatenate(masks)
-        if (pairs := batch[0].pairs) and not lengths.all():
+        elif first.is_joined:
+            begins = [len(framed[at][0]) + begin for at, begin in enumerate(_find_answers(batch, encoded, tokenizer))]
+            mask = np.concatenate([np.arange(n) >= begin for n, begin in zip(lengths, begins, strict=True)])
+        rows = None if first.row is None else [document.row or b"" for document in batch]
+        if (pairs := first.pairs) and not lengths.all():
             empty = batch[int(lengths.argmin())]
             raise InputError(f"{empty.name}: the tokenizer makes no token of the {empty.side} answer; remove the row")
         keys = [int.from_bytes(hashlib.sha256(document.key).digest()[:8], "big") for document in batch]
-        has_labels = batch[0].label is not None
-        labels = np.array([document.label for document in batch], np.float32) if has_labels else None
+        labels = None if first.label is None else np.array([document.label for document in batch], np.float32)
         yield TokenBatch(tokens, lengths, np.array(keys, np.uint64), mask, pairs, labels, rows)
 
 
@@ -631,12 +576,6 @@ def frame_ids(ids: NDArray[Any], prefix: tuple[int, ...], suffix: tuple[int, ...
     """Return the ids of a text between those of the beginning and of the end that it does not have itself."""
     begins, ends = tuple(ids[: len(prefix)]) == prefix, tuple(ids[max(0, ids.size - len(suffix)) :]) == suffix
     return () if begins else prefix, ids, () if ends else suffix
-
-
-def _join(framed: Sequence[Framed], dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the ids of all texts, and the number of those of each text."""
-    tokens = np.concatenate([array for each in framed for array in each], dtype=dtype, casting="unsafe")
-    return tokens, np.array([sum(len(part) for part in each) for each in framed], np.int64)
 
 
 def _find_answers(

@@ -48,8 +48,7 @@ from jaxopt_llm.data.reading.storage import PLAN, is_url
 from jaxopt_llm.data.tokens.pieces import (
     FileArray,
     IndexedPiece,
-    ReferenceLogProbabilities,
-    TeacherLogProbabilities,
+    StoredLogProbabilities,
     fingerprint_file,
     token_dtype,
     tokenize_batches,
@@ -61,13 +60,14 @@ MANIFEST, SHARDS, REFERENCE, TEACHER = "manifest.json", "shards.jsonl", "referen
 FORMAT = 2
 # Minimum input size of a shard, and maximum number of shards: enough shards for all cores, but not too many files.
 SHARD_BYTES, MAX_SHARDS = 2**22, 4096
-_ARRAYS = ("tokens", "ends", "keys", "mask", "labels")  # the last two: see above
-LOG_PROBABILITY = np.dtype("<f4")  # in reference.bin
 # Names of the files in the directory of an unfinished corpus.
 _UNFINISHED = re.compile(
-    rf"lock|{re.escape(PLAN)}|(shards|reference|teacher)\.jsonl|({'|'.join(_ARRAYS)}|reference|teacher|teacher_ends)\.bin"
+    rf"lock|{re.escape(PLAN)}|(shards|reference|teacher)\.jsonl"
+    r"|(tokens|ends|keys|mask|labels|reference|teacher|teacher_ends)\.bin"
     r"|shard-\d{5,}\..*|.*\.tmp"
 )
+INDEX = np.dtype("<i8")  # of ends.bin and teacher_ends.bin
+LOG_PROBABILITY = np.dtype("<f4")  # in reference.bin
 TOP_K = 64  # tokens that are kept of a teacher
 _READERS = 32  # threads that inspect files; they wait for storage most of the time
 _BLOCK = 2**22  # bytes read at once
@@ -189,7 +189,7 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     holds only a few megabytes of text at a time.
     """
     skipped = Skipped()
-    names = list_arrays(config.content != "text", config.has_labels)
+    names = [*describe_arrays(config, token_dtype(tokenizer.vocabulary_size).str)]
     paths = [directory / f"shard-{index:05}.{name}" for name in names]
     digests = {name: hashlib.sha256() for name in names}
     documents = end = paired = 0
@@ -220,10 +220,18 @@ def write_shard(directory: Path, index: int, parts: Sequence[Part], config: Data
     write_json(shard_record_path(directory, index), record | skipped.to_record([part.file for part in parts]))
 
 
-def list_arrays(conversations: bool, labels: bool) -> tuple[str, ...]:
-    """Return the names of the arrays of a corpus."""
-    optional = {"mask": conversations, "labels": labels}
-    return tuple(name for name in _ARRAYS if optional.get(name, True))
+Arrays = dict[str, tuple[np.dtype[Any], str]]  # name of an array -> its dtype, and what it has an element for
+
+
+def describe_arrays(config: DataConfig, dtype: str) -> Arrays:
+    """Return the arrays that a corpus of such documents has. dtype: of its tokens."""
+    return _list_arrays(np.dtype(dtype), config.content != "text", config.has_labels)
+
+
+def _list_arrays(tokens: np.dtype[Any], conversations: bool, labels: bool) -> Arrays:
+    arrays = {"tokens": (tokens, "tokens"), "ends": (INDEX, "documents"), "keys": (np.dtype("<u8"), "documents")}
+    arrays |= {"mask": (np.dtype("?"), "tokens")} if conversations else {}
+    return arrays | ({"labels": (np.dtype("<f4"), "documents")} if labels else {})
 
 
 def shard_record_path(directory: Path, index: int) -> Path:
@@ -244,26 +252,16 @@ class ShardMerger:
             documents are pairs and others are not.
     """
 
-    def __init__(self, directory: Path, dtype: str, names: Sequence[str]) -> None:
-        """Open the arrays `names` (see `list_arrays`). dtype: of the tokens."""
-        self._directory = directory
-        self._names = names
-        (directory / SHARDS).touch()
-        written = (directory / SHARDS).read_bytes()
-        os.truncate(directory / SHARDS, written.rfind(b"\n") + 1)
+    def __init__(self, directory: Path, arrays: Arrays) -> None:
+        self._directory, self._arrays = directory, arrays
+        keep_lines(directory / SHARDS)
         self.shards = read_shard_records(directory)
         self._documents = sum(shard["documents"] for shard in self.shards)
         self._tokens = sum(shard["tokens"] for shard in self.shards)
         self._paired = sum(shard.get("paired", 0) for shard in self.shards)
-        types = dict(zip(_ARRAYS, map(np.dtype, (dtype, "<i8", "<u8", "?", "<f4")), strict=True))
-        counts = dict.fromkeys(_ARRAYS, self._documents) | dict.fromkeys(("tokens", "mask"), self._tokens)
-        for name in self._names:
-            path, size = array_path(directory, name), counts[name] * types[name].itemsize
-            path.touch()
-            if (has := path.stat().st_size) < size:
-                remedy = f"remove {directory} and prepare the corpus again"
-                raise InputError(f"{path} is truncated: it has {has} bytes of {size}; {remedy}")
-            os.truncate(path, size)
+        for name, (dtype, unit) in arrays.items():
+            count = self._tokens if unit == "tokens" else self._documents
+            keep_bytes(array_path(directory, name), count * dtype.itemsize)
         for path in directory.glob("shard-*"):
             if int(path.stem.removeprefix("shard-")) < len(self.shards):
                 path.unlink()
@@ -281,10 +279,10 @@ class ShardMerger:
                 found = f"{self._paired:,} of the first {self._documents + counts['documents']:,} documents"
                 problem = f"{found} are of pairs with a chosen and a rejected answer, and the others are not"
                 raise InputError(f"--input: {problem}; prepare the two kinds of files apart")
-            paths = {name: record.with_suffix(f".{name}") for name in self._names}
-            ends = np.fromfile(paths["ends"], "<i8") + self._tokens
+            paths = {name: record.with_suffix(f".{name}") for name in self._arrays}
+            ends = np.fromfile(paths["ends"], INDEX) + self._tokens
             digest = hashlib.sha256(ends.data)
-            for name in self._names:
+            for name in self._arrays:
                 with paths[name].open("rb") as source, array_path(self._directory, name).open("ab") as file:
                     if name == "ends":
                         file.write(ends.data)
@@ -338,41 +336,41 @@ def array_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.bin"
 
 
+def keep_lines(path: Path) -> None:
+    """Create a file of lines, or remove the end of its last line if a kill has cut it."""
+    path.touch()
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def keep_bytes(path: Path, size: int) -> None:
+    """Create a file of a corpus, or remove what follows its first bytes. Raise InputError if it has fewer."""
+    path.touch()
+    if (has := path.stat().st_size) < size:
+        remedy = f"remove {path.parent} and prepare the corpus again"
+        raise InputError(f"{path} is truncated: it has {has} bytes of {size}; {remedy}")
+    os.truncate(path, size)
+
+
 def write_json(path: Path, value: Any) -> None:
     replace_durably(path, json.dumps(value, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
-class _ReferenceRecord:
-    """Log-probabilities by a reference model as a manifest describes them; see also `ReferenceLogProbabilities`.
+class _ScoreRecord:
+    """Log-probabilities by a reference or a teacher as a manifest describes them; see also `StoredLogProbabilities`.
 
     Attributes:
-        sha256: digest of REFERENCE.
+        sha256: digest of REFERENCE or TEACHER.
+        rows: of a teacher, number of the tokens of which it says something.
     """
 
     model: str
     model_sha256: str
     limit: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class _TeacherRecord:
-    """Entry of a manifest for the log-probabilities of a teacher; see also `TeacherLogProbabilities`.
-
-    Attributes:
-        rows: number of these tokens.
-        limit: longer documents were read in parts of this many tokens; 0: all were read whole.
-        sha256: digest of TEACHER.
-    """
-
-    model: str
-    model_sha256: str
-    top_k: int
-    vocabulary_size: int
-    rows: int
-    limit: int
-    sha256: str
+    top_k: int = 0
+    vocabulary_size: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -387,8 +385,19 @@ class _Manifest:
     tokenizer: str
     tokenizer_sha256: str
     shards_sha256: str
-    reference: _ReferenceRecord | None
-    teacher: _TeacherRecord | None
+    reference: _ScoreRecord | None
+    teacher: _ScoreRecord | None
+
+    @property
+    def arrays(self) -> Arrays:
+        """The arrays of the corpus, with those of a reference model or a teacher, if there are any."""
+        arrays = _list_arrays(self.dtype, self.conversations, self.labels)
+        if self.reference:
+            arrays["reference"] = LOG_PROBABILITY, "documents"
+        if teacher := self.teacher:
+            arrays["teacher"] = teacher_dtype(teacher.top_k, teacher.vocabulary_size), "rows"
+            arrays["teacher_ends"] = INDEX, "documents"
+        return arrays
 
 
 def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[IndexedPiece, str]:
@@ -405,15 +414,24 @@ def open_prepared(name: str, directory: Path, tokenizer: Tokenizer) -> tuple[Ind
             f"{directory} was prepared with another tokenizer (data.tokenizer={manifest.tokenizer}, or other data.bos "
             "or data.eos): train with that one, or prepare the corpus again"
         )
-    arrays, reference, teacher = _open_arrays(directory, manifest), None, None
-    if record := manifest.reference:
-        reference = ReferenceLogProbabilities(record.model, record.model_sha256, record.limit, arrays["reference"])
-    if taught := manifest.teacher:
-        values, ends = arrays["teacher"], arrays["teacher_ends"]
-        teacher = TeacherLogProbabilities(taught.model, taught.model_sha256, taught.vocabulary_size, values, ends)
-    tokens, ends, keys = (arrays[each] for each in ("tokens", "ends", "keys"))
-    mask, labels = arrays.get("mask"), arrays.get("labels")
-    piece = IndexedPiece(name, tokens, ends, keys, mask, manifest.pairs, reference, labels, teacher=teacher)
+    arrays = _open_arrays(directory, manifest)
+
+    def open_scores(kind: str, record: _ScoreRecord | None) -> StoredLogProbabilities | None:
+        if record is None:
+            return None
+        values, ends = arrays[kind], arrays.get(f"{kind}_ends")
+        digest, size = record.model_sha256, record.vocabulary_size
+        return StoredLogProbabilities(record.model, digest, record.limit, values, ends, size)
+
+    piece = IndexedPiece(
+        name,
+        *(arrays[each] for each in ("tokens", "ends", "keys")),
+        mask=arrays.get("mask"),
+        pairs=manifest.pairs,
+        reference=open_scores("reference", manifest.reference),
+        labels=arrays.get("labels"),
+        teacher=open_scores("teacher", manifest.teacher),
+    )
     return piece, manifest.sha256
 
 
@@ -496,30 +514,28 @@ def verify_corpus(
         raise InputError(f"{directory / SHARDS} is damaged: restore it, or prepare the corpus again")
     of_reference = _read_score_records(directory / REFERENCE, manifest.reference)
     of_teacher = _read_score_records(directory / TEACHER, manifest.teacher)
-    rows = np.cumsum([0, *(record["rows"] for record in of_teacher)])
-    token_bounds = np.cumsum([0, *(shard["tokens"] for shard in shards)])
-    tokens = token_bounds * manifest.dtype.itemsize
-    documents = np.cumsum([0, *(shard["documents"] for shard in shards)]) * 8
+    described = manifest.arrays
+    # Names of arrays that have a digest together, where it is recorded, and its name there.
+    hashed = [
+        *((("tokens",), shards, "tokens_sha256"), (("ends", "keys"), shards, "documents_sha256")),
+        *((("mask",), shards, "mask_sha256"), (("labels",), shards, "labels_sha256")),
+        (("reference",), of_reference, "sha256"),
+        *((("teacher",), of_teacher, "sha256"), (("teacher_ends",), of_teacher, "ends_sha256")),
+    ]
+    bounds = {
+        unit: np.cumsum([0, *(record[unit] for record in records)])
+        for unit, records in (("tokens", shards), ("documents", shards), ("rows", of_teacher))
+    }
 
     def find_damage(index: int) -> str | None:
         if cancelled():
             return None
-        bounds = [
-            (("tokens",), tokens[index : index + 2], shards[index]["tokens_sha256"]),
-            (("ends", "keys"), documents[index : index + 2], shards[index]["documents_sha256"]),
-        ]
-        if manifest.conversations:
-            bounds.append((("mask",), token_bounds[index : index + 2], shards[index]["mask_sha256"]))
-        if of_reference:
-            bounds.append((("reference",), documents[index : index + 2] // 2, of_reference[index]["sha256"]))
-        if manifest.teacher:
-            size = teacher_dtype(manifest.teacher.top_k, manifest.teacher.vocabulary_size).itemsize
-            bounds.append((("teacher",), rows[index : index + 2] * size, of_teacher[index]["sha256"]))
-            bounds.append((("teacher_ends",), documents[index : index + 2], of_teacher[index]["ends_sha256"]))
-        if manifest.labels:
-            bounds.append((("labels",), documents[index : index + 2] // 2, shards[index]["labels_sha256"]))
-        for names, (first, last), expected in bounds:
-            if _hash_range([array_path(directory, name) for name in names], int(first), int(last)) != expected:
+        for names, records, key in hashed:
+            if names[0] not in described:
+                continue
+            dtype, unit = described[names[0]]
+            first, last = (bounds[unit][index : index + 2] * dtype.itemsize).tolist()
+            if _hash_range([array_path(directory, name) for name in names], first, last) != records[index][key]:
                 return f"bytes {first:,} to {last:,} of {' or '.join(f'{name}.bin' for name in names)}, shard {index}"
         return None
 
@@ -531,7 +547,7 @@ def verify_corpus(
     return len(shards), sum(array.size * array.dtype.itemsize for array in arrays.values())
 
 
-def _read_score_records(path: Path, recorded: _ReferenceRecord | _TeacherRecord | None) -> list[dict[str, Any]]:
+def _read_score_records(path: Path, recorded: _ScoreRecord | None) -> list[dict[str, Any]]:
     """Return what REFERENCE or TEACHER records of each shard; [] without one. Raise InputError if it is damaged."""
     if recorded is None:
         return []
@@ -566,29 +582,21 @@ def _read_manifest(directory: Path) -> _Manifest:
             plan["tokenizer"],
             plan["tokenizer_sha256"],
             manifest["shards_sha256"],
-            _ReferenceRecord(**plan["reference"], **reference) if reference else None,
-            _TeacherRecord(**plan["teacher"], **teacher) if teacher else None,
+            _ScoreRecord(**plan["reference"], **reference) if reference else None,
+            _ScoreRecord(**plan["teacher"], **teacher) if teacher else None,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}): remove {directory} and prepare the corpus again") from error
 
 
 def _open_arrays(directory: Path, manifest: _Manifest) -> dict[str, FileArray]:
-    """Return the arrays by name: see `list_arrays`; and those of a reference model or a teacher, if there are any.
-
-    Raises InputError if a file does not have the size that the manifest records.
-    """
-    types = dict(zip(_ARRAYS, map(np.dtype, (manifest.dtype.str, "<i8", "<u8", "?", "<f4")), strict=True))
-    sizes = dict.fromkeys(_ARRAYS, manifest.documents) | dict.fromkeys(("tokens", "mask"), manifest.tokens)
-    described = {name: (types[name], sizes[name]) for name in list_arrays(manifest.conversations, manifest.labels)}
-    if manifest.reference:
-        described["reference"] = LOG_PROBABILITY, manifest.documents
-    if teacher := manifest.teacher:
-        described["teacher"] = teacher_dtype(teacher.top_k, teacher.vocabulary_size), teacher.rows
-        described["teacher_ends"] = np.dtype("<i8"), manifest.documents
+    """Return the arrays by name. Raise InputError if a file does not have the size that the manifest records."""
+    sizes = {"tokens": manifest.tokens, "documents": manifest.documents}
+    sizes["rows"] = manifest.teacher.rows if manifest.teacher else 0
     arrays = {}
-    for name, (dtype, size) in described.items():
-        path, needed = array_path(directory, name), size * dtype.itemsize
+    for name, (dtype, unit) in manifest.arrays.items():
+        path, size = array_path(directory, name), sizes[unit]
+        needed = size * dtype.itemsize
         actual = path.stat().st_size if path.is_file() else 0
         if actual != needed:
             problem = f"is truncated or belongs to another corpus: it has {actual} bytes of {needed}"

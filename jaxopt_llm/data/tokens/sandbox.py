@@ -4,6 +4,7 @@ A chat template is a program, and comes with weights from any source. The sandbo
 and with them from files and the network. It does not bound time and memory: a template can compute without end.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -41,8 +42,10 @@ from jaxopt_llm.data.tokens.turns import (
 
 MAX_CHARACTERS = 2**26  # of a rendered conversation
 
+Messages = list[dict[str, Any]]
+Blocks = list[tuple[int, int]]  # ranges of characters
 # Messages with their reasoning where a template looks for it.
-Form = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+Form = Callable[[Messages], Messages]
 
 _NONCE = str(secrets.randbits(128))  # random, so that no conversation can contain these marks
 _BEGIN, _END = f"\0{_NONCE}<", f"\0{_NONCE}>"
@@ -126,9 +129,9 @@ class Template:
 
 
 class _Compiled:
-    """Compiled template."""
+    """Compiled template, and what its texts of examples show of it."""
 
-    def __init__(self, source: str, date: str) -> None:
+    def __init__(self, source: str, template: Template) -> None:
         environment = Sandbox(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -138,27 +141,42 @@ class _Compiled:
         environment.filters["tojson"] = _tojson
         del environment.globals["lipsum"]
         environment.globals.update(
-            raise_exception=_raise, strftime_now=_clock(date), namespace=SafeNamespace, dict=TemplateDict()
+            raise_exception=_raise, strftime_now=_clock(template.date), namespace=SafeNamespace, dict=TemplateDict()
         )
         self._template = environment.from_string(source)
         generation = environment.extensions[Generation.identifier]
         assert isinstance(generation, Generation)
         self._generation = generation
+        self._variables = template.special | template.arguments
+        self._specials = Specials(template.ends, template.special.get("eos_token", ""))
+        self.find_ending = functools.cache(functools.partial(find_ending, self.bind({}), self._specials))
 
     @property
     def marks(self) -> bool:
         """True if the template has generation blocks."""
         return self._generation.used
 
-    def render(self, **variables: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the ranges of the generation blocks.
+    def bind(self, arguments: dict[str, Any]) -> Callable[..., str]:
+        """Return a function that renders messages and tools, with or without the generation prompt."""
+        return lambda messages, tools, prompts: self.render(messages, tools, prompts, arguments)[0]
+
+    def render(
+        self, messages: Messages, tools: list[Any] | None, prompts: bool, arguments: dict[str, Any]
+    ) -> tuple[str, Blocks]:
+        """Return the text, and the ranges of the generation blocks. prompts: whether the generation prompt follows.
 
         Raises:
             Refused: the template rejects the conversation, or fails because it has another form than expected.
         """
+        if any(name in message for message in messages for name in REASONING):
+            messages = self._form(messages)
+        return self._write(messages, tools=tools, add_generation_prompt=prompts, **arguments)
+
+    def _write(self, messages: Any, **given: Any) -> tuple[str, Blocks]:
+        variables = {"tools": None, "add_generation_prompt": False, "documents": None} | self._variables | given
         self._generation.rendered = 0
         try:
-            rendered = self._template.render(**variables)
+            rendered = self._template.render(variables, messages=messages)
         except _UNEXPECTED as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
         if not _is_text(rendered):
@@ -166,6 +184,22 @@ class _Compiled:
         if len(rendered) > MAX_CHARACTERS:
             raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters for one conversation")
         return _remove_marks(rendered, self._generation.rendered) if self.marks else (rendered, [])
+
+    @functools.cached_property
+    def _form(self) -> Form:
+        """The first form of reasoning that the template writes, or else fields of the message."""
+        return next(filter(self._writes_reasoning, _FORMS), _FORMS[0])
+
+    def _writes_reasoning(self, form: Form) -> bool:
+        key, value = PROBES
+        for example in EXAMPLES:
+            answered = _alias_reasoning([*example[:-1], {**example[-1], "content": key, "thinking": value + key}])
+            try:
+                text, _ = self._write(form(answered))
+            except (Refused, jinja2.TemplateError):
+                continue
+            return value + key in text and not re.search("[\"']type[\"']", text)  # a list as Python or JSON writes it
+        return False
 
 
 @dataclass(frozen=True)
@@ -189,17 +223,14 @@ class Renderer:
     """
 
     def __init__(self, template: Template) -> None:
-        self._template = self._tool_template = _Compiled(template.source, template.date)
+        self._template = self._tool_template = _Compiled(template.source, template)
         if template.tool_source is not None:
-            self._tool_template = _Compiled(template.tool_source, template.date)
-        self._variables = template.special | template.arguments
+            self._tool_template = _Compiled(template.tool_source, template)
         self._specials = Specials(template.ends, template.special.get("eos_token", ""))
-        self._endings: dict[tuple[_Compiled, bool], Any] = {}
-        self._forms: dict[_Compiled, Form] = {}
 
     def render(
         self,
-        messages: list[dict[str, Any]],
+        messages: Messages,
         tools: list[Any] | None = None,
         arguments: dict[str, Any] | None = None,
         unlearned: Collection[int] = (),
@@ -230,20 +261,20 @@ class Renderer:
 
     def _find_documents(
         self,
-        messages: list[dict[str, Any]],
+        messages: Messages,
         tools: list[Any] | None,
         arguments: dict[str, Any],
         unlearned: Collection[int],
     ) -> list[Document]:
         template = self._tool_template if tools else self._template
-        render = self._bind(template, arguments)
+        render = template.bind(arguments)
         messages = fit_arguments(render, messages, tools)
         learned = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i not in unlearned]
         conversation = Conversation(render, messages, tools, self._specials)
         conversation.render_first(len(messages))
         conversation.check_parts(learned)
         if not template.marks:
-            return list(conversation.find_documents(learned, self._find_ending(template, bool(tools))))
+            return list(conversation.find_documents(learned, template.find_ending(bool(tools))))
 
         cut = max((index + 1 for index in learned if conversation.is_shortened(index)), default=0)
         documents = (
@@ -251,60 +282,25 @@ class Renderer:
         )
         if any(index >= cut for index in learned):
             others = {*unlearned, *(index for index in learned if index < cut)}
-            documents.append(self._find_blocks(template, messages, tools, arguments, others))
+            write = functools.partial(template.render, tools=tools, prompts=False, arguments=arguments)
+            documents.append(_find_blocks(write, messages, others))
         return documents
 
-    def _find_blocks(
-        self,
-        template: _Compiled,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        arguments: dict[str, Any],
-        unlearned: set[int],
-    ) -> Document:
-        """Return the text of a conversation, and its generation blocks without those of unlearned messages."""
-        text, spans = self._render(template, messages, tools, False, arguments)
-        if unlearned:
-            owners = self._find_owners(template, messages, tools, arguments, unlearned)
-            if len(owners) != len(spans) or any(0 < len(each & unlearned) < len(each) for each in owners):
-                problem = "it does not show which generation blocks are those of a message that is not learned"
-                raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
-            spans = [span for span, each in zip(spans, owners, strict=True) if not each & unlearned]
-        return text, spans
-
-    def _find_owners(
-        self,
-        template: _Compiled,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        arguments: dict[str, Any],
-        unlearned: set[int],
-    ) -> list[set[int]]:
-        """Return the messages of each generation block. There is none if an unlearned message leaves no mark."""
-        marks = [f"{PROBES[0]}-{index}-" for index in range(len(messages))]
-        marked = [mark(message, each) for message, each in zip(messages, marks, strict=True)]
-        text, blocks = self._render(template, marked, tools, False, arguments)
-        roles = [message["role"] for message in messages]
-        is_shown = all(marks[index] in text for index in unlearned)
-        return find_owners(text, blocks, roles, marks) if is_shown else []
-
-    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+    def render_prompt(self, messages: Messages) -> str:
         """Return the text of a running conversation, up to the start of the assistant's next turn."""
-        return self._bind(self._template, {})(_alias_reasoning(messages), None, True)
+        return self._template.bind({})(_alias_reasoning(messages), None, True)
 
     def read_answer(self, answer: str) -> dict[str, Any]:
         """Return the message of an answer that the model wrote, with its special tokens.
 
         What the template would write around the reasoning and the content is not part of them.
         """
-        reasoning, content = (
-            self._specials.remove(part) for part in find_frame(self._bind(self._template, {})).split(answer)
-        )
+        reasoning, content = (self._specials.remove(part) for part in find_frame(self._template.bind({})).split(answer))
         return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
 
     def find_turn_end(self) -> str:
         """Return the special token that ends an answer, or an empty text."""
-        render, ending = self._bind(self._template, {}), self._find_ending(self._template, has_tools=False)
+        render, ending = self._template.bind({}), self._template.find_ending(False)
         failures = []
         for example in EXAMPLES:
             conversation = Conversation(render, example, None, self._specials)
@@ -314,56 +310,34 @@ class Renderer:
                 failures.append(error)
         raise failures[0]
 
-    def _find_ending(self, template: _Compiled, has_tools: bool) -> Any:
-        key = template, has_tools
-        if key not in self._endings:
-            render = self._bind(template, {})
-            self._endings[key] = find_ending(render, self._specials, has_tools)
-        return self._endings[key]
 
-    def _bind(self, template: _Compiled, arguments: dict[str, Any]) -> Callable[..., str]:
-        """Return a function that renders messages and tools, with or without the generation prompt."""
+def _find_blocks(write: Callable[[Messages], tuple[str, Blocks]], messages: Messages, unlearned: set[int]) -> Document:
+    """Return the text of a conversation, and its generation blocks without those of unlearned messages.
 
-        def render(messages: list[dict[str, Any]], tools: list[Any] | None, prompts: bool) -> str:
-            return self._render(template, messages, tools, prompts, arguments)[0]
-
-        return render
-
-    def _render(
-        self,
-        template: _Compiled,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        prompts: bool,
-        arguments: dict[str, Any],
-    ) -> tuple[str, list[tuple[int, int]]]:
-        if any(name in message for message in messages for name in REASONING):
-            messages = self._find_form(template)(messages)
-        defaults = {"documents": None} | self._variables | arguments
-        return template.render(messages=messages, tools=tools, add_generation_prompt=prompts, **defaults)
-
-    def _find_form(self, template: _Compiled) -> Form:
-        """Return the first form of reasoning that the template writes, or else fields of the message."""
-        if template not in self._forms:
-            forms = (form for form in _FORMS if self._writes_reasoning(template, form))
-            self._forms[template] = next(forms, _FORMS[0])
-        return self._forms[template]
-
-    def _writes_reasoning(self, template: _Compiled, form: Form) -> bool:
-        key, value = PROBES
-        for example in EXAMPLES:
-            answered = _alias_reasoning([*example[:-1], {**example[-1], "content": key, "thinking": value + key}])
-            try:
-                text, _ = template.render(
-                    messages=form(answered), tools=None, add_generation_prompt=False, documents=None, **self._variables
-                )
-            except (Refused, jinja2.TemplateError):
-                continue
-            return value + key in text and not re.search("[\"']type[\"']", text)  # a list as Python or JSON writes it
-        return False
+    write: renders messages, and finds their generation blocks.
+    """
+    text, spans = write(messages)
+    if unlearned:
+        owners = _find_owners(write, messages, unlearned)
+        if len(owners) != len(spans) or any(0 < len(each & unlearned) < len(each) for each in owners):
+            problem = "it does not show which generation blocks are those of a message that is not learned"
+            raise Refused(f"{problem}; put one block around the text of each message in a copy of the template")
+        spans = [span for span, each in zip(spans, owners, strict=True) if not each & unlearned]
+    return text, spans
 
 
-def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _find_owners(
+    write: Callable[[Messages], tuple[str, Blocks]], messages: Messages, unlearned: set[int]
+) -> list[set[int]]:
+    """Return the messages of each generation block. There is none if an unlearned message leaves no mark."""
+    marks = [f"{PROBES[0]}-{index}-" for index in range(len(messages))]
+    text, blocks = write([mark(message, each) for message, each in zip(messages, marks, strict=True)])
+    roles = [message["role"] for message in messages]
+    is_shown = all(marks[index] in text for index in unlearned)
+    return find_owners(text, blocks, roles, marks) if is_shown else []
+
+
+def _alias_reasoning(messages: Messages) -> Messages:
     """Return messages with their reasoning under each name that a template may read, as transformers does."""
     aliased = []
     for message in messages:
@@ -373,27 +347,23 @@ def _alias_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return aliased
 
 
-def _keep_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return messages
-
-
-def _write_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _write_parts(messages: Messages) -> Messages:
     """Return messages with reasoning as a part of the content, as templates of Magistral and Ministral read it."""
     return _replace_contents(messages, lambda parts: parts, ("thinking", "thinking"), ("text", "text"))
 
 
-def _write_blocks(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _write_blocks(messages: Messages) -> Messages:
     """Return messages with reasoning as a block of the content, as Apertus' template reads it."""
     return _replace_contents(messages, lambda parts: {"blocks": parts}, ("thoughts", "text"), ("response", "text"))
 
 
 # Places where templates look for reasoning: fields of the message, or a part of its content.
-_FORMS: tuple[Form, ...] = (_keep_fields, _write_parts, _write_blocks)
+_FORMS: tuple[Form, ...] = (lambda messages: messages, _write_parts, _write_blocks)
 
 
 def _replace_contents(
-    messages: list[dict[str, Any]], wrap: Callable[[list[Any]], Any], thought: tuple[str, str], text: tuple[str, str]
-) -> list[dict[str, Any]]:
+    messages: Messages, wrap: Callable[[list[Any]], Any], thought: tuple[str, str], text: tuple[str, str]
+) -> Messages:
     """Return messages whose assistant's contents are lists of parts. thought, text: type of a part, and its field."""
     changed = []
     for message in messages:
@@ -404,7 +374,7 @@ def _replace_contents(
     return changed
 
 
-def _fill_contents(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _fill_contents(messages: Messages) -> Iterator[Messages]:
     """Yield messages, first as they are, then with each value in place of an empty content beside tool calls.
 
     Templates differ in how they test for such a content: absent, as transformers passes it, null, or empty.

@@ -6,7 +6,6 @@ remove bytes that do not belong to a recorded shard.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.files import sync_file
 from jaxopt_llm.data.tokens.pieces import FileArray, IndexedPiece
 from jaxopt_llm.data.tokens.prepared import (
+    INDEX,
     LOG_PROBABILITY,
     REFERENCE,
     TEACHER,
     array_path,
+    keep_bytes,
+    keep_lines,
     read_shard_records,
     teacher_dtype,
 )
@@ -45,8 +46,7 @@ class _ScoreWriter:
         self._dtype = np.dtype(dtype)
         self.longest = max(int(np.diff(self._read_ends(i), prepend=0).max(initial=0)) for i in range(len(shards)))
         self._record = directory / record
-        self._record.touch()
-        os.truncate(self._record, self._record.read_bytes().rfind(b"\n") + 1)
+        keep_lines(self._record)
 
     def __len__(self) -> int:
         """Return the number of shards that are complete."""
@@ -59,7 +59,9 @@ class _ScoreWriter:
         tokens = FileArray(array_path(self._directory, "tokens"), self._dtype, size, begin * self._dtype.itemsize)
         path, ends = array_path(self._directory, "mask"), self._read_ends(index)
         mask = FileArray(path, np.dtype("?"), size, begin) if path.exists() else None  # texts have none
-        return IndexedPiece(f"{self._directory}, shard {index}", tokens, ends, np.zeros(ends.size, np.uint64), mask)
+        return IndexedPiece(
+            f"{self._directory}, shard {index}", tokens, ends, np.zeros(ends.size, np.uint64), mask=mask
+        )
 
     def summarise(self, **found: Any) -> dict[str, Any]:
         """Return what the manifest says of all complete shards."""
@@ -69,18 +71,12 @@ class _ScoreWriter:
     def _read_ends(self, index: int) -> NDArray[np.int64]:
         """Return the ends of the documents of a shard, in its own tokens."""
         first, last = self._documents[index : index + 2]
-        ends = FileArray(array_path(self._directory, "ends"), np.dtype("<i8"), int(self._documents[-1]))
+        ends = FileArray(array_path(self._directory, "ends"), INDEX, int(self._documents[-1]))
         found: NDArray[np.int64] = ends[int(first) : int(last)] - self._begins[index]
         return found
 
     def _keep(self, name: str, size: int) -> None:
-        """Remove what follows the first bytes of a file. Raise InputError if it has fewer."""
-        path = array_path(self._directory, name)
-        path.touch()
-        if (has := path.stat().st_size) < size:
-            remedy = f"remove {self._directory} and prepare the corpus again"
-            raise InputError(f"{path} is truncated: it has {has} bytes of {size}; {remedy}")
-        os.truncate(path, size)
+        keep_bytes(array_path(self._directory, name), size)
 
     def _append(self, name: str, values: NDArray[Any]) -> None:
         with array_path(self._directory, name).open("ab") as file:
@@ -117,10 +113,10 @@ class TeacherWriter(_ScoreWriter):
     def __init__(self, directory: Path, dtype: str, top_k: int, vocabulary_size: int) -> None:
         """Open the files. dtype: of the tokens; the others: see `teacher_dtype`."""
         super().__init__(directory, dtype, TEACHER)
-        self.dtype = teacher_dtype(top_k, vocabulary_size)
+        self.dtype, self._vocabulary_size = teacher_dtype(top_k, vocabulary_size), vocabulary_size
         self._rows = sum(json_files.parse(line)["rows"] for line in self._record.read_bytes().splitlines())
         self._keep("teacher", self._rows * self.dtype.itemsize)
-        self._keep("teacher_ends", int(self._documents[len(self)]) * 8)
+        self._keep("teacher_ends", int(self._documents[len(self)]) * INDEX.itemsize)
         self._digest = hashlib.sha256()  # of the shard that is being written
 
     def append(self, values: NDArray[np.void]) -> None:
@@ -131,14 +127,12 @@ class TeacherWriter(_ScoreWriter):
 
     def complete(self, counts: NDArray[np.int64]) -> None:
         """Record the first shard that is not complete. counts: number of values of each of its documents."""
-        ends = (self._rows + np.cumsum(counts)).astype("<i8")
+        ends = (self._rows + np.cumsum(counts)).astype(INDEX)
         self._append("teacher_ends", ends)
         ends_sha256 = hashlib.sha256(ends.data).hexdigest()
         rows, self._rows = int(counts.sum()), self._rows + int(counts.sum())
         self._complete({"rows": rows, "sha256": self._digest.hexdigest(), "ends_sha256": ends_sha256})
         self._digest = hashlib.sha256()
 
-    @property
-    def rows(self) -> int:
-        """The number of values of all complete shards."""
-        return self._rows
+    def summarise(self, **found: Any) -> dict[str, Any]:
+        return super().summarise(vocabulary_size=self._vocabulary_size, rows=self._rows, **found)

@@ -134,13 +134,11 @@ class Renderer:
 
         A pair has one document a side, or none: if a side cannot be read, the other side is left out too.
         """
-        conversation = json_files.parse(document.content)
-        is_pair = SIDES[0] in conversation
-        sides = [conversation[side] for side in SIDES] if is_pair else [conversation]
-        is_judged = config.content == UNPAIRED
+        sides = _list_sides(document, config)
+        is_pair = len(sides) == 2
         try:
-            rendered = [self._run(partial(self._sandbox.render, **side), document.name) for side in sides]
-            if (is_pair or is_judged) and any(len(each.documents) > 1 for each in rendered):
+            rendered = [self._run(partial(self._sandbox.render, **each), document.name) for each, *_ in sides]
+            if (is_pair or config.content == UNPAIRED) and any(len(each.documents) > 1 for each in rendered):
                 raise Malformed("with an answer of several turns that the chat template rewrites", _LEARN_LAST)
         except Refused as error:
             problem = f"the chat template {self._template.path} rejects the conversation ({error})"
@@ -158,11 +156,10 @@ class Renderer:
             skipped.add(error.reason, document.name)
             return
         # A tokenizer of bytes has no special tokens: there a text, such as a newline, ends a turn.
-        skipped.endless += bool(self._template.ends) and not all(each.ends for each in rendered)
-        labels = _list_labels(document, config, is_pair)
+        skipped.read["endless"] += bool(self._template.ends) and not all(each.ends for each in rendered)
         documents = [
             Document(document.name, text.encode(), document.key, tuple(spans), side, label)
-            for each, side, label in zip(rendered, SIDES if is_pair else ("",), labels, strict=True)
+            for each, (_, side, label) in zip(rendered, sides, strict=True)
             for text, spans in (each.documents if document.label is None else each.documents[-1:])  # the whole one
         ]
         learned = [each for each in documents if any(begin < end for begin, end in each.spans or ())]
@@ -224,9 +221,13 @@ class Renderer:
             raise InputError(f"{self._template.path}: {problem}; correct the template") from error
 
 
-def _list_labels(document: Document, config: DataConfig, is_pair: bool) -> Sequence[float | None]:
-    """Return the label of each document of a conversation, or of a pair of them."""
-    return (1.0, 0.0) if is_pair and config.content == UNPAIRED else (document.label,) * (1 + is_pair)
+def _list_sides(document: Document, config: DataConfig) -> list[tuple[dict[str, Any], str, float | None]]:
+    """Return a conversation without a side, or both of a pair: what is rendered, the side, and the label."""
+    conversation = json_files.parse(document.content)
+    if SIDES[0] not in conversation:
+        return [(conversation, "", document.label)]
+    labels = (1.0, 0.0) if config.content == UNPAIRED else (document.label, document.label)
+    return [(conversation[side], side, label) for side, label in zip(SIDES, labels, strict=True)]
 
 
 class Joiner:
@@ -240,11 +241,7 @@ class Joiner:
 
     def render(self, document: Document, config: DataConfig, _: Skipped) -> Iterator[Document]:
         """Yield the document of a prompt and its answer, or the two of a pair, with the same key."""
-        conversation = json_files.parse(document.content)
-        is_pair = SIDES[0] in conversation
-        sides = [conversation[side] for side in SIDES] if is_pair else [conversation]
-        labels = _list_labels(document, config, is_pair)
-        for each, side, label in zip(sides, SIDES if is_pair else ("",), labels, strict=True):
+        for each, side, label in _list_sides(document, config):
             prompt, answer = (message["content"] for message in each["messages"])
             text = prompt + answer + ("" if answer.endswith(self._end) else self._end)
             spans = ((len(prompt), len(text)),)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxopt_llm.data.reading.conversation import count_common
+
 Message = dict[str, Any]
 # Text of messages and tools. The last argument: whether the generation prompt follows. Refused if the template rejects.
 Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str]
@@ -132,22 +134,12 @@ class Specials:
 
     def common(self, *texts: str) -> int:
         """Return the length of the longest common prefix of texts that does not end inside a token such as <think>."""
-        length = common_length(*texts)
+        length = count_common(*texts)
         for text in texts:
             for found in self._whole.finditer(text, max(0, length - self._longest), length + self._longest):
                 if found.start() < length < found.end():
                     return self.common(*(each[: found.start()] for each in texts))
         return length
-
-
-def common_length(*texts: str) -> int:
-    """Return the length of the longest common prefix of texts."""
-    first, last = min(texts), max(texts)
-    low, high = 0, len(first)
-    while low < high:  # a comparison of two slices is much faster than a loop over characters
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == last[low:middle] else (low, middle - 1)
-    return low
 
 
 def alter(message: Message, probe: str) -> Message:
@@ -457,7 +449,7 @@ class Conversation:
         places = set()
         for probe in PROBES:
             served, longer = (self._render([*before, alter(message, probe), *rest]) for rest in ((), after))
-            places.add(opening + common_length(longer, whole) - common_length(served, rendering))
+            places.add(opening + count_common(longer, whole) - count_common(served, rendering))
         begin = places.pop()
         text = turn.text[opening:]
         if places or begin < 0 or not whole.startswith(text, begin):

@@ -309,7 +309,9 @@ def test_texts_stand_beside_conversations_of_several_forms(suffix: str, config: 
     for given in (paths, (str(of),), (str(ready),)):
         stream, skipped = open_all_documents(replace(config, paths=given), tokenizer)
         texts = 0 if given == (str(ready),) else 6
-        assert skipped.texts == texts and (not texts or "texts: 6 rows have no form" in skipped.describe_notes()[-1])
+        assert skipped.read["texts"] == texts and (
+            not texts or "texts: 6 rows have no form" in skipped.describe_notes()[-1]
+        )
         starts = [*stream.document_starts(0, stream.size).tolist(), stream.size]
         assert len(starts) == 2 * len(CHATS) + 6 + 1
         for first, last in itertools.pairwise(starts):
@@ -319,7 +321,7 @@ def test_texts_stand_beside_conversations_of_several_forms(suffix: str, config: 
             ends = stream.read(last - 1, 1).tolist() == [tokenizer.eos]
             assert ends == content.startswith("plain ")
     corpus = open_corpus(replace(config, paths=paths, weights=(2, 1, 1)), tokenizer)
-    assert [each.training.has_mask for each in corpus.sources] == [True, True, False]
+    assert [each.training.holds("mask") for each in corpus.sources] == [True, True, False]
     with pytest.raises(InputError, match="no other file has one"):
         open_corpus(replace(config, paths=paths[2:]), tokenizer)
     pairs = write(tmp_path / "d.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])

@@ -469,8 +469,9 @@ def test_a_prepared_corpus_is_the_same_pairs(
             assert ours.document_starts(0, ours.size).tolist() == theirs.document_starts(0, theirs.size).tolist()
     prepared.verify_corpus(folder, 1)
     plan = json_files.parse((folder / PLAN).read_bytes())
-    names = prepared.list_arrays(conversations=True, labels=False)
-    prepared.ShardMerger(folder, plan["dtype"], names).finish(plan)  # as if it had been killed before
+    prepared.ShardMerger(folder, prepared.describe_arrays(config, plan["dtype"])).finish(
+        plan
+    )  # as if it had been killed before
     assert open_at(config, folder).pairs
 
 

@@ -135,7 +135,7 @@ def numbered(lengths: Sequence[int] | np.ndarray) -> TokenStream:
     sizes = np.asarray(lengths, np.int64) + 1
     tokens = np.repeat(np.arange(sizes.size), sizes)
     keys = np.zeros(sizes.size, np.uint64)
-    return join_all([IndexedPiece("numbers", tokens, np.cumsum(sizes), keys, np.ones(tokens.size, bool))])
+    return join_all([IndexedPiece("numbers", tokens, np.cumsum(sizes), keys, mask=np.ones(tokens.size, bool))])
 
 
 def documents_of(batch: Batch) -> list[list[int]]:

@@ -164,7 +164,7 @@ def conversations(lengths: list[int], seed: int = 0) -> tuple[TokenStream, list[
     for each in (documents[:half], documents[half:]):
         tokens, mask = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
         ends = np.cumsum([tokens.size for tokens, _ in each], dtype=np.int64)
-        pieces.append(IndexedPiece("chats", tokens, ends, np.zeros(len(each), np.uint64), mask))
+        pieces.append(IndexedPiece("chats", tokens, ends, np.zeros(len(each), np.uint64), mask=mask))
     return join_all(pieces), [(tokens.tolist(), mask.tolist()) for tokens, mask in documents]
 
 

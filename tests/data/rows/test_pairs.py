@@ -13,7 +13,7 @@ from jaxopt_llm.data.rows.loader import Loader, read_validation_batches
 from jaxopt_llm.data.rows.packing import PackedRows, measure_waste
 from jaxopt_llm.data.tokens.pieces import (
     IndexedPiece,
-    ReferenceLogProbabilities,
+    StoredLogProbabilities,
     TokenStream,
     join_all,
     join_ranges,
@@ -47,13 +47,13 @@ def make_pairs(
     for part in (slice(half), slice(half, None)):
         ends = np.cumsum([each.size for each in tokens[part]])
         keys = np.repeat(random.integers(0, 2**63, ends.size // 2).astype(np.uint64), 2)
-        arrays = np.concatenate(tokens[part]), ends, keys, np.concatenate(masks[part])
+        arrays, mask = (np.concatenate(tokens[part]), ends, keys), np.concatenate(masks[part])
         reference = (
-            ReferenceLogProbabilities("a model", "0", 0, log_probability(np.arange(len(lengths))[part]))
+            StoredLogProbabilities("a model", "0", 0, log_probability(np.arange(len(lengths))[part]))
             if compared
             else None
         )
-        pieces.append(IndexedPiece("pairs", *arrays, pairs=True, reference=reference))
+        pieces.append(IndexedPiece("pairs", *arrays, mask=mask, pairs=True, reference=reference))
     documents = [
         (ids.tolist(), [False, *mask[1:].tolist()]) for ids, mask in zip(tokens, masks, strict=True)
     ]  # nothing predicts a first token

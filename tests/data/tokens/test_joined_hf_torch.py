@@ -138,7 +138,7 @@ def test_texts_of_a_tokenizer_with_a_template_are_turns_unless_none_is_chosen(tm
     # A prepared folder holds the same, and trains without a template.
     folder = prepare(tmp_path / "prepared", path, none)
     again, prepared, skipped = read(folder, DataConfig(tokenizer=str(with_template)))
-    assert again == joined and prepared.pairs == stream.pairs and skipped.joined == 0
+    assert again == joined and prepared.pairs == stream.pairs and skipped.read["joined"] == 0
 
 
 def test_a_mismatched_answer_is_joined_to_the_prompt(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_turns_without_an_end_are_told(name: str, expected: list[str], tmp_path:
         assert all(f"a learned turn of {count}, so a model does not learn where to stop" in told for count in expected)
     prepare(tmp_path / "ready", tmp_path / "a.jsonl", given := config(folder))
     _, read_again = open_all_documents(replace(given, paths=(str(tmp_path / "ready"),)), load_tokenizer(given))
-    assert read_again.endless == skipped.endless
+    assert read_again.read["endless"] == skipped.read["endless"]
 
 
 def test_conversations_of_several_documents_are_told(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_documents_are_read_with_their_log_probabilities(given: tuple[Path, Data
         found += stream.read_reference(starts).tolist()
     assert sorted(found, reverse=True) == corpora.some_log_probabilities(DOCUMENTS).tolist()
     plain = corpora.read(corpora.prepare(tmp_path / "plain", path, config), config)
-    assert not plain.sources[0].training.has_reference and plain.sha256 != corpus.sha256
+    assert not plain.sources[0].training.holds("reference") and plain.sha256 != corpus.sha256
 
 
 def test_a_killed_reference_continues_with_the_next_shard(given: tuple[Path, DataConfig], tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_a_row_has_what_the_teacher_says_of_its_targets(
         (piece,) = corpus.held_out.pieces
         assert counted == piece.teacher.values.size
     plain = corpora.read(corpora.prepare(tmp_path / "plain", path, config), config)
-    assert not plain.held_out.has_teacher and plain.sha256 != corpus.sha256
-    assert not corpus.held_out.without("teacher").has_teacher
+    assert not plain.held_out.holds("teacher") and plain.sha256 != corpus.sha256
+    assert not corpus.held_out.without("teacher").holds("teacher")
 
 
 def test_a_killed_teacher_continues_with_the_next_shard(given: tuple[Path, DataConfig], tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ OF_ACTIVATIONS = (
 
 
 class Method(NamedTuple):
-    """Method of quantisation. check: raises Unsupported for options that are not read."""
+    """Method of quantisation. check: raises Unsupported for options that are not read; some methods have none."""
 
     formats: tuple[Format, ...]
-    check: Callable[[Options], None]
+    check: Callable[[Options], None] = lambda options: None
 
 
 def _require(options: Options, name: str, known: tuple[Any, ...], default: Any = None) -> None:
@@ -40,10 +40,6 @@ def _require(options: Options, name: str, known: tuple[Any, ...], default: Any =
 def _check_float8(options: Options) -> None:
     if options.get("weight_block_size") is not None:
         formats.check_block(f"{FIELD}.weight_block_size", options["weight_block_size"])
-
-
-def _check_mxfp4(options: Options) -> None:
-    pass  # it has no options that change a value
 
 
 def _check_group_size(options: Options) -> None:
@@ -71,7 +67,7 @@ def _check_bitsandbytes(options: Options) -> None:
 
 METHODS = {
     "fp8": Method((formats.FLOAT8,), _check_float8),
-    "mxfp4": Method((formats.MXFP4,), _check_mxfp4),
+    "mxfp4": Method((formats.MXFP4,)),
     "compressed-tensors": Method((formats.PACKED, formats.PLAIN), formats.check),
     "gptq": Method((formats.GPTQ,), _check_gptq),
     "awq": Method((formats.AWQ,), _check_awq),
