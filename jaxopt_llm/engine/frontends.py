@@ -230,6 +230,8 @@ def normalise_loss(output: Any) -> LossParts:
     value = output
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
+    if unnamed := [name for name in metrics if not isinstance(name, str)]:
+        raise InputError(f"loss: a metric is named {unnamed[0]!r}; give it a name that is text")
     if taken := [name for name in metrics if is_of_step(name) or name in (*OF_RECORD, "eval_loss")]:
         raise InputError(
             f"loss: a metric is named {taken[0]}, which is the name of a field of every record; give it another name"
