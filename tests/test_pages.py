@@ -1,12 +1,18 @@
 """The pages of docs/ as the site shows them."""
 
+import itertools
 import re
+import shlex
 from typing import get_args
 
+import pytest
 from commands import ROOT
 from guides import WIDTH
 
+from jaxopt_llm import plan
+from jaxopt_llm.config import cli
 from jaxopt_llm.config.training import Objective
+from jaxopt_llm.step.validation import validate
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 # Their blocks are lines of the package, which have up to 120 columns: tests/test_extending.py applies them.
@@ -41,6 +47,22 @@ def test_which_lines_are_code() -> None:
     assert wide_lines(f"```text\n{wide}\n```\n") == [wide]
     assert wide_lines(f"Text\n\n    {wide}\n") == [f"    {wide}"]
     assert not wide_lines(f"{wide}\n\n- a list\n\n    {wide}\n")
+
+
+PLANS = [
+    command
+    for page in PAGES
+    for command in re.findall(r"(?:jaxopt-llm |jaxopt_llm\.)plan (.*)", (ROOT / page).read_text().replace("\\\n", " "))
+    if (recipe := re.search(r"--config (\S+\.py)", command)) and (ROOT / "configs" / recipe[1]).is_file()
+]
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_every_plan_of_a_page_has_settings_that_go_together(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    typed = itertools.takewhile(lambda word: word != "..." and word[0] not in "[`>", words)
+    _, arguments = plan.make_parser().parse_known_args([*typed])
+    validate(cli.parse_recipe(arguments, plan.PROGRAM).config)
 
 
 def test_every_objective_has_a_line_and_a_test() -> None:

@@ -80,7 +80,9 @@ def find_job(config: DistributedConfig, environment: Mapping[str, str]) -> Job:
 
 
 def _torchrun(environment: Mapping[str, str], address: str, port: str, processes: str, index: str) -> Job:
-    _check_one_per_host(int(environment.get("LOCAL_WORLD_SIZE", 1)) == 1, "--nproc-per-node 1")
+    # LOCAL_SIZE is of the launcher `deepspeed`.
+    of_host = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", 1))
+    _check_one_per_host(int(of_host) == 1, "torchrun --nproc-per-node 1")
     # torchrun's agent itself listens on MASTER_PORT.
     taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Job(f"{address}:{int(port) + taken}", int(processes), int(index))
@@ -89,9 +91,9 @@ def _torchrun(environment: Mapping[str, str], address: str, port: str, processes
 def _slurm(_: Mapping[str, str], job_id: str, hosts: str, host_count: str, processes: str, index: str) -> Job:
     """Return the job of a SLURM step, which srun creates. A batch script without srun is a single process."""
     _check_one_per_host(host_count == processes, "--ntasks-per-node=1")
-    first = re.match(r"([^,\[]*)(?:\[([^,\]-]*))?", hosts)  # in a1 or a1,b1 or a[1-2],b1 or a[01,03]
-    assert first is not None
-    return Job(f"{first[1]}{first[2] or ''}:{_choose_port(int(job_id))}", int(processes), int(index))
+    # a1,b1 or a[1-2],b1 or a[01,03] or a[0-1]b[2,3]-c: each bracket stands for several numbers
+    first = re.sub(r",.*", "", re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts))
+    return Job(f"{first}:{_choose_port(int(job_id))}", int(processes), int(index))
 
 
 def _open_mpi(environment: Mapping[str, str], processes: str, index: str, local_size: str) -> Job:

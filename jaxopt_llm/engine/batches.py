@@ -63,7 +63,10 @@ def _fits(leaf: Any, target: Any) -> bool:
 
 
 def _fit_array(path: str, leaf: Any, target: Any, name: str) -> np.ndarray:
-    array, wanted = read_array(leaf), np.dtype(target.dtype)
+    try:
+        array, wanted = read_array(leaf), np.dtype(target.dtype)
+    except (ValueError, TypeError, RuntimeError) as error:  # a ragged list, or a tensor of torch with a gradient
+        raise InputError(f"{name}: {path or 'the array'} cannot be read as an array: {error}") from error
     if array.ndim != len(target.shape) or not np.can_cast(array.dtype, wanted, "same_kind"):
         found = "None" if leaf is None else describe_array(array)
         raise InputError(f"{name}: {path or 'the array'} is {found}, and the example has {describe_array(target)}")

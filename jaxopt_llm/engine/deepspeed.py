@@ -124,8 +124,8 @@ class Reader:
                     self.problems.append(f"{_show(key, value)}: {remedy}")
             case Maps() if value == AUTO:
                 self.automatic[key] = "the Trainer's default"
-            case _:
-                self.values[key] = value
+            case Maps(settings):
+                self.values[key] = _make_whole(value, settings)
 
     def fill_automatic(self) -> None:
         """Give each "auto" the value that Hugging Face's Trainer puts in its place. Batch sizes follow later."""
@@ -466,6 +466,12 @@ class Reader:
             self.ignored["wandb.enabled"] = "logging.wandb_project says it"
 
 
+def _make_whole(value: Any, settings: tuple[str, ...]) -> Any:
+    """Return 1e5 as 100000 where a setting counts, because JSON has one kind of numbers."""
+    counts = any(HINTS[setting] is not float for setting in settings)
+    return int(value) if counts and isinstance(value, float) and value.is_integer() else value
+
+
 def _show(key: str, value: Any) -> str:
     text = json.dumps(value)
     return key if value is ABSENT or len(text) > 40 else f"{key}={text}"
@@ -565,7 +571,7 @@ def read_deepspeed(settings: Any, source: str, devices: int | None = None, rows:
     reader.read_scheduler()  # after the optimizer, whose rate it replaces
     config = fields.replace_fields(Config(), {each.setting: each.ours for each in reader.mapped})
     if problems := reader.problems or config.problems():
-        raise InputError(f"{source}: {'; '.join(problems)}")
+        raise InputError(f"{source}: {'; '.join(dict.fromkeys(problems))}")
     return Imported(source, config, tuple(reader.mapped), reader.ignored)
 
 

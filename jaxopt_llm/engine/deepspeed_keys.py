@@ -230,6 +230,7 @@ ADAM: Keys = {
     **_all(_FUSED, "", "fused foreach set_grad_none fp32_optimizer_states"),
     "bias_correction": Refused("moments are corrected; remove it", harmless=(True,)),
     "amsgrad": Refused("pass initialize(optimizer=optax.amsgrad(...))"),
+    "max_grad_norm": Refused("set gradient_clipping", harmless=(0,)),
 }
 OPTIMIZERS: dict[str, Keys] = {  # parameters of each type, in lower case
     "adam": ADAM,

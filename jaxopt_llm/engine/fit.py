@@ -223,6 +223,8 @@ def _resolve_config(engine: Engine, config: Config, steps: int | None) -> Config
     """Return the configuration of a run with its steps and the end of its schedule."""
     if steps is not None:
         config = replace(config, training=replace(config.training, steps=steps))
+        if wrong := fields.wrong_types(config) or config.training.problems():
+            raise InputError(f"fit: {wrong[0]}")
     if not engine.has_schedule:
         return config
     _check_schedule(config.schedule)  # before its end is chosen

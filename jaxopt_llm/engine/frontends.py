@@ -197,9 +197,23 @@ def _trace(factory: Callable[[], Any]) -> Any:
 
     def make() -> Any:
         made = _construct(factory)
-        return _Traced(*nnx.split(made, nnx.Param, ...)) if isinstance(made, nnx.Module) else made
+        if isinstance(made, nnx.Module):
+            return _Traced(*nnx.split(made, nnx.Param, ...))
+        _check_arrays(made)
+        return made
 
     return jax.eval_shape(make)
+
+
+def _check_arrays(made: Any) -> None:
+    """Raise InputError if a model is no pytree of arrays, such as a Linen module or a module of torch."""
+    for leaf in jax.tree.leaves(made):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+            kind = type(leaf).__name__
+            remedy = f"the module itself, as {kind}(...)" if isinstance(leaf, linen.Module) else "one of them"
+            raise InputError(
+                f"model: its function returns {kind}, which is no NNX module and no pytree of arrays; give {remedy}"
+            )
 
 
 def _construct(factory: Callable[[], Any]) -> Any:
@@ -230,6 +244,8 @@ def normalise_loss(output: Any) -> LossParts:
     value = output
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, metrics = value
+    if unnamed := [name for name in metrics if not isinstance(name, str)]:
+        raise InputError(f"loss: a metric is named {unnamed[0]!r}; give it a name that is text")
     if taken := [name for name in metrics if is_of_step(name) or name in (*OF_RECORD, "eval_loss")]:
         raise InputError(
             f"loss: a metric is named {taken[0]}, which is the name of a field of every record; give it another name"

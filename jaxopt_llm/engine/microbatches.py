@@ -112,6 +112,8 @@ def check_arrays(examples: Sequence[Any], replicated: Sequence[str]) -> None:
         for path, leaf in leaves or [("", None)]:
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise InputError(f"example: {path or 'it'} is no array; give arrays or jax.ShapeDtypeStructs")
+            if getattr(leaf.dtype, "kind", None) in {*"OSUMm"}:
+                raise InputError(f"example: {path or 'it'} is {leaf.dtype}, which are no numbers; leave it out")
     for pattern in replicated:
         if not any(tree.first_match(path, (pattern,)) for path in paths):
             raise InputError(f"replicated: {pattern} matches no array of the example ({', '.join(paths)})")

@@ -86,7 +86,9 @@ def find_cluster(gpu: str, gpus: int, gpus_per_host: int) -> Cluster:
     gpu, gpus_per_host = gpu.lower(), min(gpus_per_host, gpus)
     if gpu not in CHIPS:
         raise InputError(f"plan: gpu={gpu} is unknown; choose one of {', '.join(sorted(CHIPS))}")
-    if gpus < 1 or gpus_per_host < 1 or gpus % gpus_per_host:
+    if gpus < 1:
+        raise InputError(f"plan: gpus={gpus}: must be at least 1")
+    if gpus_per_host < 1 or gpus % gpus_per_host:
         raise InputError(f"plan: {gpus} GPUs are not a whole number of hosts with {gpus_per_host}; set gpus_per_host")
     return Cluster(gpu, gpus // gpus_per_host, gpus_per_host)
 
@@ -148,6 +150,8 @@ def change_rows(job: Job, rows: int | None) -> Job:
     """Return the job with batches of another number of rows; None keeps it."""
     if rows is None:
         return job
+    if rows < 1:
+        raise InputError(f"plan: rows={rows}: must be at least 1")
     if job.in_one_piece:
         raise InputError(f"plan: rows={rows}, but the arrays of the example have no common rows; leave it out")
     training = replace(job.config.training, batch_size=rows)

@@ -225,9 +225,11 @@ class Steps:
         except CommandError:
             raise
         except Exception as error:
+            if not (other := _describe(job, placed)):  # a loss for evaluation is first traced here
+                raise
             message = str(error).strip().splitlines()
             raise InputError(
-                f"batch: {_describe(job, placed)} differs from the example, and the loss fails with it: "
+                f"batch: {other} differs from the example, and the loss fails with it: "
                 f"{type(error).__name__}: {message[0] if message else ''}"
             ) from error
 

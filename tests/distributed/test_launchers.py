@@ -41,6 +41,7 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "11", "HOSTNAME": "llm-workers-0-11"}
         (SLURM, Job("gpu07:61441", 5, 2)),
         ({**SLURM, "SLURM_STEP_NODELIST": "a-1,b-[2-5]"}, Job("a-1:61441", 5, 2)),
         ({**SLURM, "SLURM_STEP_NODELIST": "a-1"}, Job("a-1:61441", 5, 2)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "rack[0-1]node[3,5]-ib,b1"}, Job("rack0node3-ib:61441", 5, 2)),
         ({"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "5"}, Job("", 1, 0)),  # no srun
         (OPEN_MPI, Job(f"10.96.0.1:{61440 + (1531576320 >> 12) % 4096}", 2, 1)),
     ],
@@ -66,6 +67,7 @@ def test_a_kubernetes_pod_finds_the_first_pod(monkeypatch: pytest.MonkeyPatch) -
     ("environment", "option"),
     [
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "--nproc-per-node 1"),
+        ({**TORCHRUN, "LOCAL_SIZE": "8"}, "--nproc-per-node 1"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "40"}, "--ntasks-per-node=1"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "ppr:1:node"),
     ],

@@ -151,8 +151,19 @@ def test_what_no_shape_can_be_is_refused() -> None:
         engine.step(jax.tree.map(lambda leaf: leaf[:3], batch))
     with pytest.raises(InputError, match=r"tags int32\[16,2\] differs from the example, and the loss fails with it: "):
         engine.step({**batch, "tags": batch["tags"][:, :2]})
+    with pytest.raises(InputError, match=r"batch: ids cannot be read as an array: .* inhomogeneous"):
+        engine.step({**batch, "ids": [[1, 2], [1]]})
     with pytest.raises(InputError, match=r"ids: 0, mask: 0, tags: 0"):
         engine.step(jax.tree.map(lambda leaf: leaf[:0], batch))
+
+
+def test_a_loss_for_evaluation_that_fails_is_not_said_to_be_a_batch_of_another_shape() -> None:
+    weights = {"w": jnp.ones(4)}
+    engine = jaxopt_llm.initialize(
+        lambda: weights, lambda w, x: (x @ w["w"]).mean(), np.ones((8, 4)), evaluation_loss=lambda w, x: w["other"]
+    )
+    with pytest.raises(KeyError, match="other"):
+        engine.evaluate([np.ones((8, 4))])
 
 
 # --- Arrays without rows

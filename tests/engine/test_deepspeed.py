@@ -435,7 +435,12 @@ REFUSED = {
     ),
     "wrong type": (adam(lr="1e-4"), 'optimizer.params.lr="1e-4": must be 0 or a normal float32 number, such as 0.001'),
     "wrong flag": ({"bf16": {"enabled": "true"}}, 'bf16.enabled="true": must be true or false'),
-    "wrong number": ({"train_batch_size": 8.0}, "train_batch_size=8.0: must be a whole number of at least 1"),
+    "wrong number": ({"train_batch_size": 8.5}, "train_batch_size=8.5: must be a whole number of at least 1"),
+    "part of a step": (
+        scheduler("WarmupDecayLR", total_num_steps=5000.5),
+        "scheduler.params.total_num_steps=5000.5: must be a whole number below 2**31, such as 1000",
+    ),
+    "clip of the optimizer": (adam(max_grad_norm=1.0), "optimizer.params.max_grad_norm=1.0: set gradient_clipping"),
     "one beta": (adam(betas=[0.9]), "optimizer.params.betas=[0.9]: must have 2 entries"),
     "no object": ({"bf16": True}, "bf16: must be an object of keys and values"),
     "stage 4": ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: must be one of 0, 1, 2, 3"),
@@ -609,6 +614,15 @@ def test_batch_sizes(sizes: tuple[int | None, ...], devices: int | None, expecte
 def test_a_size_for_each_gpu_needs_their_number() -> None:
     with pytest.raises(InputError, match="train_micro_batch_size_per_gpu=4: the number of devices is unknown"):
         read_deepspeed({"train_micro_batch_size_per_gpu": 4}, "ds.json")
+
+
+def test_a_whole_number_may_be_written_as_1e5() -> None:
+    counts = {"train_batch_size": 64.0, "gradient_accumulation_steps": 2.0, "steps_per_print": 1e5}
+    settings = counts | scheduler("WarmupDecayLR", total_num_steps=2e4, warmup_num_steps=1e3)
+    whole = json.loads(json.dumps(settings), parse_float=lambda text: int(float(text)))
+    read = read_deepspeed(settings | {"zero_optimization": {"stage": 2.0}}, "ds.json", devices=8)
+    assert read.config == read_deepspeed(whole | {"zero_optimization": {"stage": 2}}, "ds.json", devices=8).config
+    assert (read.config.logging.every, read.config.schedule.warmup_steps) == (100_000, 1000)
 
 
 def test_axes_share_the_devices() -> None:

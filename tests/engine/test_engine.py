@@ -242,9 +242,13 @@ PLAIN = lambda p, batch: jnp.mean((batch["x"] @ p["w"]) ** 2)  # noqa: E731
         (lambda: {"w": jnp.ones(4), "a": {"b": 1.0}, "a/b": 2.0}, PLAIN, ROWS, "another array has the path .*a/b"),
         (lambda: {"w": jnp.ones(4), "a": 1.0, "a/b": 2.0}, PLAIN, ROWS, "another array has the path .*a"),
         (Refused(), square, ROWS, "model: Refused already holds its arrays"),
+        (lambda: linen.Dense(4), square, ROWS, r"returns Dense, .* give the module itself, as Dense"),
+        (lambda: {"w": "text"}, square, ROWS, "returns str, which is no NNX module and no pytree of arrays; give one"),
         ({"w": jnp.ones(4)}, PLAIN, ROWS, "model: dict already holds its arrays"),
         (Refused, square, {"x": np.zeros((12, 4), np.float32)}, "12 rows are not divisible by mesh.fsdp=8"),
         (Refused, square, {"x": 3}, "example: x is no array; give arrays"),
+        (Refused, square, ROWS | {"name": np.array(["a"] * 16)}, "example: name is <U1, which are no numbers"),
+        (Refused, square, ROWS | {"any": np.array([None] * 16)}, "example: any is object, which are no numbers"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(model: Any, loss: Any, example: Any, message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import jaxopt_llm
 from jaxopt_llm.checkpoint.native.identity import read_identity
 from jaxopt_llm.config import Config
-from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.core.errors import CheckpointError, InputError
 
 BATCH = np.ones((8, 1), np.float32)
 
@@ -62,3 +62,10 @@ def test_fit_refuses_a_checkpoint_that_was_copied_from_another_run(tmp_path: Pat
     shutil.copytree(tmp_path / "other" / "checkpoints" / "2", tmp_path / "one" / "checkpoints" / "2")
     with pytest.raises(CheckpointError, match=f"belongs to run {read_identity(tmp_path / 'other').run}"):
         jaxopt_llm.fit(make_engine(), [BATCH], 3, tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_file_in_place_of_a_directory_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"{name}: .*; give another directory"):
+        make_engine().save(tmp_path / name)

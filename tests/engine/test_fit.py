@@ -183,6 +183,14 @@ def test_one_batch_in_place_of_a_list_is_named(tmp_path: Path) -> None:
         jaxopt_llm.fit(engine, make_batch, 1, tmp_path / "run", make_batch(0))
 
 
+@pytest.mark.parametrize(
+    ("steps", "message"), [(0, "training.steps=0"), ("3", "training.steps='3': must be a whole"), (3.0, "steps=3.0")]
+)
+def test_steps_that_are_no_number_of_steps_are_refused(steps: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"fit: .*{message}"):
+        jaxopt_llm.fit(make_engine(), make_batch, steps, tmp_path / "run")
+
+
 def test_another_number_of_rows_is_another_run(tmp_path: Path) -> None:
     jaxopt_llm.fit(make_engine(), make_batch, 1, tmp_path)
     wide = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), make_batch(0))

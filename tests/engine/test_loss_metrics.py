@@ -189,6 +189,7 @@ def test_a_held_out_metric_that_is_not_a_number_is_null(tmp_path: Path) -> None:
         ({"x": jaxopt_llm.Max(jnp.complex64(1j))}, "metric x is complex"),
         ({"learning_rate/head": 1.0}, "a metric is named learning_rate/head, which is the name"),
         ({"step": 1.0}, "a metric is named step, which is the name"),
+        ({1: 1.0}, "a metric is named 1; give it a name that is text"),
     ],
 )
 def test_what_is_no_metric_is_refused_by_name(metric: dict[str, Any], message: str) -> None:

@@ -181,6 +181,8 @@ def test_the_command_prints_json_and_takes_allowed_fields(
     [
         ({"gpus": 3}, r"search: no mesh of 1 × 3 GPUs is legal: example: 64 rows are not divisible by mesh.data=3"),
         ({"gpu": "h1000"}, "gpu=h1000 is unknown; choose one of"),
+        ({"gpus": 0}, "plan: gpus=0: must be at least 1"),
+        ({"rows": 0}, "plan: rows=0: must be at least 1"),
         ({"gpus": 12, "rows": 24}, "12 GPUs are not a whole number of hosts with 8; set gpus_per_host"),
         ({"allow": ["optimizer.in_backward"]}, "optimizer.in_backward changes nothing, because an engine does not"),
         ({"allow": ["optimizer.state_dtype"]}, "changes nothing, because an optax transformation is the whole"),

@@ -16,7 +16,7 @@ from typing import Any
 from jaxopt_llm.checkpoint.native import step_directories
 from jaxopt_llm.config import Config, fields
 from jaxopt_llm.core import json_files
-from jaxopt_llm.core.errors import CheckpointError
+from jaxopt_llm.core.errors import CheckpointError, InputError
 from jaxopt_llm.core.files import replace_durably
 from jaxopt_llm.distributed.process_group import Processes
 
@@ -121,6 +121,7 @@ def claim_directory(directory: Path, identity: Identity) -> None:
 
     Raises:
         CheckpointError: the directory holds checkpoints of another run.
+        InputError: it is a file, or within one.
     """
     if step_directories.find_checkpoints(directory / "checkpoints"):
         found = read_identity(directory)
@@ -129,5 +130,8 @@ def claim_directory(directory: Path, identity: Identity) -> None:
                 f"{directory} holds checkpoints of run {found.run}, and this is run {identity.run}; restore that run "
                 "first, or give another directory"
             )
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"{directory}: {error}; give another directory") from error
     write_identity(directory, identity)
