@@ -57,10 +57,10 @@ from jaxopt_llm.planning.search import report
 from jaxopt_llm.planning.search.footprint import Footprint
 from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, rank_settings
-from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Work
+from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Transfer, Work
 from jaxopt_llm.planning.search.setting_space import enumerate_meshes, list_divisors, list_variants, list_zero_stages
 from jaxopt_llm.planning.search.state_sizes import StateSizes, count_state
-from jaxopt_llm.planning.search.transfers import EstimatedTransfer, find_link_over
+from jaxopt_llm.planning.search.transfers import list_transfer
 from jaxopt_llm.step.program import take_share
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.update import has_shares
@@ -622,7 +622,7 @@ def _count_gradient_bytes(config: Config, state: StateSizes) -> float:
     return (BYTES[config.precision.reduce_dtype] + 4 * several) * (state.layers + state.non_layer).gradients
 
 
-def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: LossCost) -> Iterator[EstimatedTransfer]:
+def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: LossCost) -> Iterator[Transfer]:
     """Yield the collectives of a step.
 
     Every microbatch sums its gradients over all devices (`Placement.reduces_microbatches`). What happens in a
@@ -632,17 +632,8 @@ def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: L
     weights = state.layers + state.non_layer
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
 
-    def transfer(
-        axes: tuple[str, ...], kind: str, size: float, rounds: int = 1, hidden: bool = True
-    ) -> Iterator[EstimatedTransfer]:
-        axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
-        if axes and size:
-            group = math.prod(mesh.size(axis) for axis in axes)
-            link, rate = find_link_over(axes, kind, mesh, cluster)
-            moved = rounds * size * (group - 1) / group
-            yield EstimatedTransfer(axes, link, kind, moved, moved / rate, float(hidden))
-
-    yield from transfer(("tensor",), "all-reduce", cost.summed / mesh.batch_shards, 2, hidden=False)
+    transfer = functools.partial(list_transfer, mesh, cluster)
+    yield from transfer(("tensor",), "all-reduce", cost.summed / mesh.batch_shards, 2)
     summed = reduced * accumulation * weights.trained
     if sharding.zero_stage == 0 and not sharding.optimizer_over_data:
         yield from transfer(("data", "fsdp"), "all-reduce", summed, 2)
@@ -652,10 +643,10 @@ def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: L
     shares = mesh.size("fsdp") if divided else 1
     if sharding.optimizer_over_data:
         yield from transfer(("data",), "reduce-scatter", summed / shares)
-        yield from transfer(("data",), "all-gather", compute * weights.trained / shares, hidden=False)
+        yield from transfer(("data",), "all-gather", compute * weights.trained / shares, alone=1.0)
     else:
         yield from transfer(("data",), "all-reduce", summed / shares, 2)
     if sharding.zero_stage == 3:  # forward and backward
         yield from transfer(divided, "all-gather", 2 * accumulation * compute * weights.weights)
     else:  # the compute copy
-        yield from transfer(divided, "all-gather", compute * weights.weights, hidden=False)
+        yield from transfer(divided, "all-gather", compute * weights.weights, alone=1.0)

@@ -38,8 +38,7 @@ from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.grouped_rate import describe_rates
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.planning.search.workload import predict_work
 from jaxopt_llm.planning.settings_choice import (
     Choice,
     choose_settings,
@@ -404,7 +403,7 @@ def _describe_step(
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
     work = roofline.use_compiled_figures(
-        _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
+        predict_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
     )
     known = KnownShapes.from_program(program, config, placement)
     figures = read_figures(program, cluster, peak, known, computed)
@@ -487,9 +486,3 @@ def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> 
             f"give --hosts {needed // gpus} --gpus-per-host {gpus}, or change --mesh.*"
         )
     return devices
-
-
-def _estimate_work(config: Config, cluster: Cluster) -> roofline.Work:
-    state_sizes = compute_state_sizes(config)
-    assert state_sizes is not None, "`validate` rejects such a configuration"
-    return estimate_work(config, state_sizes, cluster)

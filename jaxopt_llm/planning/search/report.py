@@ -356,6 +356,6 @@ def _describe(found: Candidate, cluster: Cluster, recipe: Config) -> str:
 
 def _time_without_overlap(found: Candidate, cluster: Cluster) -> float:
     """Return the time of a step if XLA hides no transfer. Only compiling shows what it does hide."""
-    exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)  # type: ignore[type-var]
+    exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)
     work = replace(found.work, transfers=exposed)
     return compute_step_time(work, cluster.chip, found.config.precision.compute_dtype).total
