@@ -45,7 +45,7 @@ from jaxopt_llm.engine.program import (
     make_placement,
 )
 from jaxopt_llm.engine.row_coupling import check_loss_over
-from jaxopt_llm.execution.trace import VIEWS
+from jaxopt_llm.execution.trace import PRODUCTS, VIEWS, list_contracted
 from jaxopt_llm.execution.weight_uses import drop_results
 from jaxopt_llm.kernels.attention import SCOPE
 from jaxopt_llm.model.model import Params
@@ -67,11 +67,10 @@ from jaxopt_llm.step.update import has_shares
 
 # Operations, as prefixes of their names, that make an array of their own.
 MAKERS = (
-    *("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_", "argm", "cum", "sort", "top_k", "fft"),
+    *("reduce_", "argm", "cum", "sort", "top_k", "fft"),
     *("dynamic_update_slice", "select_and_", "random_", "threefry", "pallas_call", "custom_call"),
     *("cholesky", "triangular_solve", "eigh", "svd", "qr", "lu"),
 )
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -220,9 +219,9 @@ class _Walk:
         if inner := _find_inner(eqn):
             begin = len(inputs) - len(inner.invars)  # a condition comes first
             return self.run((inner, _find_inner(self.others[eqn]) or inner), inputs[begin:])
-        if name in PRODUCTS:
+        if name in (*PRODUCTS, "conv_general_dilated"):
             self.flops += self.times * _count_flops(eqn)
-            contracted = zip(inputs, _list_contracted(eqn), strict=False)
+            contracted = zip(inputs, list_contracted(eqn), strict=False)
             self.summed += self.times * sum(sizes) * any(value.divided & {*dims} for value, dims in contracted)
             inputs = [
                 self.write(value, self.growth.get(_as_key(atom), 0))
@@ -281,18 +280,7 @@ def _count_flops(eqn: JaxprEqn) -> float:
     """Return the FLOPs of a product or a convolution; zeros between the values of a dilated input do not count."""
     right, result = typeof(eqn.invars[1]).shape, math.prod(typeof(eqn.outvars[0]).shape)
     zeros = math.prod(eqn.params.get("lhs_dilation", ()))
-    return 2 * result * math.prod(right[dim] for dim in _list_contracted(eqn)[1]) / zeros
-
-
-def _list_contracted(eqn: JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the dimensions of both operands of a product that it sums over; of a convolution, those of its kernel."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return (), eqn.params["dimension_numbers"].rhs_spec[1:]
-    if "ragged_dot_dimension_numbers" in eqn.params:
-        left, right = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    else:
-        left, right = eqn.params["dimension_numbers"][0]
-    return left, right
+    return 2 * result * math.prod(right[dim] for dim in list_contracted(eqn)[1]) / zeros
 
 
 def _follow_dimensions(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:
@@ -376,15 +364,10 @@ class EngineCandidate(Candidate):
         streamed += 2 * (state.parameters + state.optimizer + state.host) + 8 * weights.masters
         return Work(
             flops=self.cost.flops / self.config.mesh.devices,
-            grouped=None,
-            attention_flops=0.0,
-            attention_bytes=0.0,
-            attention_efficiency=1.0,
             repeated_flops=(self.cost.flops - self.needed.flops) / self.config.mesh.devices,
             bytes=streamed,
             transfers=tuple(_list_transfers(self.config, self.state, self.cluster, self.cost)),
             pcie_bytes=2 * state.host,
-            idle=0.0,
         )
 
 
@@ -484,9 +467,6 @@ class _Space:
             optimizer=state.optimizer,
             gradients=_count_gradient_bytes(config, state),
             activations=cost.held / (config.training.accumulation * config.mesh.devices),
-            working=0.0,
-            loss=0.0,
-            reduction=0.0,
             host=state.host,
         )
         needed = self._count_cost(_with(job, policy=self.policies[0]).config)

@@ -110,15 +110,15 @@ class Work:
     """
 
     flops: float
-    grouped: GroupedWork | None
-    attention_flops: float
-    attention_bytes: float
-    attention_efficiency: float
     repeated_flops: float
     bytes: float
     transfers: tuple[Transfer, ...]
     pcie_bytes: float
-    idle: float
+    grouped: GroupedWork | None = None
+    attention_flops: float = 0.0
+    attention_bytes: float = 0.0
+    attention_efficiency: float = 1.0
+    idle: float = 0.0
     code_flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
