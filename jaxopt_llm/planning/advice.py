@@ -11,12 +11,12 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.free_memory import GIB
-from jaxopt_llm.planning.search.attention_cost import describe_attention
 from jaxopt_llm.planning.search.footprint import Footprint
 from jaxopt_llm.planning.search.ranking import is_valid
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_divisors, list_narrower
 from jaxopt_llm.planning.search.workload import predict_footprint, predict_seconds
+from jaxopt_llm.step.program import describe_attention
 
 Settings = dict[str, Any]  # values by field, for example {"sharding.zero_stage": 3}
 Option = tuple[Settings, str]  # settings and their price in words
