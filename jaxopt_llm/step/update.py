@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.sharding import NamedSharding
 
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.core import tree
@@ -495,18 +494,6 @@ def _settle(old: Updatable, masters: tree.Tree, moments: tree.Tree, scalars: Sca
     select = functools.partial(jnp.where, scalars.good)
     masters, moments = jax.tree.map(select, (masters, moments), (old.masters, old.moments))
     return Updatable(masters, moments, average=move_average(old.average, masters, scalars.weight, scalars.good))
-
-
-def begin_average(masters: Params, shardings: Params | None) -> Params | None:
-    """Copy the masters, one leaf at a time, into their average; None if `shardings` is None."""
-
-    def copy(master: jax.Array, sharding: NamedSharding) -> jax.Array:
-        def fetch(master: jax.Array) -> jax.Array:
-            return jnp.copy(offload.fetch_to_device(master))  # jit would return its argument itself
-
-        return jax.jit(fetch, out_shardings=sharding)(master)
-
-    return None if shardings is None else jax.tree.map(copy, masters, shardings)
 
 
 def new_weight(decay: float, updates: jax.Array) -> jax.Array:
