@@ -331,7 +331,7 @@ def test_an_illegal_number_of_hosts_names_one_that_works() -> None:
 def test_flags_reproduce_the_setting() -> None:
     found, _ = run()
     by_name = next(choice.config for choice in found.candidates if not isinstance(choice.config.remat.policy, str))
-    given = report.format_flags(by_name, RECIPE).split()
+    given = report.format_flags(report.list_changes(by_name, RECIPE)).split()
     assert cli.override_config(RECIPE, given, "plan") == by_name
 
 
