@@ -31,7 +31,7 @@ from jaxopt_llm.observe.preemption import Preemption
 from jaxopt_llm.parallel.mesh import visible_devices
 from jaxopt_llm.parallel.offload import count_resting_bytes
 from jaxopt_llm.parallel.placement import Placement
-from jaxopt_llm.planning.free_memory import choose_unit
+from jaxopt_llm.planning.free_memory import format_bytes
 from jaxopt_llm.planning.memory import KnownShapes, write_memory
 from jaxopt_llm.planning.oom import STEP, OomExplainer
 from jaxopt_llm.run.directory import has_checkpoint, read_decay_steps
@@ -339,7 +339,7 @@ def _list_savings(engine: Engine, resumes: bool) -> Iterator[str]:
         yield f"  run.check_replicas={config.run.check_replicas}: leave it out; a check may hold the state twice"
     zero = replace(placement, sharding=replace(config.sharding, zero_stage=3))
     if saved := _count_saved(engine, zero):
-        yield f"  sharding.zero_stage=3: {_format_bytes(saved)} less of the state per device"
+        yield f"  sharding.zero_stage=3: {format_bytes(saved, digits=2)} less of the state per device"
     if engine.program.model.keeps_layers or config.remat.policy == "save_attention":
         yield "  remat.policy=full: the backward computes each layer again, and keeps only its input"
     accumulation = config.training.accumulation
@@ -348,7 +348,7 @@ def _list_savings(engine: Engine, resumes: bool) -> Iterator[str]:
         yield f"  training.accumulation={2 * accumulation}: half of the activations; the batch stays the same"
     offloaded = replace(placement, offload=replace(config.offload, optimizer=True))
     if jax.default_backend() != "cpu" and (saved := _count_saved(engine, offloaded)):
-        yield f"  offload.optimizer=True: {_format_bytes(saved)} of the state moves to the host"
+        yield f"  offload.optimizer=True: {format_bytes(saved, digits=2)} of the state moves to the host"
     if engine.has_schedule and not resumes and config.optimizer.state_dtype != "int8":
         yield "  optimizer.state_dtype=int8: moments of 8 bits"
     yield "  more devices: engine.plan(gpus=N) shows the memory of a step on N GPUs, and allocates nothing"
@@ -358,11 +358,6 @@ def _count_saved(engine: Engine, placement: Placement) -> int:
     """Return the bytes of the state that leave each device with another placement."""
     before, after = engine.program.state, abstract_state(engine.program.specs, placement)
     return count_resting_bytes(before) - count_resting_bytes(after)
-
-
-def _format_bytes(count: int) -> str:
-    name, unit = choose_unit(count)
-    return f"{count / unit:.2f} {name}"
 
 
 # --- Recipes with a model of their own, for `train` and `plan`

@@ -10,6 +10,7 @@ variables: all other arrays of the model, which the loss may change: running mea
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx, struct
+from flax import linen, nnx, struct, traverse_util
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
@@ -307,17 +308,13 @@ def nest(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
     Raises:
         InputError: two leaves have one path, or a path begins another one.
     """
-    nested: dict[str, Any] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        *parents, last = path.split("/")
-        inner = nested
-        for key in parents:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                break
-        if not isinstance(inner, dict) or last in inner:
-            raise InputError(f"model: another array has the path {path}, or a part of it; rename one of the keys")
-        inner[last] = leaf
+    by_keys = {tuple(path.split("/")): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    for one, other in itertools.pairwise(sorted(tuple(path.split("/")) for path in paths)):
+        if other[: len(one)] == one:
+            raise InputError(
+                f"model: another array has the path {'/'.join(other)}, or a part of it; rename one of the keys"
+            )
+    nested: dict[str, Any] = traverse_util.unflatten_dict(by_keys)
     return nested
 
 

@@ -4,12 +4,11 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import optax
 
 from jaxopt_llm.config import Config, OptimizerConfig
 from jaxopt_llm.config.fields import shared_fields
@@ -32,37 +31,11 @@ from jaxopt_llm.engine.engine import Engine
 from jaxopt_llm.engine.frontends import Frontend, Loss, make_frontend
 from jaxopt_llm.engine.given_weights import Weights, check_weights
 from jaxopt_llm.engine.microbatches import check_arrays, count_rows, find_rows
-from jaxopt_llm.engine.program import EngineProgram, Job, make_engine_program, make_placement
+from jaxopt_llm.engine.program import EngineProgram, GivenLoss, Job, Optimizer, make_engine_program, make_placement
 from jaxopt_llm.engine.row_coupling import LossOver, check_loss_over
 from jaxopt_llm.parallel.mesh import make_abstract_mesh, visible_devices
 
 # --- Losses, each with an optimizer and parameters of its own
-
-
-Optimizer: TypeAlias = optax.GradientTransformation | OptimizerConfig
-
-
-@dataclass(frozen=True)
-class GivenLoss:
-    """A loss as the user gives it.
-
-    Attributes:
-        name: "" if there is only one loss.
-        optimizer: None for `config.optimizer`.
-        trains: patterns of the parameters that it trains.
-    """
-
-    name: str
-    loss: Loss
-    evaluation_loss: Loss
-    example: Any
-    optimizer: Optimizer | None
-    trains: tuple[str, ...]
-
-    @property
-    def transformation(self) -> optax.GradientTransformation | None:
-        """The optax transformation; None for an OptimizerConfig."""
-        return None if isinstance(self.optimizer, OptimizerConfig) else self.optimizer
 
 
 def read_losses(
@@ -116,7 +89,7 @@ def read_losses(
         patterns = choose("trains", trains, name, name or "*")
         given.append(
             GivenLoss(
-                name=name,
+                loss_name=name,
                 loss=own,
                 evaluation_loss=evaluated,
                 example=example[name] if by_loss else example,
@@ -232,7 +205,7 @@ def _check_programs(job: Job, processes: Processes) -> None:
     for one in job.losses:
         one.check_division(make_placement(job.config, mesh))
         program = make_engine_program(one, mesh)
-        check_loss_over(one.loss_over, job.config.training.accumulation, program.model, one.have_rows)
+        check_loss_over(one, program, job.config.training.accumulation)
         oddities |= dict.fromkeys(program.model.oddities)
         _check_same_job(one, program, processes)
     for oddity in oddities:
@@ -258,17 +231,12 @@ def _make_job(
     check_config(config, rows)
     config = replace(config, training=replace(config.training, batch_size=rows))
     return Job(
+        **vars(given),
         config=config,
         frontend=frontend,
-        loss=given.loss,
-        evaluation_loss=given.evaluation_loss,
-        example=given.example,
-        transformation=given.transformation,
         rules=dict(rules or {}),
         replicated=replicated,
         in_one_piece=find_rows(given.example, replicated) is None,
-        loss_name=given.name,
-        trains=given.trains,
         loss_over=loss_over,
     )
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxopt_llm.compiler import kernel_choice, xla_options
-from jaxopt_llm.config import Config, fields
+from jaxopt_llm.config import Config, OptimizerConfig, fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.training import ALL_LINEAR
 from jaxopt_llm.core import tree
@@ -20,7 +20,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import replace_zero
 from jaxopt_llm.engine.checks import check_update
 from jaxopt_llm.engine.frontends import Frontend, Loss, LossParts
-from jaxopt_llm.engine.microbatches import Microbatches, check_division, list_have_rows, split_batch
+from jaxopt_llm.engine.microbatches import Microbatches, check_division, split_batch
 from jaxopt_llm.engine.user_model import (
     AttentionSelector,
     LossTrace,
@@ -136,31 +136,47 @@ def compute_loss(model: UserModel, state: TrainState, batch: Microbatches, place
 SAVED: dict[Any, tuple[str, ...]] = {"full": (), "save_attention": (CHECKPOINT_NAME,)}
 
 
+Optimizer: TypeAlias = optax.GradientTransformation | OptimizerConfig
+
+
 @dataclass(frozen=True)
-class Job:
+class GivenLoss:
+    """A loss as the user gives it.
+
+    loss_name: "" if the engine has one loss.
+    optimizer: None for `config.optimizer`.
+    trains: patterns of the parameters that it trains, of those that `config.training.trainable` selects.
+    """
+
+    loss_name: str
+    loss: Loss
+    evaluation_loss: Loss
+    example: Any
+    optimizer: Optimizer | None
+    trains: tuple[str, ...]
+
+    @property
+    def transformation(self) -> optax.GradientTransformation | None:
+        """The optax transformation; None for an OptimizerConfig."""
+        return None if isinstance(self.optimizer, OptimizerConfig) else self.optimizer
+
+
+@dataclass(frozen=True)
+class Job(GivenLoss):
     """Model, loss, data and settings of a training, independently of the devices.
 
-    transformation: the user's optimizer; None for `config.optimizer`.
     rules: names of dimensions -> mesh axis.
     replicated: patterns of the paths of the batch's arrays without rows.
     in_one_piece: whether the batches have no rows at all; see microbatches.py.
-    loss_name: name of the loss; "" if the engine has one loss.
-    trains: patterns of the parameters that the loss trains, of those that `config.training.trainable` selects.
     loss_over: what the user says of the loss of microbatches; see `initialize`.
     others: the jobs of the engine's other losses, which have no `others`.
     """
 
     config: Config
     frontend: Frontend
-    loss: Loss
-    evaluation_loss: Loss
-    example: Any
-    transformation: optax.GradientTransformation | None
     rules: Rules
     replicated: tuple[str, ...] = ()
     in_one_piece: bool = False
-    loss_name: str = ""
-    trains: tuple[str, ...] = ("*",)
     loss_over: Literal["rows", "batch"] | None = None
     others: tuple["Job", ...] = ()
 
@@ -171,11 +187,6 @@ class Job:
         return [
             replace(job, others=tuple(replace(each, others=()) for each in every if each is not job)) for job in every
         ]
-
-    @property
-    def have_rows(self) -> list[bool]:
-        """Flags of the arrays of a batch: True if the first dimension counts rows."""
-        return list_have_rows(self.example, self.replicated)
 
     def check_division(self, placement: Placement) -> None:
         """Raise InputError if the example cannot be divided; see microbatches.check_division."""
@@ -216,7 +227,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     placement = make_placement(config, mesh)
     batch = job.split(config.training.accumulation, placement)
     attention = make_selector(placement, config.training.attention)
-    traces = [_trace_other(each, placement, attention) for each in job.others]
+    traces = [trace_loss(each, placement, attention) for each in job.others]
     plain = make_user_model(
         *(job.frontend, job.loss, _drop_shardings(batch), job.rules, placement, attention), others=traces
     )
@@ -332,8 +343,8 @@ def _list_paths(specs: Params) -> set[str]:
     return {path for path, _ in tree.leaves_with_path(specs, is_wrapped)}
 
 
-def _trace_other(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:
-    """Run the loss of another job of the engine abstractly."""
+def trace_loss(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:
+    """Run the loss of a job abstractly on a microbatch."""
     batch = _drop_shardings(job.split(job.config.training.accumulation, placement))
     return run_abstractly(job.frontend, job.loss, batch, placement, attention)
 

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import find_unread
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import follow_values, split_scan, typeof
+from jaxopt_llm.core.jaxpr import find_called, follow_values, pair_jaxprs, split_scan, typeof
 from jaxopt_llm.engine.checks import NOT_READ, READ
 from jaxopt_llm.engine.microbatches import Microbatches, with_rows
 from jaxopt_llm.engine.plan import EnginePlan, change_rows, plan_job
@@ -45,7 +45,7 @@ from jaxopt_llm.engine.program import (
     make_placement,
 )
 from jaxopt_llm.engine.row_coupling import check_loss_over
-from jaxopt_llm.execution.trace import VIEWS
+from jaxopt_llm.execution.trace import PRODUCTS, VIEWS, list_contracted
 from jaxopt_llm.execution.weight_uses import drop_results
 from jaxopt_llm.kernels.attention import SCOPE
 from jaxopt_llm.model.model import Params
@@ -57,22 +57,20 @@ from jaxopt_llm.planning.search import report
 from jaxopt_llm.planning.search.footprint import Footprint
 from jaxopt_llm.planning.search.microbatch import BYTES
 from jaxopt_llm.planning.search.ranking import Candidate, SearchResult, rank_settings
-from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Work
+from jaxopt_llm.planning.search.roofline import Cluster, StepTime, Transfer, Work
 from jaxopt_llm.planning.search.setting_space import enumerate_meshes, list_divisors, list_variants, list_zero_stages
 from jaxopt_llm.planning.search.state_sizes import StateSizes, count_state
-from jaxopt_llm.planning.search.transfers import EstimatedTransfer, find_link_over
+from jaxopt_llm.planning.search.transfers import list_transfer
 from jaxopt_llm.step.program import take_share
 from jaxopt_llm.step.state import TrainState
 from jaxopt_llm.step.update import has_shares
 
 # Operations, as prefixes of their names, that make an array of their own.
 MAKERS = (
-    *("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_", "argm", "cum", "sort", "top_k", "fft"),
+    *("reduce_", "argm", "cum", "sort", "top_k", "fft"),
     *("dynamic_update_slice", "select_and_", "random_", "threefry", "pallas_call", "custom_call"),
     *("cholesky", "triangular_solve", "eigh", "svd", "qr", "lu"),
 )
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
 @dataclass(frozen=True)
@@ -99,40 +97,18 @@ def count_cost(closed: ClosedJaxpr, doubled: ClosedJaxpr, divided: Sequence[froz
         doubled: that for twice as many rows. If its equations are others, nothing is known of the bytes.
         divided: the dimensions of each argument that `tensor` divides.
     """
-    growth = dict(_pair_sizes(closed.jaxpr, doubled.jaxpr)) if _are_alike(closed.jaxpr, doubled.jaxpr) else {}
-    walk = _Walk(growth)
+    walk = _Walk()
     arguments = [
-        replace(walk.make(growth.get(var, 0)), divided=dims)
-        for var, dims in zip(closed.jaxpr.invars, divided, strict=True)
+        replace(walk.make(_count_growth(*pair)), divided=dims)
+        for *pair, dims in zip(closed.jaxpr.invars, doubled.jaxpr.invars, divided, strict=True)
     ]
-    for value in walk.run(closed.jaxpr, arguments):
+    try:
+        results = walk.run((closed.jaxpr, doubled.jaxpr), arguments)
+    except ValueError:  # they are different programs
+        return count_cost(closed, closed, divided)
+    for value in results:
         walk.read(value)
     return LossCost(walk.flops, walk.moved, walk.find_most_held(), walk.summed)
-
-
-def _list_inner(eqn: JaxprEqn) -> list[Jaxpr]:
-    found = [value for name in CALLS if (value := eqn.params.get(name)) is not None] or eqn.params.get("branches", ())
-    return [each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in found]
-
-
-def _are_alike(one: Jaxpr, other: Jaxpr) -> bool:
-    """Return whether two jaxprs have the same equations, whatever their shapes."""
-    pairs = [*zip(one.eqns, other.eqns, strict=False)]
-    return (len(one.eqns), len(one.invars)) == (len(other.eqns), len(other.invars)) and all(
-        first.primitive.name == second.primitive.name
-        and len(first.outvars) == len(second.outvars)
-        and all(map(_are_alike, _list_inner(first), _list_inner(second)))
-        for first, second in pairs
-    )
-
-
-def _pair_sizes(one: Jaxpr, other: Jaxpr) -> Iterator[tuple[Any, int]]:
-    """Yield the variables of a jaxpr, and how many bytes larger each is in a second jaxpr of the same form."""
-    yield from zip(one.invars, map(_count_growth, one.invars, other.invars), strict=True)
-    for first, second in zip(one.eqns, other.eqns, strict=True):
-        yield from zip(first.outvars, map(_count_growth, first.outvars, second.outvars), strict=True)
-        for inner, larger in zip(_list_inner(first), _list_inner(second), strict=True):
-            yield from _pair_sizes(inner, larger)
 
 
 def _count_growth(var: Any, larger: Any) -> int:
@@ -173,13 +149,15 @@ class _Value:
 
 @dataclass
 class _Walk:
-    """Walks the equations of a jaxpr in order, those of inner calls in place of the calls.
+    """Walks the equations of a jaxpr, next to that of twice as many rows; those of inner calls in place of the calls.
 
     growth: bytes of each variable that count.
+    others: the same equation for twice as many rows.
     times: how often the current equation runs.
     """
 
-    growth: Mapping[Any, float]
+    growth: dict[Any, float] = field(default_factory=dict)
+    others: dict[JaxprEqn, JaxprEqn] = field(default_factory=dict)
     flops: float = 0.0
     moved: float = 0.0
     summed: float = 0.0
@@ -215,8 +193,11 @@ class _Walk:
             most = max(most, alive)
         return most
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
-        """Return the results of a jaxpr."""
+    def run(self, jaxprs: tuple[Jaxpr, Jaxpr], arguments: Sequence[_Value]) -> list[_Value]:
+        """Return the results of a jaxpr. jaxprs: it, and that of twice as many rows."""
+        jaxpr, (equations, variables) = jaxprs[0], pair_jaxprs(*jaxprs)
+        self.others |= equations
+        self.growth |= {var: _count_growth(var, other) for var, other in variables.items()}
         readers = collections.Counter(
             atom for eqn in jaxpr.eqns for atom in {*map(_as_key, eqn.invars)} if atom is not None
         )
@@ -235,12 +216,12 @@ class _Walk:
         sizes = [self.growth.get(var, 0) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, sizes)
-        inner = _list_inner(eqn)
-        if inner and len(inner[-1].outvars) == len(sizes) and len(inner[-1].invars) <= len(inputs):
-            return self.run(inner[-1], inputs[len(inputs) - len(inner[-1].invars) :])  # a condition comes first
-        if name in PRODUCTS:
+        if inner := _find_inner(eqn):
+            begin = len(inputs) - len(inner.invars)  # a condition comes first
+            return self.run((inner, _find_inner(self.others[eqn]) or inner), inputs[begin:])
+        if name in (*PRODUCTS, "conv_general_dilated"):
             self.flops += self.times * _count_flops(eqn)
-            contracted = zip(inputs, _list_contracted(eqn), strict=False)
+            contracted = zip(inputs, list_contracted(eqn), strict=False)
             self.summed += self.times * sum(sizes) * any(value.divided & {*dims} for value, dims in contracted)
             inputs = [
                 self.write(value, self.growth.get(_as_key(atom), 0))
@@ -260,24 +241,35 @@ class _Walk:
 
     def _scan(self, eqn: JaxprEqn, inputs: list[_Value], sizes: list[float]) -> list[_Value]:
         """Run the body of a loop once. What it carries and stacks is in memory while the loop runs."""
-        (body,), (constants, carried) = _list_inner(eqn), split_scan(eqn)
+        bodies, (constants, carried) = [each.params["jaxpr"].jaxpr for each in (eqn, self.others[eqn])], split_scan(eqn)
         inputs = [
             self.write(value, self.growth.get(_as_key(atom), 0)) for atom, value in zip(eqn.invars, inputs, strict=True)
         ]
-        results = [self.make(size) for size in sizes]
+        results, begin = [self.make(size) for size in sizes], constants + carried
         slices = [
-            replace(self.make(self.growth.get(var, 0), held=0), divided=frozenset(dim - 1 for dim in stack.divided))
-            for var, stack in zip(body.invars[constants + carried :], inputs[constants + carried :], strict=True)
+            replace(self.make(_count_growth(*pair), held=0), divided=frozenset(dim - 1 for dim in stack.divided))
+            for *pair, stack in zip(*(body.invars[begin:] for body in bodies), inputs[begin:], strict=True)
         ]
         self.times *= eqn.params["length"]
-        made = self.run(body, [*inputs[:constants], *results[:carried], *slices])
-        for var, value in zip(body.outvars, made, strict=True):  # written to where they are carried and stacked
+        made = self.run((bodies[0], bodies[1]), [*inputs[:constants], *results[:carried], *slices])
+        for var, value in zip(bodies[0].outvars, made, strict=True):  # written to where they are carried and stacked
             self.read(value)
             self.moved += self.times * (not value.is_array) * (self.growth.get(_as_key(var), 0) + value.bytes)
         self.times //= eqn.params["length"]
         for value in (*inputs, *results):
             self.read(value)
         return results
+
+
+def _find_inner(eqn: JaxprEqn) -> Jaxpr | None:
+    """Return what an equation calls, the body of a loop without a fixed length, or the last branch of a condition."""
+    if eqn.primitive.name == "while":
+        body: Jaxpr = eqn.params["body_jaxpr"].jaxpr
+        return body
+    if eqn.primitive.name == "cond":
+        last: Jaxpr = eqn.params["branches"][-1].jaxpr
+        return last
+    return find_called(eqn)
 
 
 def _as_key(atom: Any) -> Any:
@@ -288,18 +280,7 @@ def _count_flops(eqn: JaxprEqn) -> float:
     """Return the FLOPs of a product or a convolution; zeros between the values of a dilated input do not count."""
     right, result = typeof(eqn.invars[1]).shape, math.prod(typeof(eqn.outvars[0]).shape)
     zeros = math.prod(eqn.params.get("lhs_dilation", ()))
-    return 2 * result * math.prod(right[dim] for dim in _list_contracted(eqn)[1]) / zeros
-
-
-def _list_contracted(eqn: JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the dimensions of both operands of a product that it sums over; of a convolution, those of its kernel."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return (), eqn.params["dimension_numbers"].rhs_spec[1:]
-    if "ragged_dot_dimension_numbers" in eqn.params:
-        left, right = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    else:
-        left, right = eqn.params["dimension_numbers"][0]
-    return left, right
+    return 2 * result * math.prod(right[dim] for dim in list_contracted(eqn)[1]) / zeros
 
 
 def _follow_dimensions(eqn: JaxprEqn, dims: frozenset[int]) -> frozenset[int]:
@@ -383,15 +364,10 @@ class EngineCandidate(Candidate):
         streamed += 2 * (state.parameters + state.optimizer + state.host) + 8 * weights.masters
         return Work(
             flops=self.cost.flops / self.config.mesh.devices,
-            grouped=None,
-            attention_flops=0.0,
-            attention_bytes=0.0,
-            attention_efficiency=1.0,
             repeated_flops=(self.cost.flops - self.needed.flops) / self.config.mesh.devices,
             bytes=streamed,
             transfers=tuple(_list_transfers(self.config, self.state, self.cluster, self.cost)),
             pcie_bytes=2 * state.host,
-            idle=0.0,
         )
 
 
@@ -455,12 +431,14 @@ class _Space:
     @functools.cached_property
     def may_accumulate(self) -> bool:
         """True if microbatches give the loss of the batch, or if the user accepts that they do not."""
-        program = _make_alone(_with(self.job, policy=self.policies[0]))
+        if self.job.in_one_piece:
+            return False
+        alone = _with(self.job, mesh=MeshConfig(), policy=self.policies[0], accumulation=1)
         try:
-            check_loss_over(self.job.loss_over, 2, program.model, self.job.have_rows)
+            check_loss_over(alone, _make_alone(alone), 2)
         except InputError:
             return False
-        return not self.job.in_one_piece
+        return True
 
     def list_candidates(self) -> list[EngineCandidate]:
         """Return all settings with their estimates, and the job's own, if it is for as many GPUs."""
@@ -489,9 +467,6 @@ class _Space:
             optimizer=state.optimizer,
             gradients=_count_gradient_bytes(config, state),
             activations=cost.held / (config.training.accumulation * config.mesh.devices),
-            working=0.0,
-            loss=0.0,
-            reduction=0.0,
             host=state.host,
         )
         needed = self._count_cost(_with(job, policy=self.policies[0]).config)
@@ -627,7 +602,7 @@ def _count_gradient_bytes(config: Config, state: StateSizes) -> float:
     return (BYTES[config.precision.reduce_dtype] + 4 * several) * (state.layers + state.non_layer).gradients
 
 
-def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: LossCost) -> Iterator[EstimatedTransfer]:
+def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: LossCost) -> Iterator[Transfer]:
     """Yield the collectives of a step.
 
     Every microbatch sums its gradients over all devices (`Placement.reduces_microbatches`). What happens in a
@@ -637,17 +612,8 @@ def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: L
     weights = state.layers + state.non_layer
     compute, reduced = BYTES[config.precision.compute_dtype], BYTES[config.precision.reduce_dtype]
 
-    def transfer(
-        axes: tuple[str, ...], kind: str, size: float, rounds: int = 1, hidden: bool = True
-    ) -> Iterator[EstimatedTransfer]:
-        axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
-        if axes and size:
-            group = math.prod(mesh.size(axis) for axis in axes)
-            link, rate = find_link_over(axes, kind, mesh, cluster)
-            moved = rounds * size * (group - 1) / group
-            yield EstimatedTransfer(axes, link, kind, moved, moved / rate, float(hidden))
-
-    yield from transfer(("tensor",), "all-reduce", cost.summed / mesh.batch_shards, 2, hidden=False)
+    transfer = functools.partial(list_transfer, mesh, cluster)
+    yield from transfer(("tensor",), "all-reduce", cost.summed / mesh.batch_shards, 2)
     summed = reduced * accumulation * weights.trained
     if sharding.zero_stage == 0 and not sharding.optimizer_over_data:
         yield from transfer(("data", "fsdp"), "all-reduce", summed, 2)
@@ -657,10 +623,10 @@ def _list_transfers(config: Config, state: StateSizes, cluster: Cluster, cost: L
     shares = mesh.size("fsdp") if divided else 1
     if sharding.optimizer_over_data:
         yield from transfer(("data",), "reduce-scatter", summed / shares)
-        yield from transfer(("data",), "all-gather", compute * weights.trained / shares, hidden=False)
+        yield from transfer(("data",), "all-gather", compute * weights.trained / shares, alone=1.0)
     else:
         yield from transfer(("data",), "all-reduce", summed / shares, 2)
     if sharding.zero_stage == 3:  # forward and backward
         yield from transfer(divided, "all-gather", 2 * accumulation * compute * weights.weights)
     else:  # the compute copy
-        yield from transfer(divided, "all-gather", compute * weights.weights, hidden=False)
+        yield from transfer(divided, "all-gather", compute * weights.weights, alone=1.0)

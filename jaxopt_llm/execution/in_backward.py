@@ -35,7 +35,7 @@ from jaxopt_llm.execution.segments import (
 )
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
-from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE, Model, Params, Sums, add_sums
+from jaxopt_llm.model.model import AUXILIARY_LOSS, Model, Params, Sums, add_sums
 from jaxopt_llm.parallel.gathering import make_perturbations, reduce_groups
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import gradient_group_axes, inside_gradient_group
@@ -153,14 +153,9 @@ class _Passes:
             def objective(perturbations: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
                 context = self.model.make_context(batch, self.inside)
                 non_layer = self._attach_non_layer(perturbations["non_layer"])
-                value, reported = self.model.loss(non_layer, x, batch, context, self.loss_weight)
-                sums = {OBJECTIVE: reported}
-                if self.modules:
-                    modules = mtp.Modules(self.model, self.modules, self.params, perturbations, RematConfig("full"))
-                    added, of_modules = modules.add_loss(non_layer, x, batch, context, self.loss_weight)
-                    value = value + added + self.loss_weight * of_modules[AUXILIARY_LOSS]
-                    sums |= of_modules
-                return value, sums
+                head = mtp.Head(self.model, self.modules, self.params, perturbations, RematConfig("full"))
+                value, sums = head.loss(non_layer, x, batch, context, self.loss_weight)
+                return value + self.loss_weight * sums[AUXILIARY_LOSS] if self.modules else value, sums
 
             specs = {name: self.specs[name] for name in ("non_layer", *self.modules)}
             perturbations = make_perturbations(specs, self.inside)

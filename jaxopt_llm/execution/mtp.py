@@ -21,37 +21,48 @@ from jaxopt_llm.config import RematConfig
 from jaxopt_llm.execution.segments import LocalSegment, run_segment
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import Model, Params, Sums, name_mtp_modules
+from jaxopt_llm.model.model import OBJECTIVE, Model, Params, Sums, name_mtp_modules
 from jaxopt_llm.parallel.activations import to_device_order
 
 STATISTICS = LOSSES, TOKENS = "mtp_losses", "mtp_tokens"  # sums of the cross-entropy and of counted tokens, each [K]
 
 
 @dataclass(frozen=True)
-class Modules:
-    """The MTP modules of a model: the members of `segments` that are not layers, in order.
+class Head:
+    """The head of a model with its MTP modules.
 
+    modules: the members of `segments` that are not layers, in order; may be empty.
     params, perturbations: as of `segments.run_segments`.
     """
 
     model: Model
-    segments: Mapping[str, LocalSegment]
+    modules: Mapping[str, LocalSegment]
     params: Params
     perturbations: Params
     remat: RematConfig
 
-    def add_loss(
+    def loss(
         self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
     ) -> tuple[jax.Array, Sums]:
-        """Return the objective of all modules and their sums, given the last layer's output x [B, S, D].
+        """Return the objective, without auxiliary losses, and the sums, given the last layer's output x [B, S, D]."""
+        value, reported = self.model.loss(non_layer, x, batch, context, loss_weight)
+        if not self.modules:
+            return value, {OBJECTIVE: reported}
+        added, sums = self._module_losses(non_layer, x, batch, context, loss_weight)
+        return value + added, sums | {OBJECTIVE: reported}
+
+    def _module_losses(
+        self, non_layer: Params, x: jax.Array, batch: Batch, context: Context, loss_weight: jax.Array
+    ) -> tuple[jax.Array, Sums]:
+        """Return the objective of all modules and their sums.
 
         The objective is loss_weight × mtp_weight × the mean of their losses. They are sums over tokens, like the main
         loss, and divided by the same number of tokens (equation 24 of the paper).
         """
-        model, weight = self.model, loss_weight * self.model.mtp_weight / len(self.segments)
+        model, weight = self.model, loss_weight * self.model.mtp_weight / len(self.modules)
         x, auxiliary = model.normalise(non_layer, x), model.zero_auxiliary()
         total, losses, tokens = jnp.float32(0), [], []
-        for depth, (name, segment) in enumerate(self.segments.items(), start=1):
+        for depth, (name, segment) in enumerate(self.modules.items(), start=1):
             ahead = look_ahead(batch, depth)
             loss_mask = to_device_order(ahead.loss_mask, context.placement)
             embedded = model.embed(non_layer, ahead.tokens, context)

@@ -24,7 +24,7 @@ from jaxopt_llm.execution.segments import LocalSegment, attach_non_layer, mtp_se
 from jaxopt_llm.model import param
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.context import Context
-from jaxopt_llm.model.model import AUXILIARY_LOSS, OBJECTIVE, Model, Params, Sums, name_segments
+from jaxopt_llm.model.model import AUXILIARY_LOSS, Model, Params, Sums, name_segments
 from jaxopt_llm.model.param import ParamSpec
 from jaxopt_llm.parallel.activations import (
     constrain_sent,
@@ -129,15 +129,10 @@ class PipelineStage:
         As `loss`, on all stages. Every stage runs the modules, with the gradient that its own rows contribute. The
         sums, which are the same on all stages, are those of the last stage.
         """
-        entering = self._enter_head(perturbations, y, microbatch)
-        value, reported = self.model.loss(*entering, loss_weight)
-        sums = {OBJECTIVE: reported}
-        if modules := mtp_segments(self.model):
-            ahead = mtp.Modules(self.model, modules, self.params, perturbations, self.remat)
-            added, of_modules = ahead.add_loss(*entering, loss_weight)
-            sums |= of_modules
-            value = value + added + loss_weight * zero_unless(self.is_last, of_modules[AUXILIARY_LOSS])
-        return value, zero_unless(self.is_last, sums)
+        head = mtp.Head(self.model, mtp_segments(self.model), self.params, perturbations, self.remat)
+        value, sums = head.loss(*self._enter_head(perturbations, y, microbatch), loss_weight)
+        sums = zero_unless(self.is_last, sums)
+        return value + loss_weight * sums[AUXILIARY_LOSS] if head.modules else value, sums
 
     def _enter_head(
         self, perturbations: Params, y: jax.Array, microbatch: Batch

@@ -37,7 +37,6 @@ from jaxopt_llm.model.cache import keep_rings
 from jaxopt_llm.model.context import Context
 from jaxopt_llm.model.model import (
     AUXILIARY_LOSS,
-    OBJECTIVE,
     Model,
     Params,
     Segment,
@@ -200,12 +199,10 @@ def microbatch_loss(
     context = model.add_layer_inputs(non_layer, batch.tokens, x, context)
     layers, modules = mtp.split_segments(model, segments)
     x, _, sums = run_segments(model, layers, params, perturbations, x, context, remat)
-    objective, reported = model.loss(non_layer, x, batch, context, loss_weight)
-    if modules:
-        ahead = mtp.Modules(model, modules, params, perturbations, remat)
-        of_modules, added = ahead.add_loss(non_layer, x, batch, context, loss_weight)
-        objective, sums = objective + of_modules, add_sums(sums, added)
-    return objective + loss_weight * sums[AUXILIARY_LOSS], sums | {OBJECTIVE: reported}
+    head = mtp.Head(model, modules, params, perturbations, remat)
+    objective, added = head.loss(non_layer, x, batch, context, loss_weight)
+    sums = add_sums(sums, added)
+    return objective + loss_weight * sums[AUXILIARY_LOSS], sums
 
 
 def forward(

@@ -25,7 +25,7 @@ from jaxopt_llm.config import MeshConfig, PrecisionConfig, RematConfig, Sharding
 from jaxopt_llm.config.precision import Float
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.intermediate import Intermediate
-from jaxopt_llm.core.jaxpr import typeof
+from jaxopt_llm.core.jaxpr import find_called, typeof
 from jaxopt_llm.execution.segments import (
     LocalSegment,
     PeriodRunner,
@@ -342,7 +342,7 @@ class _Reader:
         return [_Value() if isinstance(atom, Constant) else values[atom] for atom in jaxpr.outvars]
 
     def _read_equation(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
-        if inner := _find_call(eqn):
+        if inner := find_called(eqn):
             marks = _list_marks(inner)
             if any(mark.name.role == "attention" for mark in marks):
                 return self._add(eqn, inputs, inputs, marks)
@@ -370,7 +370,8 @@ class _Reader:
         operand = inputs[0] if inputs[1].weights else inputs[1]
         weights = {self.weights[index][0]: self.weights[index][1] for index in sorted(indices)}
         size = math.prod(typeof(eqn.outvars[0]).shape) / TOKENS
-        fields = (weights, size * _count_summed(eqn), size, self._is_trained(inputs), operand.origin)
+        summed = math.prod(typeof(eqn.invars[1]).shape[dim] for dim in list_contracted(eqn)[1])
+        fields = (weights, size * summed, size, self._is_trained(inputs), operand.origin)
         return functools.partial(Product, *fields)
 
     def _is_trained(self, inputs: Sequence[_Value]) -> bool:
@@ -432,16 +433,6 @@ class _Reader:
         return results
 
 
-def _find_call(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return what an equation calls, if it is a call that runs once."""
-    if eqn.primitive.name in ("scan", "while", "cond"):
-        return None
-    for name in ("jaxpr", "call_jaxpr", "call"):
-        if inner := eqn.params.get(name):
-            return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-    return None
-
-
 def _find_grouped_product(jaxpr: Jaxpr) -> JaxprEqn | None:
     """Return the product of a call that multiplies groups of rows; the call also hides the rows of no group."""
     return next((eqn for eqn in jaxpr.eqns if eqn.primitive.name == "ragged_dot_general"), None)
@@ -467,7 +458,10 @@ def _is_view(eqn: JaxprEqn) -> bool:
     return typeof(eqn.invars[0]).size == typeof(eqn.outvars[0]).size
 
 
-def _count_summed(eqn: JaxprEqn) -> int:
-    """Return the number of terms of each sum of a product."""
+def list_contracted(eqn: JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the dimensions of both operands of a product that it sums over; of a convolution, those of its kernel."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return (), eqn.params["dimension_numbers"].rhs_spec[1:]
     dims = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    return math.prod(typeof(eqn.invars[0]).shape[dim] for dim in dims[0][0])
+    left, right = dims[0]
+    return left, right

@@ -186,9 +186,9 @@ def _call(
     """
     q, k = arrays[:2]
     (batch, queries, heads, size), (_, keys, groups, _) = q.shape, k.shape
-    key_ranges = _clip_and_pad(key_ranges, keys, tile.queries)
+    key_ranges = clip_and_pad(key_ranges, keys, tile.queries)
     if kernel is attention_d_keys:  # a program reads all query heads of a group
-        bounds, programs, heads_per_program = _find_query_blocks(key_ranges, tile, keys), groups, heads // groups
+        bounds, programs, heads_per_program = find_query_blocks(key_ranges, tile, keys), groups, heads // groups
     else:
         bounds, programs, heads_per_program = _find_key_blocks(key_ranges, tile), heads, None
     programs_per_group = programs // groups
@@ -217,7 +217,7 @@ def _call(
 # ---- Blocks that a program reads. In this section, N is the number of blocks of queries, and M of blocks of keys.
 
 
-def _clip_and_pad(key_ranges: KeyRanges, keys: int, block: int) -> KeyRanges:
+def clip_and_pad(key_ranges: KeyRanges, keys: int, block: int) -> KeyRanges:
     """Clip the ranges to the existing keys, and pad [B, S] to whole blocks of queries; the padding sees nothing.
 
     All empty ranges become first = keys, last = -1. These are neutral for the minimum of first and the maximum of last.
@@ -244,7 +244,7 @@ def _find_key_blocks(key_ranges: KeyRanges, tile: Tile) -> jax.Array:
     )
 
 
-def _find_query_blocks(key_ranges: KeyRanges, tile: Tile, keys: int) -> jax.Array:
+def find_query_blocks(key_ranges: KeyRanges, tile: Tile, keys: int) -> jax.Array:
     """Find the blocks of queries that each block of keys reads: [B, M, 4], see `_make_bounds`."""
     min_first, max_first, min_last, max_last = (x[:, None] for x in _reduce_blocks(key_ranges, tile.queries))
     start = jnp.arange(0, keys, tile.keys)[:, None]

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.core.errors import describe_install
+from jaxopt_llm.kernels.attention_pallas import clip_and_pad, find_query_blocks
 from jaxopt_llm.kernels.attention_types import AttentionParameters, AttentionResiduals, KeyRanges, Tile, Tiles
 from jaxopt_llm.kernels.support import fold_batches
 
@@ -256,28 +257,8 @@ def _find_key_rows(first: jax.Array, last: jax.Array, tile: Tile) -> jax.Array:
 
 def _find_query_rows(first: jax.Array, last: jax.Array, keys: int, tile: Tile) -> jax.Array:
     """Find the query rows that each block of keys visits, in whole blocks: `bounds`, int32 [B, blocks, 4]."""
-    earliest, latest, sees = _split_into_blocks(first, last, tile.queries)
-    first_key = jnp.arange(0, keys, tile.keys, dtype=jnp.int32)[:, None]
-    last_key = jnp.minimum(first_key + tile.keys, keys) - 1
-    # [B, blocks of keys, blocks of queries]
-    touches = jnp.min(earliest, axis=-1, where=sees, initial=INT32_MAX)[:, None] <= last_key
-    touches &= jnp.max(latest, axis=-1, where=sees, initial=-1)[:, None] >= first_key
-    covers = jnp.max(earliest, axis=-1)[:, None] <= first_key
-    covers &= jnp.min(latest, axis=-1)[:, None] >= last_key
-
-    blocks = earliest.shape[1]
-    block = jnp.arange(blocks, dtype=jnp.int32)
-
-    def first_where(mask: jax.Array) -> jax.Array:
-        return jnp.min(jnp.where(mask, block, blocks), axis=-1)
-
-    end = jnp.max(jnp.where(touches, block + 1, 0), axis=-1)
-    start = jnp.minimum(first_where(touches), end)
-    # The first range of blocks whose queries all see all these keys; it is empty, at the end, if none does. If the key
-    # ranges do not decrease, there is only one such range.
-    full_start = jnp.minimum(first_where(covers), end)
-    full_end = jnp.minimum(first_where(~covers & (block > full_start[..., None])), end)
-    return jnp.stack([start, full_start, full_end, end], axis=-1) * tile.queries
+    ranges = clip_and_pad(KeyRanges(first, last), keys, tile.queries)
+    return find_query_blocks(ranges, tile, keys) * tile.queries
 
 
 def _split_into_blocks(first: jax.Array, last: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:

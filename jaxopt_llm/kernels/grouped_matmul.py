@@ -106,44 +106,22 @@ IMPLEMENTATIONS: dict[str, Implementation] = {"xla": XlaProducts(), **KERNELS}
 ONE_BY_ONE = "one_by_one"  # of the decoder, beside these
 
 
-def grouped_matmul(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, *, implementation: str = "xla", dtype: Any = None
-) -> jax.Array:
-    """Multiply each row of x by the matrix of its group.
-
-    Args:
-        x: [T, D], sorted by group.
-        w: [E, D, F], in x's dtype.
-        sizes: int32 [E], the number of rows of each group, in order. Groups may be empty; the sum is at most T. Rows
-            after the last group give 0, and their gradient is 0, whatever values they hold.
-        implementation: a name in IMPLEMENTATIONS.
-        dtype: of the result; x's by default. Sums are always in float32.
-
-    Returns:
-        [T, F].
-
-    Raises:
-        ValueError: Shapes or dtypes do not match, or the implementation does not exist or does not support the dtype.
-    """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or sizes.shape != w.shape[:1]:
-        raise ValueError(
-            f"x {x.shape}, w {w.shape} and sizes {sizes.shape}: give x [T, D], w [E, D, F] and sizes [E], "
-            "the rows of each group"
-        )
-    if x.dtype != w.dtype or sizes.dtype != jnp.int32:
-        raise ValueError(f"x {x.dtype}, w {w.dtype}, sizes {sizes.dtype}: give x and w in one dtype and sizes in int32")
-    if implementation in KERNELS and (found := KERNELS[implementation].problems(x.dtype)):
-        raise ValueError(f"implementation={implementation!r}: {'; '.join(found)}")
-    return multiply_groups(IMPLEMENTATIONS[implementation], jnp.dtype(dtype or x.dtype), x, w, sizes)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_groups(
     implementation: Implementation, dtype: jnp.dtype, x: jax.Array, w: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Compute `grouped_matmul` by this implementation, without checks."""
+    """Multiply each row of x by the matrix of its group.
+
+    Args:
+        dtype: of the result. Sums are always in float32.
+        x: [T, D], sorted by group.
+        w: [E, D, F], in x's dtype.
+        sizes: int32 [E], the number of rows of each group, in order. Groups may be empty; the sum is at most T. Rows
+            after the last group give 0, and their gradient is 0, whatever values they hold.
+
+    Returns:
+        [T, F].
+    """
     return implementation.forward(x, w, sizes, dtype)
 
 

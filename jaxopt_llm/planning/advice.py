@@ -11,12 +11,13 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.free_memory import GIB
-from jaxopt_llm.planning.search.attention_cost import describe_attention
 from jaxopt_llm.planning.search.footprint import Footprint
 from jaxopt_llm.planning.search.ranking import is_valid
+from jaxopt_llm.planning.search.report import format_flags
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.setting_space import MIN_CONTEXT_TOKENS, list_divisors, list_narrower
 from jaxopt_llm.planning.search.workload import predict_footprint, predict_seconds
+from jaxopt_llm.step.program import describe_attention
 
 Settings = dict[str, Any]  # values by field, for example {"sharding.zero_stage": 3}
 Option = tuple[Settings, str]  # settings and their price in words
@@ -52,10 +53,7 @@ class Advice:
 
     @property
     def flags(self) -> str:
-        return " ".join(
-            f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-            for name, value in self.settings.items()
-        )
+        return format_flags(self.settings)
 
 
 def advise(

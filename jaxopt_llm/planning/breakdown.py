@@ -7,7 +7,7 @@ parts add up to the step. docs/plan.md states what this leaves out, and how it r
 import collections
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import Chip
@@ -32,7 +32,7 @@ _MOVES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
     """Part of a step: one kind of kernels, the collectives over the same mesh axes, or the copies to the host.
 
@@ -45,16 +45,8 @@ class Part:
     """
 
     name: str
-    seconds: float
-    hidden_seconds: float
-    runs: int
-    flops: int
-    bytes: int
-
-
-@dataclass
-class _Sum:
     seconds: float = 0.0
+    hidden_seconds: float = 0.0
     runs: int = 0
     flops: int = 0
     bytes: int = 0
@@ -66,8 +58,8 @@ class _Kernels:
 
     chip: Chip
     module: Module
-    sums: dict[str, _Sum] = field(default_factory=lambda: {name: _Sum() for name in KERNELS})
-    host: _Sum = field(default_factory=_Sum)
+    sums: dict[str, Part] = field(default_factory=lambda: {name: Part(name) for name in KERNELS})
+    host: Part = field(default_factory=lambda: Part(HOST_COPIES))
     host_overlapped: int = 0  # bytes of asynchronous copies that run once, with a kernel between start and end
 
     def add(self, computation: Computation, kernel: Instruction, times: int) -> None:
@@ -140,12 +132,8 @@ def break_down_step(text: str, transfers: Sequence[roofline.Transfer], chip: Chi
     for computation, instruction, times in walk_kernels(kernels.module):
         if instruction.opcode.removesuffix("-start") not in hlo.COLLECTIVES:
             kernels.add(computation, instruction, times)
-    seconds = {name: total.seconds for name, total in kernels.sums.items()}
-    parts = [
-        *(Part(name, each.seconds, 0.0, each.runs, each.flops, each.bytes) for name, each in kernels.sums.items()),
-        *_list_links(transfers),
-        *_list_host_copies(kernels, transfers, sum(seconds.values())),
-    ]
+    sums = kernels.sums.values()
+    parts = *sums, *_list_links(transfers), _time_host_copies(kernels, transfers, sum(part.seconds for part in sums))
     return tuple(part for part in parts if part.seconds or part.hidden_seconds)
 
 
@@ -160,11 +148,11 @@ def _list_links(transfers: Sequence[roofline.Transfer]) -> Iterator[Part]:
         yield Part(f"{COLLECTIVES} over {axes} ({link})", all_seconds - hidden, hidden, runs, 0, sent)
 
 
-def _list_host_copies(kernels: _Kernels, transfers: Sequence[roofline.Transfer], seconds: float) -> Iterator[Part]:
+def _time_host_copies(kernels: _Kernels, transfers: Sequence[roofline.Transfer], seconds: float) -> Part:
     others = max(seconds, roofline.compute_link_time(transfers, seconds, seconds).hidden)
     time = roofline.compute_host_time(kernels.host.bytes, kernels.host_overlapped, kernels.chip, others)
     name = f"{HOST_COPIES} ({kernels.chip.host_link})"
-    yield Part(name, time.exposed, time.hidden, kernels.host.runs, 0, kernels.host.bytes)
+    return replace(kernels.host, name=name, seconds=time.exposed, hidden_seconds=time.hidden)
 
 
 def sum_by_cause(parts: Sequence[Part], idle: float = 0.0) -> roofline.StepTime:

@@ -20,12 +20,13 @@ from jaxopt_llm.config import Config, MeshConfig, ModelConfig, PrecisionConfig, 
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.precision import Float
 from jaxopt_llm.kernels.attention import find_unsupported
-from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, describe_attention, resolve_attention
+from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, resolve_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost
 from jaxopt_llm.planning.search.microbatch import BYTES, MoECost
 from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, seconds_in_memory
 from jaxopt_llm.planning.search.transfers import find_link_over
 from jaxopt_llm.planning.search.workload import predict_seconds
+from jaxopt_llm.step.program import describe_attention
 from jaxopt_llm.step.validation import size_problems
 
 FIELD = "sharding.context_exchange"

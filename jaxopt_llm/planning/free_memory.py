@@ -20,6 +20,12 @@ def choose_unit(size: int) -> tuple[str, int]:
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
+def format_bytes(size: int, digits: int = 1) -> str:
+    """Return a number of bytes in the unit that fits."""
+    name, unit = choose_unit(size)
+    return f"{size / unit:,.{digits}f} {name}"
+
+
 # Share of what XLA may use that a step leaves free: for the fragments of XLA's allocator, samples and evaluations.
 FREE = 0.05
 SLACK = 0.05  # a setting is compiled if, by arithmetic, it would fit with this much less

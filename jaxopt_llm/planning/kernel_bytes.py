@@ -34,19 +34,12 @@ def walk_kernels(module: Module) -> Iterator[tuple[Computation, Instruction, int
 
     A loop without a fixed trip count counts as one run. The end of an asynchronous instruction is not yielded.
     """
-    executions = count_executions(module)
-    pending, seen = ["ENTRY"], {"ENTRY"}
-    while pending:
-        name = pending.pop()
-        for instruction in module[name].values():
-            if instruction.opcode in CONTROL:
-                called = [callee for callee in list_callees(instruction) if callee not in seen]
-                pending += called
-                seen.update(called)
-            elif is_kernel(instruction):
-                times = executions[name].times
-                if times != 0:
-                    yield module[name], instruction, 1 if times is None else times
+    instructions = [each for computation in module.values() for each in computation.values()]
+    inside = {name for each in instructions if each.opcode not in CONTROL for name in list_callees(each)}
+    for name, execution in count_executions(module).items():
+        if name not in inside and execution.times != 0:
+            runs = 1 if execution.times is None else execution.times
+            yield from ((module[name], each, runs) for each in module[name].values() if is_kernel(each))
 
 
 def is_kernel(instruction: Instruction) -> bool:

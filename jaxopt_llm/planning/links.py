@@ -20,27 +20,19 @@ from jaxopt_llm.compiler.chips import Chip
 from jaxopt_llm.compiler.instructions import Execution, Instruction, Module, count_executions, list_callees
 from jaxopt_llm.planning.free_memory import choose_unit
 from jaxopt_llm.planning.kernel_bytes import CONTROL, estimate_kernel, is_kernel, list_fused
-from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY
+from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Transfer
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind over the same mesh axes, in a step.
+class Traffic(Transfer):
+    """Collectives of a compiled program. What kernels hide of them is a fact of its schedule.
 
-    bytes: bytes that each GPU sends, on a ring.
-    seconds: bytes divided by the rate of the slowest link, without latency. Overlap with computation is not subtracted.
-    overlapped: share of the time of these collectives that kernels hide, by the schedule of the program.
     every: number of steps between two runs. Bytes and seconds are those of a step on average.
     """
 
-    axes: tuple[str, ...]
-    link: str  # "nvlink" or "pcie", or "network" if the axes cross hosts
-    kind: str
+    bytes: int
     dtypes: tuple[str, ...]
     times: int
-    bytes: int
-    seconds: float
-    overlapped: float
     every: int = 1
 
 
@@ -116,7 +108,7 @@ def sum_traffic(
         sent = sum(each.collective.wire_bytes * each.collective.times for each in group)
         seconds = sum(each.seconds for each in group)
         hidden = sum(each.seconds * (1 - each.exposed) for each in group)
-        yield Traffic(axes, group[0].link, kind, dtypes, times, sent, seconds, hidden / seconds if seconds else 0.0)
+        yield Traffic(axes, group[0].link, kind, sent, seconds, hidden / seconds if seconds else 0.0, dtypes, times)
 
 
 def spread_over_steps(traffic: Iterable[Traffic], every: int) -> Iterator[Traffic]:

@@ -31,6 +31,7 @@ from jaxopt_llm.planning.oom import make_explainer
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost, keep_existing
 from jaxopt_llm.planning.search.microbatch import count_tokens
+from jaxopt_llm.planning.search.report import format_value
 from jaxopt_llm.planning.search.roofline import Cluster
 from jaxopt_llm.planning.search.workload import STAND_IN, describe_cluster, predict_footprint, predict_seconds
 from jaxopt_llm.run.compile import Executables, compile_program, lower_programs
@@ -209,9 +210,7 @@ def list_settings(config: Config) -> dict[str, Any]:
 
 
 def format_choices(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in values.items()
-    )
+    return ", ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
 def _list_variants(config: Config, cluster: Cluster, on_gpu: bool) -> Iterator[Config]:

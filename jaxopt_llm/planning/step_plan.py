@@ -32,14 +32,14 @@ from jaxopt_llm.planning import links
 from jaxopt_llm.planning.advice import Advice, advise
 from jaxopt_llm.planning.breakdown import HOST_COPIES, KERNELS, Part, break_down_step, format_breakdown
 from jaxopt_llm.planning.exchanges import FIELD, resolve_context_exchange
-from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes
+from jaxopt_llm.planning.free_memory import GIB, choose_unit, count_chip_bytes, format_bytes
 from jaxopt_llm.planning.memory import KnownShapes, LiveArray, Memory, find_largest, format_kinds, sum_by_kind
 from jaxopt_llm.planning.search import roofline
 from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.grouped_rate import describe_rates
+from jaxopt_llm.planning.search.report import format_flags
 from jaxopt_llm.planning.search.roofline import Cluster
-from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
-from jaxopt_llm.planning.search.workload import estimate_work
+from jaxopt_llm.planning.search.workload import predict_work
 from jaxopt_llm.planning.settings_choice import (
     Choice,
     choose_settings,
@@ -213,21 +213,16 @@ def _advise_interval(config: Config, step_seconds: float) -> dict[str, Any]:
 
 def format_checkpoints(plan: CheckpointPlan) -> list[str]:
     """Return the lines on size and interval, and the advice."""
-    size = _format_size(plan.bytes)
+    size = format_bytes(plan.bytes)
     lines = [f"checkpoints: one every {plan.every:,} steps ({format_duration(plan.seconds)}), {size} each"]
     if plan.frozen_bytes:
-        frozen = _format_size(plan.frozen_bytes)
+        frozen = format_bytes(plan.frozen_bytes)
         lines.append(f"  {frozen} of it are frozen parameters; with a folder as --model.pretrained they are not saved")
     if plan.advice:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in plan.advice.items())
+        flags = format_flags(plan.advice)
         duration = format_duration(plan.seconds * plan.advice["checkpoint.every"] / plan.every)
         lines.append(f"  a crash would lose up to {format_duration(plan.seconds)}; save every {duration} with {flags}")
     return lines
-
-
-def _format_size(size: int) -> str:
-    name, unit = choose_unit(size)
-    return f"{size / unit:,.1f} {name}"
 
 
 def format_duration(seconds: float) -> str:
@@ -404,7 +399,7 @@ def _describe_step(
     resolved = resolve_attention(config, chip.compute_capability)
     pcie_bytes = hlo.count_host_bytes(text)
     work = roofline.use_compiled_figures(
-        _estimate_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
+        predict_work(resolved, cluster), sum(computed.values()), collectives, pcie_bytes
     )
     known = KnownShapes.from_program(program, config, placement)
     figures = read_figures(program, cluster, peak, known, computed)
@@ -487,9 +482,3 @@ def _describe_gpus(config: Config, gpu: str, hosts: int, gpus_per_host: int) -> 
             f"give --hosts {needed // gpus} --gpus-per-host {gpus}, or change --mesh.*"
         )
     return devices
-
-
-def _estimate_work(config: Config, cluster: Cluster) -> roofline.Work:
-    state_sizes = compute_state_sizes(config)
-    assert state_sizes is not None, "`validate` rejects such a configuration"
-    return estimate_work(config, state_sizes, cluster)

@@ -7,7 +7,7 @@ a label, the keys that lead to it: "head" in `optax.partition({"head": ...}, ...
 and "" if there are none.
 """
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -171,48 +171,20 @@ def place_hyperparameters(values: Hyperparameters | None, sharding: NamedShardin
 RATE = "learning_rate"
 
 
-def map_rates(function: Callable[[str, Any, bool], Any], moments: tree.Tree) -> tree.Tree:
-    """Return the state of an optimizer with other learning rates.
-
-    Args:
-        function: (label, rate, whether a schedule computes it at each step) -> rate.
-    """
-    return _map_below((), function, moments)
+def _is_rate(path: tuple[Any, ...], value: Any, field: str = "hyperparams") -> bool:
+    """Return whether a part of an optimizer's state belongs to this field of what `optax.inject_hyperparams` keeps."""
+    return len(path) > 1 and getattr(path[-2], "name", "") == field
 
 
-def _map_below(path: tuple[Any, ...], function: Callable[[str, Any, bool], Any], state: tree.Tree) -> tree.Tree:
-    def visit(below: tuple[Any, ...], node: Any) -> Any:
-        if not _is_injected(node):
-            return node
-        here, numbers = (*path, *below), node.hyperparams
-        if RATE in numbers:
-            label = "/".join(str(part) for part in map(_name_key, here) if part is not None)
-            scheduled = RATE in getattr(node, "hyperparams_states", {})
-            numbers = numbers | {RATE: function(label, numbers[RATE], scheduled)}
-        return node._replace(hyperparams=numbers, inner_state=_map_below(here, function, node.inner_state))
-
-    return jax.tree_util.tree_map_with_path(visit, state, is_leaf=_is_injected)
-
-
-def _is_injected(node: Any) -> bool:
-    return isinstance(node, optax.InjectStatefulHyperparamsState | optax.InjectHyperparamsState)
-
-
-def _name_key(key: Any) -> Any:
-    """Return the key of a dict, or the index of a tuple. The fields of optax's states have no part in a label."""
-    return getattr(key, "key", getattr(key, "idx", None))
+def _make_label(path: tuple[Any, ...]) -> str:
+    """Return the label of a rate. The fields of optax's states have no part in it."""
+    keys = (getattr(key, "key", getattr(key, "idx", None)) for key in path[:-1])
+    return "/".join(str(key) for key in keys if key is not None)
 
 
 def read_rates(moments: tree.Tree) -> dict[str, Any]:
     """Return the learning rates by label."""
-    rates: dict[str, Any] = {}
-
-    def note(label: str, rate: Any, scheduled: bool) -> Any:
-        rates[label] = rate
-        return rate
-
-    map_rates(note, moments)
-    return rates
+    return {_make_label(path): rate for path, rate in optax.tree.get_all_with_path(moments, RATE, _is_rate)}
 
 
 def make_rate_metrics(moments: tree.Tree) -> dict[str, jax.Array]:
@@ -228,16 +200,19 @@ def set_rates(moments: tree.Tree, rates: dict[str, float]) -> tree.Tree:
     Raises:
         InputError: a schedule computes one of them.
     """
+    of_schedules = functools.partial(_is_rate, field="hyperparams_states")
+    scheduled = {_make_label(path) for path, _ in optax.tree.get_all_with_path(moments, RATE, of_schedules)}
+    if scheduled & rates.keys():
+        raise InputError(
+            "learning_rate: a schedule of the optimizer computes it at each step; to set it, give "
+            "optax.inject_hyperparams a number in place of the schedule"
+        )
 
-    def change(label: str, rate: Any, scheduled: bool) -> Any:
-        if label not in rates:
-            return rate
-        if scheduled:
-            raise InputError(
-                "learning_rate: a schedule of the optimizer computes it at each step; to set it, give "
-                "optax.inject_hyperparams a number in place of the schedule"
-            )
-        value = jnp.full(rate.shape, rates[label], rate.dtype)
-        return jax.make_array_from_callback(rate.shape, rate.sharding, lambda index: value[index])
+    def change(path: tuple[Any, ...], leaf: Any) -> Any:
+        is_given = _is_rate(path, leaf) and path[-1].key == RATE and _make_label(path) in rates
+        if not is_given:
+            return leaf
+        value = jnp.full(leaf.shape, rates[_make_label(path)], leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
-    return map_rates(change, moments)
+    return jax.tree_util.tree_map_with_path(change, moments)

@@ -50,7 +50,6 @@ from jaxopt_llm.model.objectives.preference import make_preference
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
-from jaxopt_llm.parallel.activations import count_key_parts
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import has_compute_copy
 from jaxopt_llm.step import state as training_state
@@ -403,7 +402,7 @@ def make_teacher(config: Config, placement: Placement) -> Teacher:
 
 def _choose_attention(config: Config, placement: Placement) -> str:
     """Return the attention of a teacher: that of the student, or another one if the teacher's sizes need it."""
-    call, device = _describe_attention(config, placement), placement.mesh.devices.flat[0]
+    call, device = describe_attention(config), placement.mesh.devices.flat[0]
     requested = config.training.attention
     unsupported = find_unsupported(call, get_compute_capability(device))
     if requested != "auto" and not unsupported[requested]:
@@ -413,9 +412,12 @@ def _choose_attention(config: Config, placement: Placement) -> str:
     return kernel_choice.choose_attention(device, "auto", call, limited).name
 
 
-def _describe_attention(config: Config, placement: Placement) -> AttentionCall:
-    documents, dtype = config.data.documents_per_row or DOCUMENTS_PER_ROW, placement.precision.compute_dtype
-    return describe_call(config.model, dtype, config.training.sequence_length, documents, count_key_parts(placement))
+def describe_attention(config: Config) -> AttentionCall:
+    """Return the properties of a configuration's attention."""
+    documents = config.data.documents_per_row or DOCUMENTS_PER_ROW
+    parts = config.mesh.context if config.sharding.has_ring else 1
+    dtype, length = config.precision.compute_dtype, config.training.sequence_length
+    return describe_call(config.model, dtype, length, documents, parts)
 
 
 def _lay_out(model: Decoder, config: Config, placement: Placement) -> tuple[Decoder, Executor]:
@@ -446,7 +448,7 @@ def _make_model(config: Config, placement: Placement, objective: Objective) -> t
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         kernel_choice.check_matmul(device, placement.precision.matmul)
-        call = _describe_attention(config, placement)
+        call = describe_attention(config)
         attention = kernel_choice.choose_attention(device, training.attention, call)
         if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:
             # For `plan`, which reads no data. A run has resolved the limit before (run/attention_choice.py).

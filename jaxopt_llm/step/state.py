@@ -36,7 +36,7 @@ from jaxopt_llm.step.guard import (
     initialize_loss_scale,
     loss_scale_specs,
 )
-from jaxopt_llm.step.update import Optimizers, begin_average
+from jaxopt_llm.step.update import Optimizers
 
 # Bytes per device of initial values in host memory that one program makes. One larger leaf has a program of its own.
 HOST_BYTES_PER_PROGRAM = 2**30
@@ -199,33 +199,39 @@ def abstract_state(specs: StateSpecs, placement: Placement) -> TrainState:
     return jax.tree.map(add_sharding, state, concrete, abstract)
 
 
-def make_compute_copy(specs: Params, masters: Params, shardings: Params | None, placement: Placement) -> Params | None:
-    """Cast and gather the masters into the compute copy; None if `shardings` is None.
+def _convert_masters(
+    convert: Callable[[ParamSpec, jax.Array], jax.Array], specs: tree.Tree, masters: Params, shardings: Params | None
+) -> Params | None:
+    """Return what a function of spec and array makes of each master; None if `shardings` is None.
 
-    It converts one leaf at a time, so that the device does not hold the whole copy twice.
+    It converts one leaf at a time, so that the device does not hold the whole twice.
     """
 
-    def copy(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
-        def convert(master: jax.Array) -> jax.Array:
-            return cast_masters(spec, offload.fetch_to_device(master), placement)
+    def convert_leaf(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
+        def run(master: jax.Array) -> jax.Array:
+            return convert(spec, offload.fetch_to_device(master))
 
-        return jax.jit(convert, out_shardings=sharding)(master)
+        return jax.jit(run, out_shardings=sharding)(master)
 
-    return None if shardings is None else jax.tree.map(copy, specs, shardings, masters)
+    return None if shardings is None else jax.tree.map(convert_leaf, specs, shardings, masters)
 
 
-def find_largest_masters(specs: StateSpecs, masters: Params, shardings: Params | None) -> Params | None:
-    """Return the largest magnitude of each master that has a spec in `specs.largest`; None without specs."""
+def _derive_from_masters(
+    specs: StateSpecs, masters: Params, shardings: TrainState, placement: Placement
+) -> dict[str, Params | None]:
+    """Return the parts of a state that are functions of its masters: the compute copy, and the largest magnitudes."""
 
-    def find(spec: ParamSpec, sharding: NamedSharding, master: jax.Array) -> jax.Array:
-        def largest(master: jax.Array) -> jax.Array:
-            return find_largest(offload.fetch_to_device(master), spec.leading)
+    def cast(spec: ParamSpec, master: jax.Array) -> jax.Array:
+        return cast_masters(spec, master, placement)
 
-        return jax.jit(largest, out_shardings=sharding)(master)
+    def find(spec: ParamSpec, master: jax.Array) -> jax.Array:
+        return find_largest(master, spec.leading)
 
-    if specs.largest is None:
-        return None
-    return jax.tree.map(find, specs.largest, shardings, tree.restrict(masters, specs.largest))
+    rounded = masters if specs.largest is None else tree.restrict(masters, specs.largest)
+    return {
+        "compute": _convert_masters(cast, specs.masters, masters, shardings.compute),
+        "largest": _convert_masters(find, specs.largest, rounded, shardings.largest),  # None without specs
+    }
 
 
 def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> TrainState:
@@ -237,7 +243,7 @@ def use_average(state: TrainState, specs: StateSpecs, placement: Placement) -> T
         return state
     shardings = state_shardings(specs, placement)
     masters = jax.tree.map(jax.device_put, state.average, shardings.masters)
-    compute = make_compute_copy(specs.masters, masters, shardings.compute, placement)
+    compute = _derive_from_masters(replace(specs, largest=None), masters, shardings, placement)["compute"]
     return replace(state, masters=masters, compute=compute)
 
 
@@ -298,9 +304,9 @@ def initialize_state(
     for paths in _divide_into_programs(shapes, sharding_by_path):
         state |= make_leaves(paths)
     whole = jax.tree.unflatten(jax.tree.structure(drawn), [state[path] for path in sharding_by_path])
-    compute = make_compute_copy(specs.masters, whole.masters, shardings.compute, placement)
-    largest = find_largest_masters(specs, whole.masters, shardings.largest)
-    return replace(whole, compute=compute, average=begin_average(whole.masters, shardings.average), largest=largest)
+    # jit would return its argument itself.
+    average = _convert_masters(lambda _, x: jnp.copy(x), specs.masters, whole.masters, shardings.average)
+    return replace(whole, average=average, **_derive_from_masters(specs, whole.masters, shardings, placement))
 
 
 def _divide_into_programs(
@@ -468,7 +474,5 @@ def resume_state(specs: StateSpecs, step: int, placement: Placement, **trees: tr
 
     shardings = replace(state_shardings(specs, placement), teacher=None)
     converted = {name: convert_tree(name) for name in STORED}
-    compute = make_compute_copy(specs.masters, converted["masters"], shardings.compute, placement)
-    largest = find_largest_masters(specs, converted["masters"], shardings.largest)
-    state = {**converted, "compute": compute, "largest": largest}
+    state = converted | _derive_from_masters(specs, converted["masters"], shardings, placement)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(state)

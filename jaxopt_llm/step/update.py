@@ -21,7 +21,7 @@ array, such as the global norm of the gradients, is computed once before.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -30,12 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.sharding import NamedSharding
 
 from jaxopt_llm.compiler.instructions import taken_scope_name
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import inline_calls, typeof
+from jaxopt_llm.core.jaxpr import bind_equation, inline_calls, read_atoms, run_equations, typeof
 from jaxopt_llm.model import param
 from jaxopt_llm.model.linear.quantised import find_largest
 from jaxopt_llm.model.model import Params
@@ -55,17 +54,16 @@ class _Evaluation:
 
     def __post_init__(self) -> None:
         self.values = dict(self.inputs)
-        self.makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
-    def list_equations(self, atoms: Sequence[Any]) -> list[JaxprEqn]:
-        """Return the equations that these values need."""
-        needed = {atom for atom in atoms if not isinstance(atom, Literal)}
-        equations = []
+    def list_equations(self, atoms: Sequence[Any], known: Container[Any] = ()) -> list[JaxprEqn]:
+        """Return the equations that these values need, in order, given the known ones."""
+        needed = {atom for atom in atoms if not isinstance(atom, Literal) and atom not in known}
+        equations: list[JaxprEqn] = []
         for eqn in reversed(self.jaxpr.eqns):
             if needed & {*eqn.outvars}:
                 equations.append(eqn)
-                needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-        return equations
+                needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal) and atom not in known}
+        return equations[::-1]
 
     def can_read(self, atom: Any) -> bool:
         """Return whether a value needs only the inputs that are known."""
@@ -75,24 +73,8 @@ class _Evaluation:
         return all(each in made or each in self.inputs for each in read)
 
     def read(self, atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        wanted = [atom]
-        while wanted:  # a loop, because a chain of equations can be longer than Python's stack
-            var = wanted[-1]
-            if var in self.values:
-                wanted.pop()
-                continue
-            eqn = self.makers[var]
-            missing = [each for each in eqn.invars if not isinstance(each, Literal) and each not in self.values]
-            if missing:
-                wanted += missing
-                continue
-            inputs = [each.val if isinstance(each, Literal) else self.values[each] for each in eqn.invars]
-            with eqn.ctx.manager:
-                results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            self.values |= zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True)
-        return self.values[atom]
+        run_equations(self.list_equations([atom], self.values), self.values, bind_equation)
+        return read_atoms([atom], self.values)[0]
 
 
 def update_by_parts(
@@ -512,18 +494,6 @@ def _settle(old: Updatable, masters: tree.Tree, moments: tree.Tree, scalars: Sca
     select = functools.partial(jnp.where, scalars.good)
     masters, moments = jax.tree.map(select, (masters, moments), (old.masters, old.moments))
     return Updatable(masters, moments, average=move_average(old.average, masters, scalars.weight, scalars.good))
-
-
-def begin_average(masters: Params, shardings: Params | None) -> Params | None:
-    """Copy the masters, one leaf at a time, into their average; None if `shardings` is None."""
-
-    def copy(master: jax.Array, sharding: NamedSharding) -> jax.Array:
-        def fetch(master: jax.Array) -> jax.Array:
-            return jnp.copy(offload.fetch_to_device(master))  # jit would return its argument itself
-
-        return jax.jit(fetch, out_shardings=sharding)(master)
-
-    return None if shardings is None else jax.tree.map(copy, masters, shardings)
 
 
 def new_weight(decay: float, updates: jax.Array) -> jax.Array:

@@ -313,9 +313,9 @@ def test_blocks_that_are_read_and_those_without_a_mask(key_ranges: str, tile: Ti
     every &= queries[:, None] + tile.queries <= LENGTH
     whole_keys = every & (keys + tile.keys <= LENGTH)
 
-    clipped = kernel._clip_and_pad(KeyRanges(jnp.asarray(first), jnp.asarray(last)), LENGTH, tile.queries)
+    clipped = kernel.clip_and_pad(KeyRanges(jnp.asarray(first), jnp.asarray(last)), LENGTH, tile.queries)
     query_side = kernel._find_key_blocks(clipped, tile), some, whole_keys
-    key_side = kernel._find_query_blocks(clipped, tile, LENGTH), some.swapaxes(1, 2), every.swapaxes(1, 2)
+    key_side = kernel.find_query_blocks(clipped, tile, LENGTH), some.swapaxes(1, 2), every.swapaxes(1, 2)
     for bounds, needed, whole in (query_side, key_side):
         begin, full_begin, full_stop, stop = np.moveaxis(np.asarray(bounds), -1, 0)[..., None]
         other = np.arange(needed.shape[-1])

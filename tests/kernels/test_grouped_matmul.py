@@ -15,7 +15,7 @@ import toy
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxopt_llm.kernels import grouped_matmul_pallas
-from jaxopt_llm.kernels.grouped_matmul import OneByOne, XlaProducts, grouped_matmul, lax, multiply_groups
+from jaxopt_llm.kernels.grouped_matmul import OneByOne, XlaProducts, lax, multiply_groups
 from jaxopt_llm.kernels.grouped_matmul_pallas import Blocks
 
 pytestmark = pytest.mark.core
@@ -192,34 +192,3 @@ def test_devices_that_keep_their_own_gradients(name: str) -> None:
     assert found[0].sharding.spec[:1] == ("data",)
     for i in range(len(cases)):
         assert_equal([each[i] for each in found], (x[i], w, dy[i], sizes[i]))
-
-
-def test_by_name() -> None:
-    x, w, dy, sizes = arrays(SIZES["cut blocks"])
-    y, dx = jax.vjp(lambda x: grouped_matmul(x, w, sizes), jnp.asarray(x))
-    want = expected(x, w, dy, sizes)
-    assert toy.distance(y, want[0]) < 1e-6 and toy.distance(dx(jnp.asarray(dy))[0], want[1]) < 1e-6
-    assert grouped_matmul(jnp.asarray(x), w, sizes, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"implementation": "mosaic"}, "implementation='mosaic': choose one of xla, pallas"),
-        ({"w": np.zeros((3, INPUTS + 1, OUTPUTS), np.float32)}, "x (45, 19), w (3, 20, 21) and sizes (3,)"),
-        ({"sizes": np.zeros(4, np.int32)}, "sizes (4,)"),
-        ({"w": jnp.zeros((3, INPUTS, OUTPUTS), jnp.bfloat16)}, "w bfloat16"),
-        ({"sizes": np.zeros(3, np.int16)}, "sizes int16"),
-        (
-            {"x": np.zeros((45, 19), np.int8), "w": np.zeros((3, 19, 21), np.int8), "implementation": "pallas"},
-            "implementation='pallas': dtype=int8: the pallas kernel supports bfloat16, float16 or float32, "
-            "xla supports any",
-        ),
-    ],
-    ids=["no such one", "depths differ", "sizes of others", "two dtypes", "short sizes", "integers"],
-)
-def test_invalid_calls_are_rejected(changes: Any, message: str) -> None:
-    x, w, _, sizes = arrays(SIZES["cut blocks"])
-    with pytest.raises(ValueError) as error:
-        grouped_matmul(**{"x": x, "w": w, "sizes": sizes, **changes})
-    assert message in str(error.value)

@@ -142,7 +142,7 @@ ENTRY %main (a: bf16[64,64]) -> bf16[64,64] {
 def transfer(seconds: float, *axes: str, overlapped: float = 1.0, link: str = "nvlink") -> Traffic:
     """Return a transfer that takes this long at the rate that its link attains."""
     full_rate = seconds * LINK_EFFICIENCY[link]
-    return Traffic(axes, link, "all-gather", ("bf16",), 3, 1000, full_rate, overlapped)
+    return Traffic(axes, link, "all-gather", 1000, full_rate, overlapped, ("bf16",), 3)
 
 
 def test_a_slice_of_a_cast_reads_only_the_slice() -> None:

@@ -8,7 +8,7 @@ from test_kernel_bytes import compile_for_h200
 from jaxopt_llm.compiler import hlo
 from jaxopt_llm.compiler.chips import CHIPS
 from jaxopt_llm.compiler.instructions import parse_module
-from jaxopt_llm.kernels.grouped_matmul import grouped_matmul
+from jaxopt_llm.kernels.grouped_matmul import KERNELS, multiply_groups
 from jaxopt_llm.planning.kernel_bytes import estimate_kernel, list_fused, walk_kernels
 from jaxopt_llm.planning.search import grouped_rate, roofline
 
@@ -20,7 +20,7 @@ FILLED = ROWS // 2  # of the rows that there is room for
 def test_grouped_matmuls_take_what_was_measured() -> None:
     def loss(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         with hlo.filled_rows_scope(FILLED, ROWS):
-            y = grouped_matmul(x, w, sizes, implementation="pallas")
+            y = multiply_groups(KERNELS["pallas"], x.dtype, x, w, sizes)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     text = compile_for_h200(

@@ -28,7 +28,7 @@ PARTS = (Part("matmuls", 1.5, 0.0, 7, 10, 10), Part("casts", 0.5, 0.0, 5, 0, 10)
 
 
 def test_assumptions_name_the_rates_of_what_a_step_uses() -> None:
-    sent = Traffic(("fsdp",), "pcie", "all-gather", ("bf16",), 1, 1, 1.0, 1.0)
+    sent = Traffic(("fsdp",), "pcie", "all-gather", 1, 1.0, 1.0, ("bf16",), 1)
     matmuls = "assumed: matmuls 75% of the chip's peak"
     clocks = "clocks that fall under load (steps of one H200 took 1.03 to 1.10 times as long as planned)"
     assert list_assumptions(CHIPS["4090"], "pallas", PARTS, replace(WORK, transfers=(sent, sent))) == (

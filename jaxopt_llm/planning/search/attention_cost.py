@@ -13,11 +13,12 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.model import WINDOWED
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.kernels.attention_auto import AttentionCall, choose_fastest
-from jaxopt_llm.kernels.attention_cudnn import DOCUMENTS_PER_ROW, count_workspace
+from jaxopt_llm.kernels.attention_cudnn import count_workspace
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS, CAUSAL_ROWS, QUERY_BLOCK
 from jaxopt_llm.model import flops
-from jaxopt_llm.model.self_attention import describe_call, find_implementation, kernel_head_dim, most_frequent_kind
+from jaxopt_llm.model.self_attention import find_implementation, kernel_head_dim, most_frequent_kind
 from jaxopt_llm.planning.search.passes import Passes
+from jaxopt_llm.step.program import describe_attention
 
 RING: Final = "ring"
 ALL_TO_ALL: Final = "all_to_all"
@@ -34,14 +35,6 @@ def resolve_attention(config: Config, capability: tuple[int, int] | None) -> Con
         return config
     name = _find_fastest(describe_attention(config), capability)
     return replace(config, training=replace(training, attention=name))
-
-
-def describe_attention(config: Config) -> AttentionCall:
-    """Return the properties of a configuration's attention, as `make_program` finds them."""
-    documents = config.data.documents_per_row or DOCUMENTS_PER_ROW
-    parts = config.mesh.context if config.sharding.has_ring else 1
-    dtype, length = config.precision.compute_dtype, config.training.sequence_length
-    return describe_call(config.model, dtype, length, documents, parts)
 
 
 @functools.cache

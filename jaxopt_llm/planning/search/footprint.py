@@ -53,10 +53,10 @@ class Footprint:
     optimizer: float
     gradients: float
     activations: float
-    working: float
-    loss: float
-    reduction: float
     host: float
+    working: float = 0.0
+    loss: float = 0.0
+    reduction: float = 0.0
     teacher: float = 0.0
 
     @property

@@ -18,7 +18,7 @@ from jaxopt_llm.kernels.attention import find_unsupported
 from jaxopt_llm.planning.breakdown import sum_by_cause
 from jaxopt_llm.planning.exchanges import resolve_expert_exchange
 from jaxopt_llm.planning.free_memory import add_slack, leave_free
-from jaxopt_llm.planning.search.attention_cost import describe_attention, resolve_attention
+from jaxopt_llm.planning.search.attention_cost import resolve_attention
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.roofline import (
@@ -33,6 +33,7 @@ from jaxopt_llm.planning.search.setting_space import enumerate_meshes, enumerate
 from jaxopt_llm.planning.search.state_sizes import StateSizes, compute_state_sizes
 from jaxopt_llm.planning.search.workload import estimate_work
 from jaxopt_llm.step.local_steps import has_groups
+from jaxopt_llm.step.program import describe_attention
 from jaxopt_llm.step.validation import validate
 
 # Error of the estimate that is possible after one setting was compiled; after n settings an n-th of it is.

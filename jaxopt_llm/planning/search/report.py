@@ -8,7 +8,7 @@ If nothing fits, it suggests changes, cheapest first. Arithmetic confirms that e
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,10 +74,9 @@ def list_changes(config: Config, recipe: Config) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != fields.get_field(recipe, name)}
 
 
-def format_flags(config: Config, recipe: Config) -> str:
-    """Return the flags that turn the recipe into this setting."""
-    changes = list_changes(config, recipe).items()
-    return " ".join(f"--{name} {format_value(value)}" for name, value in changes)
+def format_flags(settings: Mapping[str, Any]) -> str:
+    """Return the flags of settings by name."""
+    return " ".join(f"--{name.replace('_', '-')} {format_value(value)}" for name, value in settings.items())
 
 
 def format_value(value: Any) -> str:
@@ -120,7 +119,7 @@ def format_table(result: SearchResult, seconds: float) -> str:
             f"{'':4}{describe_setting(candidate.config, recipe)}{mark}{fits}{waits}",
         ]
     if result.winner:
-        flags = format_flags(result.winner.config, recipe) or "the recipe without changes"
+        flags = format_flags(list_changes(result.winner.config, recipe)) or "the recipe without changes"
         lines += ["", f"fastest that fits: {flags}"]
     return "\n".join(lines)
 
@@ -351,11 +350,11 @@ def _describe(found: Candidate, cluster: Cluster, recipe: Config) -> str:
     exposed = _time_without_overlap(found, cluster)
     if exposed > LONGER * found.time.total:
         figures += f" ({exposed:.2f} s if XLA hides no transfer)"
-    return f"{figures} with {format_flags(found.config, recipe) or 'the recipe without changes'}"
+    return f"{figures} with {format_flags(list_changes(found.config, recipe)) or 'the recipe without changes'}"
 
 
 def _time_without_overlap(found: Candidate, cluster: Cluster) -> float:
     """Return the time of a step if XLA hides no transfer. Only compiling shows what it does hide."""
-    exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)  # type: ignore[type-var]
+    exposed = tuple(replace(each, overlapped=0.0) for each in found.work.transfers)
     work = replace(found.work, transfers=exposed)
     return compute_step_time(work, cluster.chip, found.config.precision.compute_dtype).total

@@ -7,7 +7,6 @@ longer than the kernels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from jaxopt_llm.compiler.chips import CHIPS, USUAL_LINKS, Chip, LinkRates
 from jaxopt_llm.planning.search.grouped_rate import Groups
@@ -64,23 +63,22 @@ class Cluster:
         return self.hosts * self.gpus_per_host
 
 
-class Transfer(Protocol):
-    """Collectives of one kind in a step, as one GPU sees them.
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind over the same mesh axes in a step, as one GPU sees them.
 
-    seconds: time at the full rate of the link.
+    link: "nvlink" or "pcie", or "network" if the axes cross hosts.
+    bytes: bytes that the GPU sends on a ring.
+    seconds: time at the full rate of the slowest link, without latency.
     overlapped: share of the transfer that kernels hide, if they take long enough.
     """
 
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-    @property
-    def link(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def overlapped(self) -> float: ...
+    axes: tuple[str, ...]
+    link: str
+    kind: str
+    bytes: float
+    seconds: float
+    overlapped: float
 
 
 @dataclass(frozen=True)
@@ -112,15 +110,15 @@ class Work:
     """
 
     flops: float
-    grouped: GroupedWork | None
-    attention_flops: float
-    attention_bytes: float
-    attention_efficiency: float
     repeated_flops: float
     bytes: float
     transfers: tuple[Transfer, ...]
     pcie_bytes: float
-    idle: float
+    grouped: GroupedWork | None = None
+    attention_flops: float = 0.0
+    attention_bytes: float = 0.0
+    attention_efficiency: float = 1.0
+    idle: float = 0.0
     code_flops: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxopt_llm.config import Config, MeshConfig, PipelineConfig, RematConfig, ShardingConfig, fields
 from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.parallel import WITH_CHUNKS, Residuals
-from jaxopt_llm.config.unread import divides_gradients, gathers_codes
+from jaxopt_llm.config.unread import find_unread
 from jaxopt_llm.execution import stage_layout
 from jaxopt_llm.model.decoder_specs import list_segments
 from jaxopt_llm.parallel.axes import STORAGE_AXES
@@ -76,15 +76,9 @@ def enumerate_settings(
 
 def _is_excluded(setting: Config, recipe: Config) -> bool:
     """Return whether a setting is illegal, or whether the search chose something in it that changes nothing."""
-    sharding, data = setting.sharding, setting.mesh.data
-    unread_gathers = sharding.int8_gathers != recipe.sharding.int8_gathers and not gathers_codes(setting)
-    exchanges = sharding.data_gradients != recipe.sharding.data_gradients
-    averages = setting.training.local_steps != recipe.training.local_steps
-    adds_codes = sharding.fsdp_gradients != recipe.sharding.fsdp_gradients
-    unread = (
-        unread_gathers or (adds_codes and not divides_gradients(setting)) or ((exchanges or averages) and data == 1)
-    )
-    return unread or bool(setting.local_step_problems())
+    changed = {name for name in fields.SEARCHED if fields.get_field(setting, name) != fields.get_field(recipe, name)}
+    alone = "training.local_steps" in changed and setting.mesh.data == 1
+    return alone or bool(changed and changed & find_unread(setting).keys()) or bool(setting.local_step_problems())
 
 
 def _is_remat_useful(pipeline: PipelineConfig, remat: RematConfig) -> bool:

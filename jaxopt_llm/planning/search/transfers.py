@@ -12,7 +12,7 @@ layer waits until they have ended, because its own weights come after them.
 
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from jaxopt_llm.compiler.chips import Chip
@@ -26,7 +26,7 @@ from jaxopt_llm.planning.search.attention_cost import ALL_TO_ALL, RING, Attentio
 from jaxopt_llm.planning.search.block_cost import BlockCost, LayerCost
 from jaxopt_llm.planning.search.microbatch import BYTES, MoECost, count_tokens
 from jaxopt_llm.planning.search.passes import Passes
-from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, seconds_of_matmuls
+from jaxopt_llm.planning.search.roofline import LINK_EFFICIENCY, Cluster, Transfer, seconds_of_matmuls
 from jaxopt_llm.planning.search.state_sizes import ParameterCounts, StateSizes
 from jaxopt_llm.step.local_steps import has_groups
 
@@ -93,24 +93,42 @@ BLOCKING_AXES = {"tensor", "pipeline"}
 CODE_BYTES = {"int8": 1 + 4 / BLOCK_SIZES[0], "int4": 0.5 + 4 / BLOCK_SIZES[0]}
 
 
-@dataclass(frozen=True)
-class EstimatedTransfer:
-    """Collectives of one kind in a step, as one GPU sees them (roofline.Transfer).
+def list_transfer(
+    mesh: MeshConfig,
+    cluster: Cluster,
+    axes: tuple[str, ...],
+    kind: str,
+    array_bytes: float,
+    rounds: int = 1,
+    alone: float = 0.0,
+    beside: float = math.inf,
+) -> Iterator[Transfer]:
+    """Yield a transfer, unless a single device or no bytes take part.
 
-    bytes: bytes that the GPU sends on a ring.
+    Args:
+        rounds: times that a ring moves the array: 2 for an all-reduce, which reduces and gathers.
+        alone: share of the bytes that move next to no kernel.
+        beside: seconds of the kernels next to which the others move.
     """
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes or not array_bytes:
+        return
+    group = math.prod(mesh.size(axis) for axis in axes)
+    moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
+    link, rate = find_link_over(axes, kind, mesh, cluster)
+    waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
+    hidden = min(1 - alone, beside * LINK_EFFICIENCY[link] * rate / moved)
+    yield Transfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else hidden)
 
-    axes: tuple[str, ...]
-    link: str
-    kind: str
-    bytes: float
-    seconds: float
-    overlapped: float
+
+@functools.cache
+def find_link_over(axes: tuple[str, ...], kind: str, mesh: MeshConfig, cluster: Cluster) -> tuple[str, float]:
+    return links.find_link(axes, kind, make_abstract_mesh(mesh), cluster.chip, cluster.gpus_per_host)
 
 
 def estimate_transfers(
     config: Config, state: StateSizes, cluster: Cluster, block: BlockCost, passes: Passes
-) -> Iterator[EstimatedTransfer]:
+) -> Iterator[Transfer]:
     """Yield the collectives of a step."""
     step = _Step(config, cluster, block, passes)
     # `expert` divides experts. For parameters that all tokens pass it divides rows and storage, as `fsdp` does.
@@ -163,35 +181,14 @@ class _Step:
         recomputed = layer.follow_backward(self.config.remat).recomputed
         return self.passes.forwards + any(mark.name == "expert_rows" for mark in recomputed) * self.passes.backwards
 
-    def transfer(
-        self,
-        axes: tuple[str, ...],
-        kind: str,
-        array_bytes: float,
-        rounds: int = 1,
-        alone: float = 0.0,
-        beside: float = math.inf,
-    ) -> Iterator[EstimatedTransfer]:
-        """Yield a transfer, unless a single device or no bytes take part.
-
-        Args:
-            rounds: times that a ring moves the array: 2 for an all-reduce, which reduces and gathers.
-            alone: share of the bytes that move next to no kernel.
-            beside: seconds of the kernels next to which the others move.
-        """
-        axes = tuple(axis for axis in axes if axis in self.divided)
-        if not axes or not array_bytes:
-            return
-        group = math.prod(self.divided[axis] for axis in axes)
-        moved = rounds * array_bytes * (1 if kind == "collective-permute" else (group - 1) / group)
-        link, rate = find_link_over(axes, kind, self.config.mesh, self.cluster)
-        waited_for = BLOCKING_AXES & {*axes} or axes == ("expert",) or kind == "all-to-all"
-        hidden = min(1 - alone, beside * LINK_EFFICIENCY[link] * rate / moved)
-        yield EstimatedTransfer(axes, link, kind, moved, moved / rate, 0.0 if waited_for else hidden)
+    @property
+    def transfer(self) -> Callable[..., Iterator[Transfer]]:
+        """`list_transfer` of this mesh and these GPUs."""
+        return functools.partial(list_transfer, self.config.mesh, self.cluster)
 
     def transfer_weights(
         self, layers: ParameterCounts, non_layer: ParameterCounts, expert: tuple[str, ...]
-    ) -> Iterator[EstimatedTransfer]:
+    ) -> Iterator[Transfer]:
         """Yield gathers of weights and reductions of gradients.
 
         Args:
@@ -242,7 +239,7 @@ class _Step:
             alone = self.overlap.gathered_alone * gathered / max(read, 1)
         yield from self.transfer(storage, "all-gather", self._gathered_bytes(storage) * read, 1, alone)
 
-    def _transfer_over_data(self, masters: int) -> Iterator[EstimatedTransfer]:
+    def _transfer_over_data(self, masters: int) -> Iterator[Transfer]:
         """Yield the transfers of gradients and weights over `data` alone. masters: number of them on a device."""
         if has_groups(self.config):
             yield from self._exchange_changes(masters)
@@ -252,7 +249,7 @@ class _Step:
             copies = masters * self.config.mesh.data  # the compute copy, once per step
             yield from self.transfer(("data",), "all-gather", self._gathered_bytes(("data",)) * copies, alone=1.0)
 
-    def _reduce_over_data(self, masters: int) -> Iterator[EstimatedTransfer]:
+    def _reduce_over_data(self, masters: int) -> Iterator[Transfer]:
         """Yield the sum of gradients over replicas.
 
         masters: number of master weights of a device.
@@ -269,7 +266,7 @@ class _Step:
         kind, rounds = ("reduce-scatter", 1) if sharding.optimizer_over_data else ("all-reduce", 2)
         yield from self.transfer(axes, kind, reduced * values, rounds, alone=1.0)
 
-    def _exchange_changes(self, masters: int) -> Iterator[EstimatedTransfer]:
+    def _exchange_changes(self, masters: int) -> Iterator[Transfer]:
         """Yield the transfers of an outer step, divided by the local steps. masters: number of them on a device."""
         data_gradients, axes = self.config.sharding.data_gradients, ("data",)
         per_step, reduced = masters / self.config.training.local_steps, BYTES[self.config.precision.reduce_dtype]
@@ -285,7 +282,7 @@ class _Step:
         in_codes = self.divided.keys() & {*axes} & {*self.config.sharding.int8_gathers}
         return CODE_BYTES["int8"] if in_codes else self.compute_bytes
 
-    def transfer_tokens(self) -> Iterator[EstimatedTransfer]:
+    def transfer_tokens(self) -> Iterator[Transfer]:
         """Yield the transfers of tokens to their experts and back. In a backward, the gradients go the other way."""
         if "expert" not in self.divided:
             return
@@ -298,7 +295,7 @@ class _Step:
         for kind, count in ((self.moe.dispatch, self.count_dispatches), (self.moe.combine, count_combines)):
             yield from self.transfer(("expert",), kind, moved * (self.block.average(count) + back))
 
-    def transfer_over_tensor(self) -> Iterator[EstimatedTransfer]:
+    def transfer_over_tensor(self) -> Iterator[Transfer]:
         """Yield the transfers of tensor parallelism."""
         if "tensor" not in self.divided:
             return
@@ -336,7 +333,7 @@ class _Step:
         tensor = self.config.mesh.tensor
         return tensor if self.config.mesh.pipeline > 1 and self.config.training.sequence_length % tensor == 0 else 1
 
-    def transfer_over_pipeline(self) -> Iterator[EstimatedTransfer]:
+    def transfer_over_pipeline(self) -> Iterator[Transfer]:
         """Yield the transfers between pipeline stages.
 
         Each chunk's activation and its gradient go to a neighbour. The embedding's result and the head's input are
@@ -347,7 +344,7 @@ class _Step:
         yield from self.transfer(("pipeline",), "collective-permute", activation * ticks)
         yield from self.transfer(("pipeline",), "all-reduce", activation * 4 * passes.microbatches, 2)
 
-    def transfer_over_context(self) -> Iterator[EstimatedTransfer]:
+    def transfer_over_context(self) -> Iterator[Transfer]:
         """Yield the transfers of attention over a divided sequence."""
         if "context" not in self.divided:
             return
@@ -369,8 +366,3 @@ class _Step:
             of_queries = queries * (2 * passes.forwards + reruns + 3 * passes.backwards)
             of_keys = 2 * keys * (passes.forwards + 2 * passes.backwards)
             yield from self.transfer(("context",), "all-to-all", compute * (of_queries + of_keys))
-
-
-@functools.cache
-def find_link_over(axes: tuple[str, ...], kind: str, mesh: MeshConfig, cluster: Cluster) -> tuple[str, float]:
-    return links.find_link(axes, kind, make_abstract_mesh(mesh), cluster.chip, cluster.gpus_per_host)

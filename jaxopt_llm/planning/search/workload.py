@@ -245,17 +245,24 @@ STAND_IN = "h100"  # GPU by whose rates a run on other devices is estimated
 @functools.cache
 def predict_footprint(config: Config) -> Footprint:
     """Return the memory of a step by arithmetic."""
-    state = compute_state_sizes(config)
-    assert state is not None, "`validate` refuses such moments"
-    return compute_footprint(config, state)
+    return compute_footprint(config, _find_state(config))
 
 
 @functools.cache
 def predict_seconds(config: Config, cluster: Cluster) -> float:
     """Return the time of a step by the arithmetic with which `plan --search` ranks settings."""
+    return compute_step_time(predict_work(config, cluster), cluster.chip, config.precision.compute_dtype).total
+
+
+def predict_work(config: Config, cluster: Cluster) -> Work:
+    """Return the work of one GPU in a step; see `estimate_work`."""
+    return estimate_work(config, _find_state(config), cluster)
+
+
+def _find_state(config: Config) -> StateSizes:
     state = compute_state_sizes(config)
     assert state is not None, "`validate` refuses such moments"
-    return compute_step_time(estimate_work(config, state, cluster), cluster.chip, config.precision.compute_dtype).total
+    return state
 
 
 def describe_cluster(devices: int) -> Cluster:

@@ -331,7 +331,7 @@ def test_an_illegal_number_of_hosts_names_one_that_works() -> None:
 def test_flags_reproduce_the_setting() -> None:
     found, _ = run()
     by_name = next(choice.config for choice in found.candidates if not isinstance(choice.config.remat.policy, str))
-    given = report.format_flags(by_name, RECIPE).split()
+    given = report.format_flags(report.list_changes(by_name, RECIPE)).split()
     assert cli.override_config(RECIPE, given, "plan") == by_name
 
 
@@ -394,7 +394,7 @@ def test_the_first_line_says_that_the_gpu_was_not_given(
 
 def test_a_small_plan_is_printed_in_mib() -> None:
     plan = dataclasses.replace(as_estimated(RECIPE, limit=2**30), collectives=())
-    traffic = Traffic(("fsdp",), "nvlink", "all-gather", ("bf16",), 3, 3 * 2**19, 0.001, 1.0)
+    traffic = Traffic(("fsdp",), "nvlink", "all-gather", 3 * 2**19, 0.001, 1.0, ("bf16",), 3)
     small = dataclasses.replace(plan, memory=Memory(2**19, 2**20, 0, 0, 0, 0), collectives=(traffic,))
     lines = planning.format_plan(small).splitlines()
     assert "memory of each GPU         MiB" in lines and "GiB" in planning.format_plan(plan)
@@ -458,7 +458,7 @@ def test_the_share_of_the_network_is_what_no_kernel_hides(
     transfers: tuple[tuple[str, float, float], ...], share: float
 ) -> None:
     traffic = tuple(
-        Traffic(("data",), link, "all-reduce", ("f32",), 1, 1, seconds, overlapped)
+        Traffic(("data",), link, "all-reduce", 1, seconds, overlapped, ("f32",), 1)
         for link, seconds, overlapped in transfers
     )
     plan = dataclasses.replace(as_estimated(RECIPE), collectives=traffic)

@@ -15,12 +15,12 @@ from jaxopt_llm.planning.search.roofline import (
     PCIE_EFFICIENCY,
     GroupedWork,
     StepTime,
+    Transfer,
     Work,
     compute_step_time,
     kernel_efficiency,
     use_compiled_figures,
 )
-from jaxopt_llm.planning.search.transfers import EstimatedTransfer
 
 CHIP = CHIPS["h100"]
 SECOND = MATMUL_EFFICIENCY * CHIP.peak_flops["bfloat16"]  # FLOPs that take one second
@@ -44,8 +44,8 @@ def time(**changes: object) -> StepTime:
 
 def transfer(
     seconds: float, axis: str = "fsdp", overlapped: float = 1.0, kind: str = "all-gather"
-) -> tuple[EstimatedTransfer, ...]:
-    return (EstimatedTransfer((axis,), "nvlink", kind, 0.0, seconds * NVLINK_EFFICIENCY, overlapped),)
+) -> tuple[Transfer, ...]:
+    return (Transfer((axis,), "nvlink", kind, 0.0, seconds * NVLINK_EFFICIENCY, overlapped),)
 
 
 def test_kernels_run_one_after_another() -> None:
