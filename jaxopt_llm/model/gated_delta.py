@@ -31,7 +31,7 @@ from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_
 from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 CHUNK = 64  # tokens that are computed together; more of them cost more products, and fewer more steps
-GROUP = 16  # chunks whose intermediates are in memory at the same time
+GROUP = 2  # chunks whose intermediates are in memory at the same time
 NORM_EPSILON = 1e-6  # of the norms of queries and keys: fixed as in the published code
 PRODUCTS = {
     **dict.fromkeys(("query", "key"), "BSD,DGK->BSGK"),

@@ -1,0 +1,228 @@
+"""Gated DeltaNet: chunks, documents, states and devices against a loop over the tokens."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import toy
+
+from jaxopt_llm.compiler import hlo
+from jaxopt_llm.config import Config, RematConfig
+from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.core import tree
+from jaxopt_llm.core.errors import InputError
+from jaxopt_llm.execution import scan
+from jaxopt_llm.execution.decode import Request, TokenGenerator
+from jaxopt_llm.execution.sampling import Sampling
+from jaxopt_llm.kernels.attention_types import KeyRanges
+from jaxopt_llm.model import gated_delta
+from jaxopt_llm.model.batch import Batch
+from jaxopt_llm.model.context import Context
+from jaxopt_llm.model.decoder import Decoder
+from jaxopt_llm.model.model import Params
+from jaxopt_llm.step.validation import validate
+
+CONFIG = replace_fields(
+    toy.UNIFORM,
+    {
+        "pattern": ("gated_delta", "gated_delta", "global"),
+        "attention_gate": "element",
+        "delta.key_head_dim": 6,
+        "delta.value_head_dim": 5,
+        "delta.kernel": 3,
+    },
+)
+PLACEMENT = toy.placement()
+LENGTH = 45
+
+
+def slow_params(model: Decoder, slowest: float = -3.0) -> Params:
+    """Return parameters whose states last for many tokens."""
+
+    def slow(path: str, leaf: np.ndarray) -> np.ndarray:
+        return np.linspace(slowest, 0, leaf.size, dtype=leaf.dtype).reshape(leaf.shape) if "_rate" in path else leaf
+
+    return tree.map_with_path(slow, toy.params(model.specs))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups of chunks in a row, the last of which is not full."""
+    monkeypatch.setattr(gated_delta, "CHUNK", 8)
+    monkeypatch.setattr(gated_delta, "GROUP", 2)
+
+
+def draw(random: np.random.Generator, begins: list[list[int]], alike: float = 0.0) -> tuple[Any, ...]:
+    """Return first rows and what `_prepare` does, for two heads of keys and three of values each."""
+    batch, shape = len(begins), (len(begins), LENGTH, 2)
+    first = np.array([[max(b for b in [0, *row] if b <= t) for t in range(LENGTH)] for row in begins], np.int32)
+    query, key = (random.normal(size=(*shape, 4)) for _ in range(2))
+    key = (1 - alike) * key + alike * random.normal(size=(batch, 1, 2, 4))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    value, share, decay = random.normal(size=(*shape, 3, 5)), random.uniform(0.5, 1, (*shape, 3)), -np.ones((*shape, 3))
+    return first, query, key, value, share, decay * random.uniform(0, 0.3, (*shape, 3))
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.95])
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_compute_what_a_loop_over_the_tokens_does(alike: float) -> None:
+    """Documents begin within chunks, with them and twice in one. Keys that are nearly equal lose no digits."""
+    first, *arrays = draw(np.random.default_rng(0), [[], [8, 10, 23, 32], [44]], alike)
+    gradient = np.random.default_rng(1).normal(size=arrays[2].shape)
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        return gated_delta._run_chunks(jnp.asarray(first), None, *arrays)[0]
+
+    found, pull_back = jax.vjp(jax.jit(run), *(jnp.asarray(x, jnp.float32) for x in arrays))
+    d_found = [*pull_back(jnp.asarray(gradient, jnp.float32))]
+    expected, d_expected = np.zeros_like(found, np.float64), [np.zeros_like(x) for x in arrays]
+    for b, g, r in np.ndindex(len(first), *arrays[2].shape[2:4]):
+        query, key, value, share, decay = (x[b, :, g] if x is arrays[0] or x is arrays[1] else x[b, :, g, r] for x in arrays)
+        left, begins = np.exp(decay), first[b] == np.arange(LENGTH)
+        expected[b, :, g, r], backward = reference.remember(query, key, value, share, left, begins)
+        d_query, d_key, *others, d_left = backward(gradient[b, :, g, r])
+        d_expected[0][b, :, g] += d_query
+        d_expected[1][b, :, g] += d_key
+        for d, each in zip(d_expected[2:], (*others, d_left * left), strict=True):
+            d[b, :, g, r] = each
+    for one, other in zip([found, *d_found], [expected, *d_expected], strict=True):
+        assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_packed_row_is_its_documents_alone() -> None:
+    """Loss and gradients, with states that last longer than the documents."""
+    model, batch = Decoder(CONFIG), toy.packed(rows=2, length=40)
+    values, alone = slow_params(model), toy.one_document_per_row(batch)
+
+    @functools.partial(jax.jit, compiler_options=toy.QUICK_COMPILE)
+    @jax.value_and_grad
+    def run(params: Params, batch: Batch) -> jax.Array:
+        return scan.microbatch_loss(model, params, batch, jnp.float32(1), PLACEMENT, RematConfig("full"))[0]
+
+    (loss, gradients), (expected_loss, expected) = run(values, batch), run(values, alone)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+
+    def check(path: str, found: jax.Array, expected: jax.Array) -> None:
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected), path
+
+    tree.map_with_path(check, gradients, expected)
+
+
+def context_of(first: int, count: int, padding: int) -> Context:
+    positions = first + np.broadcast_to(np.arange(count + padding, dtype=np.int32), (2, count + padding))
+    begin = jnp.full(2, first, jnp.int32)
+    ranges = KeyRanges(jnp.zeros_like(positions), jnp.asarray(positions))
+    return Context(jnp.asarray(positions), ranges, PLACEMENT, begin, lengths=jnp.full((2, 1), first + count, jnp.int32))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_blocks_of_a_prompt_with_padding_leave_the_state_of_its_tokens() -> None:
+    """Blocks are longer and shorter than the convolution; what a row held before is forgotten."""
+    model, tokens = Decoder(CONFIG), toy.packed(rows=2, length=LENGTH).tokens
+    params = toy.by_layer(slow_params(model))
+    forward = jax.jit(functools.partial(scan.forward, model), compiler_options=toy.QUICK_COMPILE)
+    empty = scan.make_caches(model, 2, 64, jnp.float32, PLACEMENT)
+    whole, expected = forward(params, tokens, context_of(0, LENGTH, 0), empty)
+    caches = jax.tree.map(lambda x: x + 1, empty)  # of another text
+    first, pieces = 0, []
+    for count, padding in ((20, 3), (1, 0), (1, 7), (23, 9)):
+        block = np.pad(tokens[:, first : first + count], ((0, 0), (0, padding)), constant_values=7)
+        piece, caches = forward(params, block, context_of(first, count, padding), caches)
+        pieces.append(piece[:, :count])
+        first += count
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=1e-4, atol=1e-5)
+    states, others = (jax.tree.leaves(each["segment_0"][0]["block_0"]) for each in (caches, expected))
+    for found, other in zip(states, others, strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-5)
+
+
+def generate(generator: TokenGenerator, prompts: list[np.ndarray], counts: list[int]) -> list[list[int]]:
+    requests = [Request(*each, Sampling(), number) for number, each in enumerate(zip(prompts, counts, strict=True))]
+    drawn: list[list[int]] = [[] for _ in prompts]
+    for each in generator.run(requests, lambda request: False):
+        drawn[each.request.number].append(each.token)
+    return drawn
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_requests_that_share_rows_draw_what_each_draws_alone(axes: dict[str, int]) -> None:
+    """Rows end at different times and are taken by other prompts, some of which begin as the row's text does."""
+    model, random = Decoder(CONFIG), np.random.default_rng(0)
+    params, placement = toy.by_layer(slow_params(model)), toy.placement(**axes)
+    own = toy.by_layer(jax.tree.map(jnp.asarray, slow_params(model)))
+    del params
+    new = functools.partial(TokenGenerator, model, own, placement, CONFIG.vocabulary_size)
+    first = [random.integers(3, 250, size).astype(np.int32) for size in (5, 19, 33, 7, 30)]
+    shared, counts = np.concatenate([first[2], first[0]]), [3, 17, 9, 5, 12]
+    prompts = [*first, shared, first[2][:12]]
+    counts += [6, 6]
+    alone = [generate(new(rows=1, length=64), [prompt], [count])[0] for prompt, count in zip(prompts, counts, strict=True)]
+    together = new(rows=2, length=64)
+    assert generate(together, prompts, counts) == alone
+    # A dialogue goes on after its answer; another one after only a part of it.
+    answered = np.concatenate([first[1], alone[1][:16], first[3]]).astype(np.int32)
+    again = [answered, np.concatenate([first[1], alone[1][:4]]).astype(np.int32)]
+    expected = [generate(new(rows=1, length=64), [prompt], [8])[0] for prompt in again]
+    assert generate(together, again, [8, 8]) == expected
+
+
+def test_a_dialogue_continues_from_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tokens after the state are computed; a beginning of the text is computed anew."""
+    model, prompt = Decoder(CONFIG), np.arange(3, 43, dtype=np.int32)
+    params = toy.by_layer(jax.tree.map(jnp.asarray, slow_params(model)))
+    generator = TokenGenerator(model, params, PLACEMENT, CONFIG.vocabulary_size, rows=1, length=128)
+    filled: list[int] = []
+    fill = generator._programs.fill
+
+    def record(params: Any, caches: Any, rows: Any, new: Any) -> Any:
+        filled.append(int(new.first[0]))
+        return fill(params, caches, rows, new)
+
+    object.__setattr__(generator._programs, "fill", record)
+    (answer,) = generate(generator, [prompt], [5])
+    state = len(prompt) + 4  # the last token that was drawn is not in it
+    generate(generator, [np.concatenate([prompt, answer, [7, 8, 9]]).astype(np.int32)], [5])
+    generate(generator, [prompt], [1])
+    assert filled == [0, state, 0]
+
+
+def test_the_backward_keeps_the_projections_alone() -> None:
+    """Temporaries of a long row: a few arrays of the projections' size, and no state of every token."""
+    model, length = Decoder(replace_fields(CONFIG, {"layers": 1, "pattern": ("gated_delta",)})), 8192
+    batch = toy.packed(rows=1, length=length)
+    params = jax.eval_shape(lambda: toy.params(model.specs)) if False else toy.params(model.specs)
+
+    @jax.jit
+    def run(params: Params) -> Any:
+        return jax.grad(
+            lambda params: scan.microbatch_loss(model, params, batch, jnp.float32(1), PLACEMENT, RematConfig("none"))[0]
+        )(params)
+
+    delta = CONFIG.delta
+    states = 4 * length * delta.value_heads * delta.key_head_dim * delta.value_head_dim
+    logits = 4 * length * 384
+    found = hlo.read_memory(run.lower(params).compile()).temporaries
+    assert found < 4 * logits + states
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"model.delta.value_heads": 5}, "model.delta.value_heads=5: must be a multiple of model.delta.key_heads=2"),
+        ({"model.delta.kernel": 1}, "model.delta.kernel=1: must be at least 2"),
+        ({"model.shared_key_layers": 1}, "model.shared_key_layers=1: must be 0 with gated_delta in model.pattern"),
+        ({"mesh.context": 2}, "mesh.context=2: a gated_delta layer (model.pattern) passes its state from token to"),
+        ({"mesh.tensor": 4}, "model.delta.key_heads=2 is not divisible by mesh.tensor=4"),
+    ],
+)
+def test_what_is_not_supported_is_said(changes: dict[str, Any], start: str) -> None:
+    config = Config(model=replace_fields(CONFIG, {"vocabulary_size": 258}))
+    validate(config)
+    with pytest.raises(InputError) as raised:
+        validate(replace_fields(config, changes))
+    assert str(raised.value).startswith(start)
