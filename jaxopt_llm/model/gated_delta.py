@@ -13,6 +13,7 @@ size of queries and keys, V head size of values, W taps of the convolution, C to
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jaxopt_llm.parallel.activations import all_gather_sequence, reduce_scatter_
 from jaxopt_llm.parallel.placement import Placement, constrain, mark
 
 CHUNK = 64  # tokens that are computed together; more of them cost more products, and fewer more steps
-GROUP = 2  # chunks whose intermediates are in memory at the same time
+GROUP = 4  # chunks whose intermediates are in memory at the same time
 NORM_EPSILON = 1e-6  # of the norms of queries and keys: fixed as in the published code
 PRODUCTS = {
     **dict.fromkeys(("query", "key"), "BSD,DGK->BSGK"),
@@ -121,11 +122,11 @@ def gated_delta(
     *projected, gate = project_in(x)
     names = (*(f"{name}_kernel" for name in CONVOLVED), "decay_offset", "decay_rate")
     learned = [weights.materialise(params[name], jnp.dtype(jnp.float32)) for name in names]
-    first = context.key_ranges.first
+    age = context.key_ranges.last - context.key_ranges.first
     if cache is None:
-        out = mix(first, *projected, *learned)
+        out = mix(age, *projected, *learned)
     else:
-        out, cache = _continue(context, cache, projected, learned)
+        out, cache = _continue(context, age, cache, projected, learned)
     out = reduce_scatter_sequence(project_out(placement.constrain(out, *MIXED.axes), gate), placement)
     return mark(out, "attention_output", "product", "batch", "residual_sequence", "embed"), cache
 
@@ -134,31 +135,33 @@ def gated_delta(
 
 
 @jax.custom_vjp
-def mix(first: jax.Array, *operands: jax.Array) -> jax.Array:
+def mix(age: jax.Array, *operands: jax.Array) -> jax.Array:
     """Return the result of the heads, [B, S, G, R, V], in the dtype of the projections.
 
-    first: int32 [B, S], the row in which the document of each token begins.
-    operands: the projections [B, S, ...] and the weights that `_prepare` takes.
+    age: int32 [B, S], the number of tokens before each token in its document.
+    operands: the projections [B, S, ...] in the order of PRODUCTS, without the gate; the kernels [..., W]; and the
+        offset and the log of the rate of the decays, [H].
     """
-    return _mix(first, *operands)
+    return _mix(age, *operands)
 
 
 @jax.named_scope("gated_delta")
-def _mix(first: jax.Array, *operands: jax.Array) -> jax.Array:
-    rows = jnp.arange(first.shape[1], dtype=jnp.int32)
-    out, _ = _run_chunks(first, None, *_prepare(rows, first, None, *operands))
-    return checkpoint_name(out.astype(operands[0].dtype), MIXED)
+def _mix(age: jax.Array, *operands: jax.Array) -> jax.Array:
+    query, value = operands[0], operands[2]
+    state = jnp.zeros((len(age), *value.shape[2:4], query.shape[-1], value.shape[-1]), jnp.float32)
+    out, _ = _run_groups(age, jnp.full(age.shape[:1], age.shape[1]), state, None, operands)
+    return checkpoint_name(out, MIXED)
 
 
-def _forward(first: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
-    return _mix(first, *operands), (first, operands)
+def _forward(age: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
+    return _mix(age, *operands), (age, operands)
 
 
 def _backward(saved: Any, gradient: jax.Array) -> tuple[Any, ...]:
     # Without the barrier, XLA would keep what the forward computed, where no loop is between the two.
-    first, operands = saved
+    age, operands = saved
     operands, gradient = jax.lax.optimization_barrier((operands, gradient))
-    return None, *jax.vjp(functools.partial(_mix, first), *operands)[1](gradient)
+    return None, *jax.vjp(functools.partial(_mix, age), *operands)[1](gradient)
 
 
 mix.defvjp(_forward, _backward)
@@ -168,22 +171,21 @@ mix.defvjp(_forward, _backward)
 
 
 def _continue(
-    context: Context, cache: RecurrentState, projected: list[jax.Array], learned: list[jax.Array]
+    context: Context, age: jax.Array, cache: RecurrentState, projected: list[jax.Array], learned: list[jax.Array]
 ) -> tuple[jax.Array, RecurrentState]:
-    """Return the result of the heads, [B, S, G, R, V], and the state after the tokens of this call."""
-    begin, length = context.cache_index, projected[0].shape[1]
-    assert begin is not None and context.lengths is not None
-    rows, first = begin[:, None] + jnp.arange(length, dtype=jnp.int32), context.key_ranges.first
-    tails = tuple(
-        jnp.swapaxes(tail, 1, 2).reshape(*tail.shape[::2], *x.shape[2:]) for tail, x in zip(cache.tails, projected)
-    )
-    *heads, beta, decay = _prepare(rows, first, tails, *projected, *learned)
-    is_token = (rows < context.lengths)[..., None, None]
-    beta, decay = (jnp.where(is_token, x, 0.0) for x in (beta, decay))  # padding leaves the state as it is
-    shape = (cache.state.shape[0], *beta.shape[2:], *cache.state.shape[2:])
-    state = jnp.where((begin == 0)[:, None, None, None], 0.0, cache.state).reshape(shape)
-    out, state = _run_chunks(first, state, *heads, beta, decay)
-    count = jnp.clip(context.lengths[:, -1] - begin, 0, length)
+    """Return the result of the heads, [B, S, G, R, V], and the state after the tokens of this call.
+
+    A token of age 0 is the first of its row: it reads nothing of the state that the row had.
+    """
+    assert context.cache_index is not None and context.lengths is not None
+    count = jnp.clip(context.lengths[:, -1] - context.cache_index, 0, age.shape[1])
+    state, heads = cache.state, projected[2].shape[2:4]
+    tails = [
+        jnp.swapaxes(tail, 1, 2).reshape(*tail.shape[::2], *x.shape[2:])
+        for tail, x in zip(cache.tails, projected, strict=False)
+    ]
+    operands = (*projected, *learned)
+    out, after = _run_groups(age, count, state.reshape(len(state), *heads, *state.shape[2:]), tails, operands)
 
     def take_last(stored: jax.Array, tail: jax.Array, new: jax.Array) -> jax.Array:
         both = jnp.concatenate([tail, new.astype(tail.dtype)], axis=1)  # [B, W - 1 + S, ...]
@@ -191,89 +193,121 @@ def _continue(
         last = jax.vmap(take)(both, count)
         return jnp.swapaxes(last.reshape(*last.shape[:2], *stored.shape[1::2]), 1, 2)
 
-    taken = tuple(map(take_last, cache.tails, tails, projected))
-    return out.astype(projected[0].dtype), RecurrentState(state.reshape(cache.state.shape), taken)
+    return out, RecurrentState(after.reshape(state.shape), tuple(map(take_last, cache.tails, tails, projected)))
 
 
 # ---- Arithmetic, in float32.
 
 
-def _prepare(
-    rows: jax.Array, first: jax.Array, tails: tuple[jax.Array, ...] | None, *operands: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Return queries, keys and values after the convolution, the shares that tokens replace, and the logs of decays.
+def _run_groups(
+    age: jax.Array,
+    count: jax.Array,
+    state: jax.Array,
+    tails: Sequence[jax.Array] | None,
+    operands: Sequence[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Return the result of the heads, [B, S, G, R, V], and the state after the tokens, [B, G, R, K, V].
 
-    rows: int32 [S] or [B, S], the row of each token. first: int32 [B, S], the row in which its document begins.
-    tails: the projections before the first row, [B, W - 1, ...]; None: there are none.
-    operands: the projections in the order of PRODUCTS, without the gate; the kernels [..., W]; and the offset and the
-        log of the rate of the decays, [H].
+    age, operands: as of `mix`. count: int32 [B], tokens that are no padding.
+    tails: queries, keys and values of the W - 1 tokens before, [B, W - 1, ...]; None: there are none.
     """
     *projected, beta, decay = operands[:5]
-    *kernels, offset, rate = operands[5:]
-    before = tails or [jnp.zeros((len(x), kernel.shape[-1] - 1, *x.shape[2:])) for x, kernel in zip(projected, kernels)]
-    convolved = [_convolve(*each, rows, first) for each in zip(before, projected, kernels, strict=True)]
-    query, key = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPSILON) for x in convolved[:2])
+    (batch, length), learned = age.shape, operands[5:]
+    chunk = min(CHUNK, length)
+    chunks = min(GROUP, -(-length // chunk))
+    size, padding = chunks * chunk, -length % (chunks * chunk)
+    before = learned[0].shape[-1] - 1
+
+    def divide(x: jax.Array) -> jax.Array:  # [B, S, ...] -> [groups, B, tokens of a group, ...]
+        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
+
+    def list_earlier(index: int, x: jax.Array) -> jax.Array:  # -> [groups, B, W - 1, ...], the tokens before a group
+        x = jnp.pad(x, ((0, 0), (before, padding), *[(0, 0)] * (x.ndim - 2)))
+        x = x if tails is None else jax.lax.dynamic_update_slice_in_dim(x, tails[index].astype(x.dtype), 0, axis=1)
+        if length + padding == size:
+            return x[None, :, :before]
+        return jnp.moveaxis(x[:, :-before].reshape(batch, -1, size, *x.shape[2:])[:, :, :before], 1, 0)
+
+    is_token = jnp.arange(length) < count[:, None]
+    further = age[:, -1:] + 1 + jnp.arange(padding, dtype=age.dtype)
+    ages = jnp.moveaxis(jnp.concatenate([age, further], axis=1).reshape(batch, -1, size), 1, 0)
+    earlier = tuple(list_earlier(index, x) for index, x in enumerate(projected))
+    inputs = ages, divide(is_token), earlier, tuple(map(divide, projected)), divide(beta), divide(decay)
+    # A group is computed again in the backward, so that only its inputs and its state wait for it.
+    run = jax.checkpoint(functools.partial(_run_group, chunk, learned), prevent_cse=False)
+    state, out = jax.lax.scan(run, state, inputs)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length + padding, *out.shape[3:])[:, :length], state
+
+
+def _run_group(
+    chunk: int, learned: Sequence[jax.Array], state: jax.Array, inputs: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Run consecutive chunks. Return the state after them, and the result of the heads in the projections' dtype.
+
+    inputs: of `_run_groups`, for the tokens of a group.
+    """
+    age, is_token, earlier, projected, beta, decay = inputs
+    *kernels, offset, rate = learned
+
+    def to_chunks(x: jax.Array) -> jax.Array:  # [B, tokens, G, ...] -> [N, B, G, C, ...]
+        x = x.reshape(len(x), -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 3, 2)
+
+    query, key, value = (to_chunks(_convolve(age, *each)) for each in zip(earlier, projected, kernels, strict=True))
+    query, key = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPSILON) for x in (query, key))
     offset, rate = (x.reshape(decay.shape[2:]) for x in (offset, rate))
-    decays = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset)
-    return query * query.shape[-1] ** -0.5, key, convolved[2], jax.nn.sigmoid(beta.astype(jnp.float32)), decays
+    shares, logs = (
+        jnp.where(is_token[..., None, None], x, 0.0)  # padding leaves the state as it is
+        for x in (
+            jax.nn.sigmoid(beta.astype(jnp.float32)),
+            -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + offset),
+        )
+    )
+    by_head = (value, to_chunks(shares), to_chunks(logs))
+    ages = jnp.moveaxis(age.reshape(len(age), -1, chunk), 1, 0)  # [N, B, C]
+    state, out = _run_chunks(ages, state, query * query.shape[-1] ** -0.5, key, *(jnp.moveaxis(x, 4, 3) for x in by_head))
+    out = jnp.moveaxis(out, (1, 4), (0, 2))  # [N, B, G, R, C, V] -> [B, N, C, G, R, V]
+    return state, out.reshape(len(age), -1, *out.shape[3:]).astype(beta.dtype)
 
 
-def _convolve(tail: jax.Array, x: jax.Array, kernel: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
-    """Return SiLU of a causal convolution of each value of x [B, S, ...] with its own kernel [..., W]."""
+def _convolve(age: jax.Array, earlier: jax.Array, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return SiLU of a causal convolution of each value of x [B, S, ...] with its own kernel [..., W].
+
+    earlier: [B, W - 1, ...], what is before x.
+    """
     length, taps = x.shape[1], kernel.shape[-1]
-    x = jnp.concatenate([tail, x.astype(tail.dtype)], axis=1)
-    out = jnp.zeros((), jnp.float32)
+    x, out = jnp.concatenate([earlier, x], axis=1).astype(jnp.float32), jnp.zeros((), jnp.float32)
     for tap in range(taps):
-        is_seen = rows - (taps - 1 - tap) >= first
-        seen = x[:, tap : tap + length].astype(jnp.float32)
-        out = out + jnp.where(is_seen.reshape(*is_seen.shape, *[1] * (x.ndim - 2)), seen, 0.0) * kernel[..., tap]
+        is_seen = (age >= taps - 1 - tap).reshape(*age.shape, *[1] * (x.ndim - 2))
+        out = out + jnp.where(is_seen, x[:, tap : tap + length], 0.0) * kernel[..., tap]
     return jax.nn.silu(out)
 
 
-def _run_chunks(first: jax.Array, state: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the result of the heads, [B, S, G, R, V], and the state after all tokens, [B, G, R, K, V].
+def _run_chunks(
+    age: jax.Array,
+    state: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    shares: jax.Array,
+    logs: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the state [B, G, R, K, V] after N chunks, and the result of the heads, [N, B, G, R, C, V].
 
-    arrays: what `_prepare` returns.
+    age: [N, B, C]. query, key: [N, B, G, C, K]. value: [N, B, G, R, C, V].
+    shares, logs: [N, B, G, R, C], the share of what the state holds for its key that a token replaces, and the log of
+        the decay before.
     """
-    query, _, value, *_ = arrays
-    batch, length, *heads = value.shape
-    chunk = min(CHUNK, length)
-    group = min(GROUP, -(-length // chunk))
-    padding = -length % (group * chunk)
-    if state is None:
-        state = jnp.zeros((batch, *heads[:2], query.shape[-1], heads[2]), jnp.float32)
-
-    def divide(x: jax.Array, mode: str = "constant") -> jax.Array:  # -> [groups, N, B, G, C, ...]
-        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
-        x = x.reshape(batch, -1, group, chunk, *x.shape[2:])
-        return jnp.moveaxis(x, (0, 4), (2, 3)) if x.ndim > 4 else jnp.moveaxis(x, 0, 2)
-
-    before = jnp.pad(first, ((0, 0), (1, 0)), mode="edge")[:, :-1]  # of the token before; the state is of the first's
-    documents = divide(first, "edge"), divide(before, "edge")[..., 0]
-    # A group is computed again in the backward, so that only its inputs and its state wait for it.
-    run = jax.checkpoint(_run_group, prevent_cse=False)
-    state, out = jax.lax.scan(run, state, (*documents, *map(divide, arrays)))
-    out = jnp.moveaxis(out, (2, 5), (0, 3)).reshape(batch, -1, *heads)
-    return out[:, :length], state
-
-
-def _run_group(state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    """Run consecutive chunks. Return the state [B, G, R, K, V] after them, and the result [N, B, G, R, C, V].
-
-    inputs: the first row of each token's document [N, B, C], and of the document of the token before each chunk [N, B];
-        queries and keys [N, B, G, C, K], values [N, B, G, C, R, V], shares and logs of decays [N, B, G, C, R].
-    """
-    first, before, query, key, *others = inputs
-    value, shares, decays = (jnp.moveaxis(x, 4, 3) for x in others)  # [N, B, G, R, C, ...]
-    chunk, total = first.shape[-1], jnp.cumsum(decays, axis=-1)
-    is_same = (first[..., :, None] == first[..., None, :]) & jnp.tri(chunk, dtype=jnp.bool)
+    index, total = jnp.arange(age.shape[-1]), jnp.cumsum(logs, axis=-1)
+    first = index - age  # in the chunk, of the token's document
+    is_same = (first[..., :, None] == first[..., None, :]) & (index[:, None] >= index)
     between = total[..., :, None] - total[..., None, :]
     kept = jnp.exp(jnp.where(is_same[:, :, None, None], between, -jnp.inf))  # what is left at a token of an earlier one
-    entered = jnp.exp(total) * (first == before[..., None])[:, :, None, None]  # and of the state before the chunk
+    entered = jnp.exp(total) * (first < 0)[:, :, None, None]  # and of the state before the chunk
     # What a token adds to the state depends on what earlier tokens of the chunk add: a triangular system.
     alike, scores = (jnp.einsum("NBGCK,NBGcK->NBGCc", x, key)[:, :, :, None] * kept for x in (key, query))
-    system = jnp.where(jnp.tri(chunk, k=-1, dtype=jnp.bool), alike * shares[..., None], 0.0)
-    solved = _invert(system) * shares[..., None, :]
+    solved = _invert(jnp.where(index[:, None] > index, alike * shares[..., None], 0.0)) * shares[..., None, :]
     added = jnp.einsum("NBGRCc,NBGRcV->NBGRCV", solved, value)
     replaced = jnp.einsum("NBGRCc,NBGcK->NBGRCK", solved * entered[..., None, :], key)
     read, leaving = (x[:, :, :, None] * each[..., None] for x, each in ((query, entered), (key, kept[..., -1, :])))

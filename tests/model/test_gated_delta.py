@@ -56,40 +56,41 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta, "GROUP", 2)
 
 
-def draw(random: np.random.Generator, begins: list[list[int]], alike: float = 0.0) -> tuple[Any, ...]:
-    """Return first rows and what `_prepare` does, for two heads of keys and three of values each."""
-    batch, shape = len(begins), (len(begins), LENGTH, 2)
-    first = np.array([[max(b for b in [0, *row] if b <= t) for t in range(LENGTH)] for row in begins], np.int32)
-    query, key = (random.normal(size=(*shape, 4)) for _ in range(2))
-    key = (1 - alike) * key + alike * random.normal(size=(batch, 1, 2, 4))
-    key /= np.linalg.norm(key, axis=-1, keepdims=True)
-    value, share, decay = random.normal(size=(*shape, 3, 5)), random.uniform(0.5, 1, (*shape, 3)), -np.ones((*shape, 3))
-    return first, query, key, value, share, decay * random.uniform(0, 0.3, (*shape, 3))
-
-
 @pytest.mark.parametrize("alike", [0.0, 0.95])
-@pytest.mark.usefixtures("small_chunks")
 def test_chunks_compute_what_a_loop_over_the_tokens_does(alike: float) -> None:
     """Documents begin within chunks, with them and twice in one. Keys that are nearly equal lose no digits."""
-    first, *arrays = draw(np.random.default_rng(0), [[], [8, 10, 23, 32], [44]], alike)
-    gradient = np.random.default_rng(1).normal(size=arrays[2].shape)
+    random, chunk, shape = np.random.default_rng(0), 8, (3, 48, 2)  # three rows, two heads of keys
+    begins = [[0], [0, 8, 10, 23, 32], [0, 44]]
+    first = np.array([[max(b for b in row if b <= t) for t in range(shape[1])] for row in begins])
+    query, key = (random.normal(size=(*shape, 4)) for _ in range(2))
+    key = (1 - alike) * key + alike * random.normal(size=(shape[0], 1, 2, 4))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    value, share = random.normal(size=(*shape, 3, 5)), random.uniform(0.5, 1, (*shape, 3))
+    log, gradient = -random.uniform(0, 0.3, (*shape, 3)), random.normal(size=(*shape, 3, 5))
+    arrays = query, key, value, share, log
+    age = np.moveaxis((np.arange(shape[1]) - first).reshape(3, -1, chunk), 1, 0)
 
-    def run(*arrays: jax.Array) -> jax.Array:
-        return gated_delta._run_chunks(jnp.asarray(first), None, *arrays)[0]
+    def to_chunks(x: Any) -> Any:  # [B, S, G, ...] -> [N, B, G, ..., C, last]
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), (1, 3), (0, 2))
 
-    found, pull_back = jax.vjp(jax.jit(run), *(jnp.asarray(x, jnp.float32) for x in arrays))
-    d_found = [*pull_back(jnp.asarray(gradient, jnp.float32))]
-    expected, d_expected = np.zeros_like(found, np.float64), [np.zeros_like(x) for x in arrays]
-    for b, g, r in np.ndindex(len(first), *arrays[2].shape[2:4]):
-        query, key, value, share, decay = (x[b, :, g] if x is arrays[0] or x is arrays[1] else x[b, :, g, r] for x in arrays)
-        left, begins = np.exp(decay), first[b] == np.arange(LENGTH)
-        expected[b, :, g, r], backward = reference.remember(query, key, value, share, left, begins)
+    @jax.jit
+    def run(query: Any, key: Any, *others: Any) -> Any:
+        others = (jnp.moveaxis(to_chunks(x), 4, 3) for x in others)
+        state = jnp.zeros((3, 2, 3, 4, 5))
+        out = gated_delta._run_chunks(jnp.asarray(age), state, to_chunks(query), to_chunks(key), *others)[1]
+        return jnp.moveaxis(out, (1, 4), (0, 2)).reshape(gradient.shape)
+
+    found, pull_back = jax.vjp(run, *(jnp.asarray(x, jnp.float32) for x in arrays))
+    expected, d_expected = np.zeros_like(gradient), [np.zeros_like(x) for x in arrays]
+    for b, g, r in np.ndindex(3, 2, 3):
+        of_head = value[b, :, g, r], share[b, :, g, r], np.exp(log[b, :, g, r]), first[b] == np.arange(shape[1])
+        expected[b, :, g, r], backward = reference.remember(query[b, :, g], key[b, :, g], *of_head)
         d_query, d_key, *others, d_left = backward(gradient[b, :, g, r])
         d_expected[0][b, :, g] += d_query
         d_expected[1][b, :, g] += d_key
-        for d, each in zip(d_expected[2:], (*others, d_left * left), strict=True):
+        for d, each in zip(d_expected[2:], (*others, d_left * of_head[2]), strict=True):
             d[b, :, g, r] = each
-    for one, other in zip([found, *d_found], [expected, *d_expected], strict=True):
+    for one, other in zip([found, *pull_back(jnp.asarray(gradient, jnp.float32))], [expected, *d_expected], strict=True):
         assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
 
 
