@@ -553,10 +553,22 @@ def name(case: dict[str, Any]) -> str:
     "case",
     [
         *(pytest.param(case, marks=MARKS.get(index % 6, [pytest.mark.slow])) for index, case in enumerate(CASES)),
-        *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in (*EXTRAS, *MTP, *DELTA)),
+        *(
+            pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS))
+            for case in (*EXTRAS, *MTP, *DELTA)
+        ),
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS, *CHUNKS, *SLOW_SINKS, *SLOW_GEMMA4, *SLOW_MTP, *SLOW_DELTA)
+            for case in (
+                *SLOW,
+                *SLOW_LATENTS,
+                *SLOW_EXPERTS,
+                *CHUNKS,
+                *SLOW_SINKS,
+                *SLOW_GEMMA4,
+                *SLOW_MTP,
+                *SLOW_DELTA,
+            )
         ),
     ],
     ids=name,

@@ -266,7 +266,9 @@ def _run_group(
     )
     by_head = (value, to_chunks(shares), to_chunks(logs))
     ages = jnp.moveaxis(age.reshape(len(age), -1, chunk), 1, 0)  # [N, B, C]
-    state, out = _run_chunks(ages, state, query * query.shape[-1] ** -0.5, key, *(jnp.moveaxis(x, 4, 3) for x in by_head))
+    state, out = _run_chunks(
+        ages, state, query * query.shape[-1] ** -0.5, key, *(jnp.moveaxis(x, 4, 3) for x in by_head)
+    )
     out = jnp.moveaxis(out, (1, 4), (0, 2))  # [N, B, G, R, C, V] -> [B, N, C, G, R, V]
     return state, out.reshape(len(age), -1, *out.shape[3:]).astype(beta.dtype)
 
@@ -329,12 +331,15 @@ def _invert(lower: jax.Array) -> jax.Array:
     where keys are alike.
     """
     size = lower.shape[-1]
-    inverse, index = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape), jnp.arange(size)
-    for level in range(math.ceil(math.log2(size))):
-        block = index >> level
-        is_beside = (block[:, None] % 2 == 1) & (block[:, None] == block + 1)  # below an odd block's left neighbour
-        beside = jnp.where(is_beside, lower, 0.0)
-        inverse = inverse - _multiply(_multiply(inverse, beside), inverse)
+    block = jnp.arange(size)
+
+    def take_beside(level: int) -> jax.Array:  # below an odd block's left neighbour
+        row = block[:, None] >> level
+        return jnp.where((row % 2 == 1) & (row == (block >> level) + 1), lower, 0.0)
+
+    inverse = jnp.eye(size, dtype=lower.dtype) - take_beside(0)
+    for level in range(1, math.ceil(math.log2(size))):
+        inverse = inverse - _multiply(_multiply(inverse, take_beside(level)), inverse)
     return inverse
 
 

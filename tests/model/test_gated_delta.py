@@ -90,7 +90,9 @@ def test_chunks_compute_what_a_loop_over_the_tokens_does(alike: float) -> None:
         d_expected[1][b, :, g] += d_key
         for d, each in zip(d_expected[2:], (*others, d_left * of_head[2]), strict=True):
             d[b, :, g, r] = each
-    for one, other in zip([found, *pull_back(jnp.asarray(gradient, jnp.float32))], [expected, *d_expected], strict=True):
+    for one, other in zip(
+        [found, *pull_back(jnp.asarray(gradient, jnp.float32))], [expected, *d_expected], strict=True
+    ):
         assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
 
 
@@ -162,7 +164,9 @@ def test_requests_that_share_rows_draw_what_each_draws_alone(axes: dict[str, int
     shared, counts = np.concatenate([first[2], first[0]]), [3, 17, 9, 5, 12]
     prompts = [*first, shared, first[2][:12]]
     counts += [6, 6]
-    alone = [generate(new(rows=1, length=64), [prompt], [count])[0] for prompt, count in zip(prompts, counts, strict=True)]
+    alone = [
+        generate(new(rows=1, length=64), [prompt], [count])[0] for prompt, count in zip(prompts, counts, strict=True)
+    ]
     together = new(rows=2, length=64)
     assert generate(together, prompts, counts) == alone
     # A dialogue goes on after its answer; another one after only a part of it.

@@ -53,7 +53,9 @@ class TensorPiece(NamedTuple):
 
 def _count_outputs(spec: ParamSpec) -> int:
     """Return the number of outputs of one layer and one expert."""
-    return math.prod(spec.shape) // spec.fan_in // _count_taps(spec) // math.prod(spec.shape[d] for d in spec.expert_dims)
+    return (
+        math.prod(spec.shape) // spec.fan_in // _count_taps(spec) // math.prod(spec.shape[d] for d in spec.expert_dims)
+    )
 
 
 def _count_taps(spec: ParamSpec) -> int:
