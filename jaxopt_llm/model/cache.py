@@ -1,8 +1,8 @@
 """Caches of one layer, for generation and for layers that read the keys of another: keys and values, or a state.
 
-Keys and values are in a ring of T slots: the key of the token at position p is in slot p mod T. Without a window, T is at
-least the length of the text, and a slot is written once. A layer with a window, or with chunks, has only the slots of its
-window and REWIND more: later tokens take the slots of those that no query sees any more.
+Keys and values are in a ring of T slots: the key of the token at position p is in slot p mod T. Without a window, T is
+at least the length of the text, and a slot is written once. A layer with a window, or with chunks, has only the slots
+of its window and REWIND more: later tokens take the slots of those that no query sees any more.
 
 Letters: B batch, S sequence, T slots, G key-value heads, K head size.
 """

@@ -149,7 +149,7 @@ FAMILIES = (
         DELTA_DEFAULTS | {"num_key_value_heads": 4},
         mtp_prefix="mtp.",
         classifier="Qwen3_5TextForSequenceClassification",
-        models="Qwen3.5 (dense), text alone",
+        models="text of Qwen3.5 (dense)",
     ),
     Family(
         "gemma2",

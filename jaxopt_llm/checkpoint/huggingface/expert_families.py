@@ -156,7 +156,7 @@ FAMILIES = (
         DELTA_DEFAULTS | DELTA_EXPERT_DEFAULTS | {"num_experts_per_tok": 8},
         mtp_prefix="mtp.",
         in_memory_names=names.STACKED_EXPERTS,
-        models="Qwen3.5 (MoE), text alone",
+        models="text of Qwen3.5 (MoE)",
     ),
     Family(
         "olmoe",
