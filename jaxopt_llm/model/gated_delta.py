@@ -56,6 +56,7 @@ def log_uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Arra
 def gated_delta_specs(config: ModelConfig, residual_scale: float) -> dict[str, ParamSpec]:
     width, delta = (config.width, "embed"), config.delta
     keys, sharing = (delta.key_heads, "heads"), (delta.value_heads // delta.key_heads, None)
+    heads: dict[str, tuple[tuple[int, str | None], ...]]
     heads = dict.fromkeys(("query", "key"), (keys, (delta.key_head_dim, "head_dim")))
     heads |= dict.fromkeys(("value", "gate"), (keys, sharing, (delta.value_head_dim, "head_dim")))
     heads |= dict.fromkeys(("beta", "decay"), (keys, sharing))

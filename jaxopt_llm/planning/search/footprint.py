@@ -12,7 +12,7 @@ import jax
 
 from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import Config, RematConfig
+from jaxopt_llm.config import Config, Kind, RematConfig
 from jaxopt_llm.config.model import GATED_DELTA
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
 from jaxopt_llm.model.self_attention import most_frequent_kind
@@ -178,7 +178,7 @@ def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, p
     This follows XLA's schedule.
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
-    kinds = [kind for kind in model.pattern if kind != GATED_DELTA] or [most_frequent_kind(model)]
+    kinds: list[Kind] = [kind for kind in model.pattern if kind != GATED_DELTA] or [most_frequent_kind(model)]
     costs = [AttentionCost.from_config(config, kind) for kind in kinds]
     cost = max(costs, key=lambda each: (each.live_scores, each.kv_size))
     scores = tokens * config.mesh.context / config.training.sequence_length * cost.live_scores  # of all rows
