@@ -155,10 +155,8 @@ def generate(generator: TokenGenerator, prompts: list[np.ndarray], counts: list[
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_requests_that_share_rows_draw_what_each_draws_alone(axes: dict[str, int]) -> None:
     """Rows end at different times and are taken by other prompts, some of which begin as the row's text does."""
-    model, random = Decoder(CONFIG), np.random.default_rng(0)
-    params, placement = toy.by_layer(slow_params(model)), toy.placement(**axes)
+    model, random, placement = Decoder(CONFIG), np.random.default_rng(0), toy.placement(**axes)
     own = toy.by_layer(jax.tree.map(jnp.asarray, slow_params(model)))
-    del params
     new = functools.partial(TokenGenerator, model, own, placement, CONFIG.vocabulary_size)
     first = [random.integers(3, 250, size).astype(np.int32) for size in (5, 19, 33, 7, 30)]
     shared, counts = np.concatenate([first[2], first[0]]), [3, 17, 9, 5, 12]
@@ -196,23 +194,27 @@ def test_a_dialogue_continues_from_its_state(monkeypatch: pytest.MonkeyPatch) ->
     assert filled == [0, state, 0]
 
 
-def test_the_backward_keeps_the_projections_alone() -> None:
-    """Temporaries of a long row: a few arrays of the projections' size, and no state of every token."""
+def test_the_backward_computes_all_but_the_projections_again() -> None:
+    """The projections of a long row and their gradients, in several forms, and no state of every token or chunk."""
     model, length = Decoder(replace_fields(CONFIG, {"layers": 1, "pattern": ("gated_delta",)})), 8192
-    batch = toy.packed(rows=1, length=length)
-    params = jax.eval_shape(lambda: toy.params(model.specs)) if False else toy.params(model.specs)
+    delta, random = CONFIG.delta, np.random.default_rng(0)
+    params = {name: leaf[0] for name, leaf in toy.params(model.specs)["segment_0"]["block_0"]["delta"].items()}
+    shapes = {name: params[name].shape[1:] for name in gated_delta.PRODUCTS if name != "gate"}
+    projected = [random.normal(size=(1, length, *shape)).astype(np.float32) for shape in shapes.values()]
+    learned = [
+        params[name] for name in (*(f"{name}_kernel" for name in gated_delta.CONVOLVED), "decay_offset", "decay_rate")
+    ]
+    age = np.arange(length, dtype=np.int32)[None]
 
-    @jax.jit
-    def run(params: Params) -> Any:
-        return jax.grad(
-            lambda params: scan.microbatch_loss(model, params, batch, jnp.float32(1), PLACEMENT, RematConfig("none"))[0]
-        )(params)
+    def run(*operands: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(gated_delta.mix(age, *operands)))
 
-    delta = CONFIG.delta
-    states = 4 * length * delta.value_heads * delta.key_head_dim * delta.value_head_dim
-    logits = 4 * length * 384
-    found = hlo.read_memory(run.lower(params).compile()).temporaries
-    assert found < 4 * logits + states
+    everything = jax.grad(run, argnums=tuple(range(10)))
+    compiled = jax.jit(everything).lower(*projected, *learned).compile()
+    operands = sum(each.nbytes for each in projected)
+    of_chunks = length // gated_delta.CHUNK * 4 * delta.value_heads * gated_delta.CHUNK**2  # one array of scores
+    found = hlo.read_memory(compiled).temporaries
+    assert found < 4 * operands + of_chunks
 
 
 @pytest.mark.parametrize(
