@@ -174,22 +174,28 @@ def test_requests_that_share_rows_draw_what_each_draws_alone(axes: dict[str, int
     assert generate(together, again, [8, 8]) == expected
 
 
-def test_a_dialogue_continues_from_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the tokens after the state are computed; a beginning of the text is computed anew."""
+def test_a_dialogue_continues_from_its_state() -> None:
+    """Only the tokens after the state are computed, also if other rows went on; a beginning of the text is not held."""
     model, prompt = Decoder(CONFIG), np.arange(3, 43, dtype=np.int32)
     params = toy.by_layer(jax.tree.map(jnp.asarray, slow_params(model)))
-    generator = TokenGenerator(model, params, PLACEMENT, CONFIG.vocabulary_size, rows=1, length=128)
+    generator = TokenGenerator(model, params, PLACEMENT, CONFIG.vocabulary_size, rows=2, length=128)
     filled: list[int] = []
     fill = generator._programs.fill
 
     def record(params: Any, caches: Any, rows: Any, new: Any) -> Any:
-        filled.append(int(new.first[0]))
+        filled.append(int(np.max(new.first)))
         return fill(params, caches, rows, new)
 
     object.__setattr__(generator._programs, "fill", record)
-    (answer,) = generate(generator, [prompt], [5])
+    answer, _ = generate(generator, [prompt, prompt[::-1]], [5, 20])
     state = len(prompt) + 4  # the last token that was drawn is not in it
-    generate(generator, [np.concatenate([prompt, answer, [7, 8, 9]]).astype(np.int32)], [5])
+    going_on = np.concatenate([prompt, answer, [7, 8, 9]]).astype(np.int32)
+    alone = TokenGenerator(model, params, PLACEMENT, CONFIG.vocabulary_size, rows=1, length=128)
+
+    def list_log_probabilities(generator: TokenGenerator) -> list[float]:
+        return [each.log_probability for each in generator.run([Request(going_on, 9)], lambda request: False)]
+
+    np.testing.assert_allclose(list_log_probabilities(generator), list_log_probabilities(alone), rtol=1e-5)
     generate(generator, [prompt], [1])
     assert filled == [0, state, 0]
 
