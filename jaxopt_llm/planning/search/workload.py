@@ -201,7 +201,7 @@ def _count_backward(attention: AttentionCost) -> float:
 
 def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: float, backward_flops: float) -> float:
     """Return the share of the peak that the matmuls of attention attain, forward and backward together."""
-    if not attention.flash:
+    if not attention.flash or not forward_flops:  # or no layer attends
         return MATMUL_EFFICIENCY
     forward, backward = (kernel_efficiency(chip, attention.implementation, each) for each in ("forward", "backward"))
     return (forward_flops + backward_flops) / (forward_flops / forward + backward_flops / backward)
