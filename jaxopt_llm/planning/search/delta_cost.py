@@ -17,8 +17,8 @@ from jaxopt_llm.core.jaxpr import typeof
 from jaxopt_llm.model import gated_delta
 from jaxopt_llm.planning.search.passes import Passes
 
-# Counted in a compiled program (jax 0.10.2; heads of 128, 8,192 tokens of a GPU in rows of 1,024) whose layers alternate
-# with attention. There XLA holds parts of both at the same time: of layers of this kind alone, COPIES would be 4.
+# Counted in a compiled program (jax 0.10.2; heads of 128, 8,192 tokens of a GPU in rows of 1,024) whose layers
+# alternate with attention. There XLA holds parts of both at once: with layers of this kind alone, COPIES would be 4.
 STREAMED = 2.2  # bytes that all kernels move for each byte that the products read and write
 ALIVE = 0.17  # share of the bytes that the products of a group read and write in its backward that is alive at once
 COPIES = 20  # of the projections that are alive in a block: other forms and gradients, many of them in float32
