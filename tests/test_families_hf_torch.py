@@ -108,7 +108,7 @@ GEMMA4 = SIZES | {
     **{"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]},
 }
 
-CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Gemma4", "Llama4")}
+CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")}
 MULTIPLIERS = {
     **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
 }
@@ -125,6 +125,16 @@ LLAMA4 = {
     },
     **{"floor_scale": 3, "attn_scale": 0.6, "head_dim": 8, "no_rope_layer_interval": 2},
 }
+
+# Layers after the last whole period; key heads that value heads share, and heads of unlike sizes.
+DELTA = SIZES | {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
+    **{"head_dim": 16, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25}},
+}
+DELTA_MOE = DELTA | MOE | {"shared_expert_intermediate_size": 20}
+LINEAR_LAST = {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]}
+LINEAR_LAST |= {"num_hidden_layers": 4, "linear_num_key_heads": 3, "linear_num_value_heads": 3}
+LINEAR_LAST |= {"linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
 
 # The class, and what it is given.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,6 +199,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3 moe tied, windows": (
         "Qwen3Moe",
         SIZES | MOE | WINDOWS | {"max_window_layers": 0, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
+    "qwen 3 next": ("Qwen3Next", DELTA_MOE | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen 3 next tied": (
+        "Qwen3Next",
+        DELTA_MOE | LINEAR_LAST | {"norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "qwen 3.5": ("Qwen3_5", DELTA),
+    "qwen 3.5 tied": ("Qwen3_5", DELTA | LINEAR_LAST | {"num_key_value_heads": 4}),
+    "qwen 3.5 moe": ("Qwen3_5Moe", {name: DELTA_MOE[name] for name in DELTA_MOE if name != "intermediate_size"}),
+    "qwen 3.5 moe tied": (
+        "Qwen3_5Moe",
+        {name: each for name, each in (DELTA_MOE | LINEAR_LAST).items() if name != "intermediate_size"},
     ),
     "olmoe": ("Olmoe", SIZES | MOE | {"num_key_value_heads": 4}),
     "olmoe tied, grouped": ("Olmoe", SIZES | MOE | {"norm_topk_prob": True, "tie_word_embeddings": True}),
@@ -653,8 +675,11 @@ class Case:
         torch.manual_seed(0)
         with torch.no_grad():
             buffers = [each for name, each in self.model.named_buffers() if name.endswith(BUFFERS)]
+            rates = [each for name, each in self.model.named_parameters() if name.endswith("A_log")]
             for parameter in [*self.model.parameters(), *buffers]:
-                if parameter.ndim == 1:  # away from 1 and 0: a scale or bias that is dropped or swapped shows
+                if any(parameter is each for each in rates):  # with faster decays, little would depend on the state
+                    parameter.uniform_(-2, 0.5)
+                elif parameter.ndim == 1:  # away from 1 and 0: a scale or bias that is dropped or swapped shows
                     parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
                 else:
                     parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))

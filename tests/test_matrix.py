@@ -194,6 +194,34 @@ MODELS["gemma4_keys"] = replace_fields(
 )
 
 
+# Layers with a state between layers with gated attention, and experts.
+MODELS["qwen3_next"] = replace_fields(
+    toy.UNIFORM,
+    {
+        "layers": 4,
+        "pattern": ("gated_delta", "global"),
+        "attention_gate": "element",
+        "qk_norm": "head",
+        "norm_zero_centered": True,
+        "tied_head": False,
+        "delta.key_heads": 4,
+        "delta.value_heads": 8,
+        "delta.key_head_dim": 4,
+        "delta.value_head_dim": 6,
+        "delta.kernel": 3,
+    },
+)
+MODELS["qwen3_next_experts"] = replace_fields(
+    MODELS["qwen3_next"],
+    {
+        "moe.experts": 4,
+        "moe.expert_width": 8,
+        "moe.shared_expert_width": 8,
+        "moe.shared_expert_gate": True,
+    },
+)
+
+
 def list_values(name: str) -> list[Any]:
     """Return the values of a switch; [] for a field that is no choice."""
     hint = get_type_hints(ModelConfig)[name]
@@ -330,6 +358,20 @@ MTP = [
     BASIC | {"model": "mtp", "split": {"context": 2, "fsdp": 2}, "tensor": 2, "zero": 3},
     BASIC | {"model": "mtp_experts", "split": {"expert": 2, "fsdp": 2}, "tensor": 2, "sequence_parallel": True},
 ]
+DELTA = [
+    BASIC | {"model": "qwen3_next", "zero": 3, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}},
+    BASIC | {"model": "qwen3_next", "pipeline": 2, "tensor": 2, "split": {"data": 2}, "remat": "save_qkv", "zero": 2},
+]
+SLOW_DELTA = [
+    BASIC | {"model": "qwen3_next", "zero": 3, "tensor": 4, "split": {"fsdp": 2}, "remat": "none"},
+    BASIC | {"model": "qwen3_next", "zero": 0, "split": {"data": 2, "fsdp": 2}, "accumulation": 1, "remat": "named"},
+    BASIC | {"model": "qwen3_next", "zero": 1, "split": {"fsdp": 8}, "remat": "save_attention"},
+    BASIC | {"model": "qwen3_next", "zero": 2, "split": {"data": 2, "fsdp": 2}, "remat": "offload"},
+    BASIC | {"model": "qwen3_next", "zero": 3, "tensor": 2, "split": {"fsdp": 2}, "adapt": "delta"},
+    BASIC | {"model": "qwen3_next", "pipeline": 2, "split": {"fsdp": 2}, "adapt": "delta-nf4"},
+    BASIC | {"model": "qwen3_next_experts", "zero": 3, "split": {"expert": 2, "fsdp": 2}, "tensor": 2},
+    BASIC | ROUNDS | {"model": "qwen3_next_experts", "split": {"expert": 2}, "pipeline": 2, "tensor": 2, "zero": 1},
+]
 SLOW_MTP = [
     BASIC | {"model": "mtp", "pipeline": 2, "tensor": 2, "sequence_parallel": True, "split": {"fsdp": 2}, "zero": 3},
     BASIC | {"model": "mtp", "pipeline": 2, "split": {"context": 2, "data": 2}, "accumulation": 1, "zero": 0},
@@ -381,6 +423,10 @@ ADAPT = {
     "lora": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "non_layer/*/table")),
     "lora-int8": LoraConfig(rank=4, targets=("*/attention/*", "segment_0/*/mlp/*", "non_layer/*/table"), base="int8"),
     "lora-nf4": LoraConfig(rank=4, targets=("*/mlp/[ugd]*",), base="nf4"),
+    "delta": LoraConfig(rank=4, targets=("*/delta/*", "*/attention/*")),
+    "delta-nf4": LoraConfig(
+        rank=4, targets=("*/delta/*", "*/mlp/*"), base="nf4", double_quantisation=True, dora=True, dropout=0.25
+    ),
     "qlora": LoraConfig(
         rank=4,
         targets=("*/attention/*", "segment_0/*/mlp/*"),
@@ -507,10 +553,22 @@ def name(case: dict[str, Any]) -> str:
     "case",
     [
         *(pytest.param(case, marks=MARKS.get(index % 6, [pytest.mark.slow])) for index, case in enumerate(CASES)),
-        *(pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS)) for case in (*EXTRAS, *MTP)),
+        *(
+            pytest.param(case, marks=[pytest.mark.core] * (case["model"] in CORE_MODELS))
+            for case in (*EXTRAS, *MTP, *DELTA)
+        ),
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in (*SLOW, *SLOW_LATENTS, *SLOW_EXPERTS, *CHUNKS, *SLOW_SINKS, *SLOW_GEMMA4, *SLOW_MTP)
+            for case in (
+                *SLOW,
+                *SLOW_LATENTS,
+                *SLOW_EXPERTS,
+                *CHUNKS,
+                *SLOW_SINKS,
+                *SLOW_GEMMA4,
+                *SLOW_MTP,
+                *SLOW_DELTA,
+            )
         ),
     ],
     ids=name,

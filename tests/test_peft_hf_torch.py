@@ -108,7 +108,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_shared_experts": 1, "sliding_window": 4, "global_attn_every_n_layers": 2},
     ),
 }
-CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma4", "Llama4")}
+DELTA = SIZES | {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    **{"head_dim": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
+MODELS["qwen3 next"] = (
+    "Qwen3Next",
+    DELTA
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
+)
+MODELS["qwen3.5"] = ("Qwen3_5", DELTA)
+CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma4", "Llama4", "Qwen3_5")}
 
 
 class Model:
@@ -208,6 +218,8 @@ OURS = [
     ("granite moe", f"{BLOCKS}"),
     ("granite moe shared", "*/mlp/up */mlp/down */mlp/shared_up"),
     ("gemma 4", f"{BLOCKS}"),
+    ("qwen3 next", "dora */delta/* */attention/*"),
+    ("qwen3.5", "*/delta/query */delta/beta */delta/output */attention/gate"),
 ]
 
 
@@ -307,6 +319,8 @@ THEIRS: list[tuple[str, dict[str, Any]]] = [
         {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj", "input_linear.weight"]},
     ),
     ("gemma 4", {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    ("qwen3 next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj"], "use_dora": True}),
+    ("qwen3.5", {"target_modules": "all-linear"}),
 ]
 
 

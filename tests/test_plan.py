@@ -433,6 +433,24 @@ def test_estimates_match_the_compiler_on_latent_attention() -> None:
 
 
 @pytest.mark.slow
+def test_estimates_match_the_compiler_on_gated_deltas() -> None:
+    """Check layers with a state between layers with attention."""
+    switches: dict[str, Any] = {"kv_heads": 2, "attention_gate": "element", "pattern": ("gated_delta", "global")}
+    switches |= {"delta.key_heads": 8, "delta.value_heads": 16}
+    switches |= {"delta.key_head_dim": 128, "delta.value_head_dim": 128}
+    training = dataclasses.replace(CONFIG.training, batch_size=64, sequence_length=1024)
+    config = dataclasses.replace(CONFIG, model=replace_fields(CONFIG.model, switches), training=training)
+    plan, state = make_plan(config, "h200", 1, 8), compute_state_sizes(config)
+    assert state is not None
+    found = estimate(config, Cluster("h200", 1, 8), state)
+    assert found.work.all_flops == pytest.approx(plan.flops, rel=0.01)
+    sent = sum(each.bytes for each in plan.collectives)
+    assert sum(each.bytes for each in found.work.transfers) == pytest.approx(sent, rel=0.02)
+    assert found.footprint.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    assert found.time.total == pytest.approx(plan.speed.step_seconds, rel=0.15)
+
+
+@pytest.mark.slow
 def test_kinds_add_up_to_the_compilers_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a plan with stacks of whole gradients in one group."""
     totals = []

@@ -40,6 +40,8 @@ PIXTRAL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "
 PIXTRAL |= {"image_size": 28, "patch_size": 14, "head_dim": 8, "model_type": "pixtral"}
 QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+PARTIAL_MROPE = MROPE | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
 IMAGES = {"image_token_id": 240, "video_token_id": 241, "vision_start_token_id": 242, "vision_end_token_id": 243}
 COHERE2 = {"model_type": "cohere2", "layer_norm_eps": 1e-2, "sliding_window": 4}
 # Class, settings of the whole, of the text and of the vision tower.
@@ -100,6 +102,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": MROPE | {"mrope_interleaved": True}, "num_experts": 5, "num_experts_per_tok": 3}
         | {"moe_intermediate_size": 16, "decoder_sparse_step": 2, "num_hidden_layers": 4, "tie_word_embeddings": True},
         QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "qwen 3.5": (
+        "Qwen3_5",
+        IMAGES | {"tie_word_embeddings": False},
+        {"rope_parameters": PARTIAL_MROPE, "num_hidden_layers": 4} | DELTA,
+        QWEN | {"num_position_embeddings": 16},
+    ),
+    "qwen 3.5 moe": (
+        "Qwen3_5Moe",
+        IMAGES | {"tie_word_embeddings": False},
+        {"rope_parameters": PARTIAL_MROPE, "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2} | DELTA
+        | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 12, "intermediate_size": None},
+        QWEN | {"num_position_embeddings": 16},
     ),
     "qwen 2.5 vl": (
         "Qwen2_5_VL",
@@ -374,6 +389,34 @@ def test_the_older_form_of_the_settings_is_read_and_written(name: str, tmp_path:
     assert (found["mrope_section"], found["rope_theta"]) == ([2, 1, 1], 100.0)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert back["vision_config"] == settings["vision_config"] and bool(back["text_config"]) == (not flat)
+
+
+def test_tensors_of_multi_token_prediction_are_named_and_kept(tmp_path: Path) -> None:
+    """Beside the text of a folder with a vision tower, and in a folder of text alone."""
+    from safetensors.torch import load_file, save_file
+
+    make("qwen 3.5", tmp_path / "there")
+    tensors = {}
+    for file in [*(tmp_path / "there").glob("*.safetensors")]:
+        tensors |= load_file(file)
+        file.unlink()
+    (tmp_path / "there" / "model.safetensors.index.json").unlink()
+    tensors |= {"mtp.fc.weight": torch.ones(32, 64), "mtp.norm.weight": torch.ones(32)}
+    alone = {
+        key.replace("model.language_model.", "model."): each for key, each in tensors.items() if "visual" not in key
+    }
+    settings = json.loads((tmp_path / "there" / "config.json").read_text())
+    text = settings["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    (tmp_path / "alone").mkdir()
+    for name, config, each in (("there", settings, tensors), ("alone", text, alone)):
+        save_file(each, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (line,) = huggingface.open_model_folder(tmp_path / name).describe_mtp()
+        assert line == f"{tmp_path / name}: the 2 tensors of multi-token prediction (mtp.fc.weight, ...) are not read"
+        jaxopt_llm.load_pretrained(tmp_path / name).save_pretrained(tmp_path / f"{name} back")
+        back = safetensors.open_folder(tmp_path / f"{name} back")
+        assert back.keys() == each.keys()
+        np.testing.assert_array_equal(back["mtp.fc.weight"].read(), 1)
 
 
 def test_a_text_model_with_other_names_is_refused_by_them(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ A recipe imports the sections that it sets from here:
 """
 
 from jaxopt_llm.config.data import DataConfig
-from jaxopt_llm.config.model import Kind, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxopt_llm.config.model import DeltaConfig, Kind, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxopt_llm.config.parallel import (
     AXES,
     BATCH_AXES,

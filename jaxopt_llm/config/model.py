@@ -5,7 +5,7 @@ The families are those of checkpoint/huggingface/find_family.py.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from jaxopt_llm.config.metadata import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, Bounds, Section, section, setting
 
@@ -180,6 +180,29 @@ class MLAConfig(Section, path="model.mla"):
         return found
 
 
+@dataclass(frozen=True)
+class DeltaConfig:
+    key_heads: int = setting(2, resume="never", bounds=AT_LEAST_ONE)
+    """Number of heads of queries and keys in gated_delta layers, each shared by value_heads / key_heads heads of values
+    (linear_num_key_heads)."""
+    value_heads: int = setting(4, resume="never", bounds=AT_LEAST_ONE)
+    """Number of heads of values, each with a state of its own (linear_num_value_heads)."""
+    key_head_dim: int = setting(32, resume="never", bounds=AT_LEAST_ONE)
+    """Size of each query and key head (linear_key_head_dim)."""
+    value_head_dim: int = setting(32, resume="never", bounds=AT_LEAST_ONE)
+    """Size of each value head (linear_value_head_dim)."""
+    kernel: int = setting(4, resume="never", bounds=Bounds(minimum=2, maximum=64))
+    """Tokens that the convolution of queries, keys and values reads, including the current one
+    (linear_conv_kernel_dim)."""
+
+    def problems(self) -> list[str]:
+        found = find_out_of_range("model.delta", self)
+        if not found and self.value_heads % self.key_heads:
+            problem = f"must be a multiple of model.delta.key_heads={self.key_heads}"
+            found.append(f"model.delta.value_heads={self.value_heads}: {problem}")
+        return found
+
+
 MAX_EXPERTS = 200_000  # over all layers: a Hugging Face folder lists the tensors of every expert
 
 
@@ -296,7 +319,8 @@ class MoEConfig(Section, path="model.moe"):
         return found
 
 
-Kind = Literal["global", "sliding", "global_nope", "chunked"]
+Kind = Literal["global", "sliding", "global_nope", "chunked", "gated_delta"]
+GATED_DELTA: Final = "gated_delta"  # the kind of layers without attention
 WINDOWED = ("sliding", "chunked")  # the kinds of layers that read `window`
 GATED = ("swiglu", "geglu", "clamped_swiglu")  # the values of `mlp` with a gate projection
 MAX_LAYERS = 10_000  # the layout lists every layer
@@ -358,7 +382,8 @@ class ModelConfig(Section, path="model"):
     pattern: tuple[Kind, ...] = setting(("global",), resume="never")
     """Attention of successive blocks, repeated over the model. global: attend to the whole document; sliding: attend to
     the last `window` tokens; global_nope: global without RoPE (SmolLM3); chunked: attend to the tokens of the same
-    chunk, of `window` tokens each, of the document (Llama 4)."""
+    chunk, of `window` tokens each, of the document (Llama 4); gated_delta: no attention, but a Gated DeltaNet, whose
+    state has a fixed size (Yang et al. 2024; Qwen3-Next: linear_attention)."""
     window: int = setting(128, bounds=AT_LEAST_ONE)
     """Tokens that a sliding block attends to, including the current one (sliding_window), and size of the chunks of
     chunked blocks (attention_chunk_size)."""
@@ -426,6 +451,7 @@ class ModelConfig(Section, path="model"):
 
     rope: RopeConfig = section(RopeConfig)
     mla: MLAConfig = section(MLAConfig)
+    delta: DeltaConfig = section(DeltaConfig)
     moe: MoEConfig = section(MoEConfig)
 
     @property
@@ -484,6 +510,8 @@ class ModelConfig(Section, path="model"):
         found = self.find_out_of_range()
         found += self._rope_problems() + self.mla.find_problems(self.head_dim) + self.moe.find_problems(self.layers)
         found += self._latent_problems() if self.mla.kv_rank else []
+        if GATED_DELTA in self.pattern:
+            found += self.delta.problems() + self._require("gated_delta in model.pattern", shared_key_layers=0)
         if self.resize_vocabulary and not self.pretrained:
             found.append(
                 f"model.resize_vocabulary={self.resize_vocabulary}: there is no model whose tables to resize; set "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxopt_llm.config import fields
-from jaxopt_llm.config.model import READ_BY_SCALING, WINDOWED, ModelConfig
+from jaxopt_llm.config.model import GATED_DELTA, READ_BY_SCALING, WINDOWED, ModelConfig
 from jaxopt_llm.config.run import Config
 from jaxopt_llm.config.training import CLASSIFY, GRPO, KTO
 
@@ -81,7 +81,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
         (
             "global_head_dim global_kv_heads values_from_keys",
             "no layer of model.pattern is global",
-            {*model.pattern} <= {*WINDOWED},
+            {*model.pattern} <= {*WINDOWED, GATED_DELTA},
         ),
         ("wide_mlp", "model.shared_key_layers=0", not model.shared_key_layers),
         ("rope.growth_layers rope.growth_length", "model.rope.query_growth=0", not rope.query_growth),
@@ -92,6 +92,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
         ),
         ("mlp_width", "every layer has experts", all(has_experts)),
         ("mla.*", "model.mla.kv_rank=0", not model.mla.kv_rank),
+        ("delta.*", "no layer of model.pattern is gated_delta", GATED_DELTA not in model.pattern),
         (
             "rope.size rope.interleaved rope.query_growth rope.growth_layers rope.growth_length",
             "latent attention (model.mla.kv_rank)",

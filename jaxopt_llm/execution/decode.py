@@ -155,24 +155,25 @@ def make_programs(model: Model, placement: Placement, vocabulary_size: int, cach
     groups = placement.size(*BATCH_AXES)
 
     def run(
-        params: Params, caches: Any, tokens: jax.Array, first: jax.Array, last: jax.Array, draws: Draws
+        params: Params, caches: Any, tokens: jax.Array, first: jax.Array, count: jax.Array, draws: Draws
     ) -> tuple[tuple[jax.Array, ...], Any]:
         positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        key_ranges, lengths = KeyRanges(jnp.zeros_like(positions), positions), (first + last + 1)[:, None]
+        key_ranges, lengths = KeyRanges(jnp.zeros_like(positions), positions), (first + count)[:, None]
+        last = jnp.maximum(count - 1, 0)
         context = Context(positions, key_ranges, placement, cache_index=first, lengths=lengths)
         logits, caches = scan.forward(model, params, tokens, context, caches, only=last)
         return draw_tokens(logits[:, 0, :vocabulary_size], draws), caches
 
     def step(params: Params, caches: Any, rows: Rows, is_active: jax.Array) -> tuple[Any, Rows, tuple[jax.Array, ...]]:
-        last = jnp.zeros_like(rows.slots)
-        drawn, caches = run(params, caches, rows.tokens[:, None], rows.slots, last, rows.draws)
+        count = is_active.astype(jnp.int32)
+        drawn, caches = run(params, caches, rows.tokens[:, None], rows.slots, count, rows.draws)
         after = Rows(drawn[0], rows.slots + 1, rows.draws.add(drawn[0]))
         after = jax.tree.map(lambda new, old: _select(is_active, new, old), after, rows)
         return caches, after, drawn
 
     def fill(params: Params, caches: Any, rows: Rows, new: Filling) -> tuple[Any, Rows, tuple[jax.Array, ...]]:
         begun = caches if new.row is None else jax.tree.map(lambda x: _take(x, new.source, groups), caches)
-        drawn, written = run(params, begun, new.tokens, new.first, new.last, new.draws)
+        drawn, written = run(params, begun, new.tokens, new.first, new.last + 1, new.draws)
         after = Rows(drawn[0], new.first + new.last + 1, new.draws.add(drawn[0]))
         if new.row is None:
             return written, jax.tree.map(lambda x, old: _select(new.is_new, x, old), after, rows), drawn
@@ -287,8 +288,8 @@ class TokenGenerator:
         # Devices divide the rows of the cache. The weights are gathered.
         weights = sum(x.nbytes for x in {id(x): x for x in jax.tree.leaves(params)}.values())
         self._small = self._choose_slots(SMALL_SHARE * weights * self._groups)
-        # Slots of the smallest ring. A row with as many tokens may have lost the key of its first one.
-        self._ring = min(x.shape[2] for x in jax.tree.leaves(self._shape_caches(length)))
+        # A row with as many tokens as the smallest ring has slots may have lost the key of its first one.
+        self._ring, self._rewind = cache.describe_rings(self._shape_caches(length))
         self._samples = self._filters = self._penalises = self._ranks = False  # whether any request did so far
         self.load(params)
         self._programs = make_programs(model, placement, vocabulary_size, self._caches)
@@ -545,9 +546,10 @@ class TokenGenerator:
     def _count_lost(self, filled: int) -> int:
         """Return the number of first slots after which a row cannot be continued, given its peak.
 
-        Later tokens have taken the slots of keys that the next query would see, also those of a longer text before.
+        Later tokens have taken the slots of keys that the next query would see, also those of a longer text before, or
+        have changed a recurrent state.
         """
-        return 0 if filled < self._ring else filled - cache.REWIND
+        return 0 if filled < self._ring else filled - self._rewind
 
     def _fill(self, places: list["_Place"]) -> None:
         """Fill rows with the ids that the host knows of them, and draw the token after them."""

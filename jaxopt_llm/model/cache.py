@@ -1,8 +1,8 @@
-"""Caches of the keys and values of one layer, for generation and for layers that read the keys of another.
+"""Caches of one layer, for generation and for layers that read the keys of another: keys and values, or a state.
 
-Each is a ring of T slots: the key of the token at position p is in slot p mod T. Without a window, T is at least the
-length of the text, and a slot is written once. A layer with a window, or with chunks, has only the slots of its window
-and REWIND more: later tokens take the slots of those that no query sees any more.
+Keys and values are in a ring of T slots: the key of the token at position p is in slot p mod T. Without a window, T is
+at least the length of the text, and a slot is written once. A layer with a window, or with chunks, has only the slots
+of its window and REWIND more: later tokens take the slots of those that no query sees any more.
 
 Letters: B batch, S sequence, T slots, G key-value heads, K head size.
 """
@@ -33,6 +33,30 @@ class Cache:
     key: jax.Array
     value: jax.Array
     in_order: Any = None
+
+
+@struct.dataclass
+class RecurrentState:
+    """State of a layer after the last token of each row, whatever the length of the text is.
+
+    A row can only be continued after this token.
+
+    state: float32 [B, H, K, V]. tails: the last inputs of a convolution, each [B, heads, taps - 1, size].
+    """
+
+    state: jax.Array
+    tails: tuple[jax.Array, ...]
+
+
+def describe_rings(caches: Any) -> tuple[int, int]:
+    """Return the slots of the smallest ring, and the number of last tokens before which a longer text can be continued.
+
+    Both are 0 if a layer has a recurrent state.
+    """
+    leaves = jax.tree.leaves(caches, is_leaf=lambda cache: isinstance(cache, RecurrentState))
+    if any(isinstance(each, RecurrentState) for each in leaves):
+        return 0, 0
+    return min(each.shape[2] for each in leaves), REWIND
 
 
 def count_slots(slots: int, window: int | None) -> int:

@@ -22,8 +22,8 @@ class Context:
     noise: uint32 [B, S], see Batch; None without dropout.
     loss_mask: bool [B, S], the tokens that the loss counts; None with a cache.
     token_mask: bool [B, S], False for padding; None with a cache and in a model without experts.
-    lengths: int32 [B, S] or [B, 1], tokens of each token's document so far known; None where no document can be long
-        enough to change the frequencies of RoPE.
+    lengths: int32 [B, S] or [B, 1], tokens of each token's document so far known, with a cache all after them being
+        padding; None without a cache where no document can be long enough to change the frequencies of RoPE.
     layer_inputs: [layers, B, S, ...], what the tokens give to each layer beside the residual stream; None: nothing.
     caches: for each kind of layers, the cache that layers without keys of their own read; {} before the layers that
         give them.

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
-from jaxopt_llm.config.model import WINDOWED
+from jaxopt_llm.config.model import GATED_DELTA, WINDOWED
 from jaxopt_llm.core import tree
 from jaxopt_llm.kernels.attention_types import attention_scope, make_document_ranges
 from jaxopt_llm.kernels.cross_entropy import Classifier
 from jaxopt_llm.kernels.products import runs_on_one_cpu
-from jaxopt_llm.model import decoder_specs, latent_attention, layers, rotary
+from jaxopt_llm.model import decoder_specs, gated_delta, latent_attention, layers, rotary
 from jaxopt_llm.model.batch import Batch
 from jaxopt_llm.model.cache import Cache, count_slots
 from jaxopt_llm.model.context import Context
@@ -193,6 +193,8 @@ class Decoder:
 
     def make_cache(self, kind: Kind, batch: int, slots: int, dtype: Any, placement: Placement) -> Any:
         config, window = self.config.of_layers(kind), self.config.window if kind in WINDOWED else None
+        if kind == GATED_DELTA:
+            return gated_delta.make_state(config, batch, dtype, placement)
 
         def zeros(heads: int, size: int) -> jax.Array:
             empty = jnp.zeros((batch, heads, count_slots(slots, window), size), dtype)
@@ -213,7 +215,13 @@ class Decoder:
         return context.placement.constrain(x + update, "batch", "residual_sequence", "embed")
 
     def _attend(self, kind: Kind, params: Params, x: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
-        """Return the attention sublayer's output [B, S, D] for x [B, S, D], and the cache."""
+        """Return the output [B, S, D] of attention, or of another mixer, for x [B, S, D], and the cache."""
+        if kind == GATED_DELTA:
+            norm, output_norm = self._norm(params, "attention_norm"), self._norm(params, "delta_norm")
+            mixed, cache = gated_delta.gated_delta(
+                params["delta"], x, context, norm=norm, output_norm=output_norm, cache=cache
+            )
+            return self._norm(params, "attention_post_norm")(mixed), cache
         config = self.config.of_layers(kind)
         window, chunk = (config.window if kind == name else None for name in WINDOWED)
         is_rotated = config.positions == "rotary" and kind != "global_nope"
@@ -294,6 +302,9 @@ class Decoder:
         """Return the norm with this name in `params`, or the identity if the model has no such norm."""
         if name not in params:
             return lambda x: x
+        if name == "delta_norm":
+            epsilon = self.config.norm_epsilon
+            return functools.partial(layers.norm, params[name], kind="rms", zero_centered=False, epsilon=epsilon)
         epsilon = latent_attention.NORM_EPSILON if name.endswith("latent_norm") else self.config.norm_epsilon
         return self._make_norm(params[name], epsilon)
 

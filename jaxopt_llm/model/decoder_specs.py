@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jaxopt_llm.config import Kind, ModelConfig
-from jaxopt_llm.model import latent_attention, layers
+from jaxopt_llm.config.model import GATED_DELTA
+from jaxopt_llm.model import gated_delta, latent_attention, layers
 from jaxopt_llm.model.model import Keys, Params, Segment, name_mtp_modules, name_segments
 from jaxopt_llm.model.moe import experts
 from jaxopt_llm.model.param import ParamSpec, normal
@@ -110,10 +111,15 @@ def param_specs(config: ModelConfig) -> Params:
 
     def block_specs(kind: Kind, has_experts: bool, takes_keys: bool, is_mtp: bool) -> Params:
         of_kind, without = config.of_layers(kind), KEY_PARAMETERS if takes_keys else ()
-        projections = attention(of_kind, residual_scale)
-        norms = _block_norms(of_kind, has_experts)
+        norms = _block_norms(of_kind, kind, has_experts)
+        if kind == GATED_DELTA:
+            norm = layers.norm_specs("rms", False, (config.delta.value_head_dim,), ("head_dim",))
+            mixer = {"delta": gated_delta.gated_delta_specs(config, residual_scale), "delta_norm": norm}
+        else:
+            projections = attention(of_kind, residual_scale)
+            mixer = {"attention": {name: spec for name, spec in projections.items() if name not in without}}
         return {
-            "attention": {name: spec for name, spec in projections.items() if name not in without},
+            **mixer,
             **{name: _norm_specs(config, **dims) for name, dims in norms.items() if name not in without},
             "mlp": moe if has_experts else mlp(config.mlp_width * (2 if config.wide_mlp and takes_keys else 1)),
             **(_input_mlp_specs(config, residual_scale) if config.layer_input_size else {}),
@@ -159,8 +165,8 @@ def _input_mlp_specs(config: ModelConfig, residual_scale: float) -> Params:
     return {"input_mlp": own, "input_mlp_post_norm": _norm_specs(config, embed=config.width)}
 
 
-def _block_norms(config: ModelConfig, has_experts: bool) -> dict[str, dict[str, int]]:
-    """Return the norms of a block, each with the sizes of its dimensions by logical axis."""
+def _block_norms(config: ModelConfig, kind: Kind, has_experts: bool) -> dict[str, dict[str, int]]:
+    """Return the norms of a block that `norm` describes, each with the sizes of its dimensions by logical axis."""
     heads, kv_heads, head = {"heads": config.heads}, {"kv_heads": config.kv_heads}, {"head_dim": config.head_dim}
     residual = {
         "pre": ("attention_norm", "mlp_norm"),
@@ -180,7 +186,8 @@ def _block_norms(config: ModelConfig, has_experts: bool) -> dict[str, dict[str, 
         residual = tuple(name for name in residual if name != "mlp_norm")
     if has_experts and config.moe.own_norms:
         residual = (*residual, "router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
-    return {name: {"embed": config.width} for name in residual} | qk[config.qk_norm] | latents
+    of_attention = {} if kind == GATED_DELTA else qk[config.qk_norm] | latents
+    return {name: {"embed": config.width} for name in residual} | of_attention
 
 
 def _norm_specs(config: ModelConfig, **dims: int) -> dict[str, ParamSpec]:

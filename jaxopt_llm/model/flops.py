@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxopt_llm.config import Kind, ModelConfig, PrecisionConfig
-from jaxopt_llm.config.model import WINDOWED
+from jaxopt_llm.config.model import GATED_DELTA, WINDOWED
 from jaxopt_llm.core import tree
 from jaxopt_llm.model import param
 from jaxopt_llm.model.decoder_specs import locate_layers, name_modules
@@ -57,10 +57,17 @@ def count_per_token(config: ModelConfig, trainable: Params, frozen: Params, sequ
     for segment in name_modules(config).values():
         for kind in segment.kinds:
             for causal in attention:
-                keys = mean_keys_of_layer(config, kind, sequence_length, causal)
-                of_kind = config.of_layers(kind)
-                attention[causal] += segment.repeats * config.heads * (of_kind.head_dim + of_kind.value_dim) * keys
+                attention[causal] += segment.repeats * _count_mixed(config, kind, sequence_length, causal)
     return ModelFlops(*(2 * (products + 3 * attention[causal]) for causal in (True, False)))
+
+
+def _count_mixed(config: ModelConfig, kind: Kind, sequence_length: int, causal: bool) -> float:
+    """Return the numbers that a token is multiplied with in the matmuls without weights of a layer."""
+    if kind == GATED_DELTA:  # it reads the state with its key, changes it, and reads it with its query
+        return 3 * config.delta.value_heads * config.delta.key_head_dim * config.delta.value_head_dim
+    of_kind = config.of_layers(kind)
+    keys = mean_keys_of_layer(config, kind, sequence_length, causal)
+    return config.heads * (of_kind.head_dim + of_kind.value_dim) * keys
 
 
 def count_quantised_per_token(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxopt_llm.config import Kind, ModelConfig, RopeConfig
+from jaxopt_llm.config.model import GATED_DELTA
 from jaxopt_llm.kernels import attention_xla
 from jaxopt_llm.kernels.attention import (
     IMPLEMENTATIONS,
@@ -306,7 +307,8 @@ def count_chunks(segments: int | None, chunk: int | None, length: int) -> int | 
 
 def most_frequent_kind(model: ModelConfig) -> Kind:
     """Return the kind of layers for which a model's kernel is chosen."""
-    return max(model.pattern, key=model.pattern.count)
+    kinds: list[Kind] = [kind for kind in model.pattern if kind != GATED_DELTA] or ["global"]
+    return max(kinds, key=kinds.count)
 
 
 def find_implementation(model: ModelConfig, kind: Kind, chosen: str) -> str:

@@ -3,7 +3,7 @@
 from jaxopt_llm.config import AXES, BATCH_AXES
 
 PARAMETER_AXES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("virtual", "layers", "positions", "embed", "latent", "head_dim"), ()),
+    **dict.fromkeys(("virtual", "layers", "positions", "embed", "latent", "head_dim", "taps"), ()),
     "stages": ("pipeline",),
     "groups": ("data",),  # of state that each group of devices has for itself (step/local_steps.py)
     "heads": ("tensor",),

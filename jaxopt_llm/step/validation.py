@@ -8,6 +8,7 @@ from jaxopt_llm.checkpoint.pretrained import TEACHER, make_teacher_config
 from jaxopt_llm.config import BATCH_AXES, Config, MeshConfig, ModelConfig, ShardingConfig, TrainingConfig
 from jaxopt_llm.config.fields import METADATA, WITH_IN_BACKWARD, get_field, normalize_names, wrong_types
 from jaxopt_llm.config.metadata import AUTO
+from jaxopt_llm.config.model import GATED_DELTA
 from jaxopt_llm.config.parallel import Policy
 from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.execution import stage_layout, trace
@@ -208,6 +209,9 @@ def _context_problems(model: ModelConfig, length: int, mesh: MeshConfig, exchang
     zigzag = mesh.context > 1 and exchange == "ring"
     parts, over = (2 if zigzag else 1) * mesh.context, f"{'2 × ' * zigzag}mesh.context={mesh.context}"
     problems = _divisibility_problems(f"training.sequence_length={length}", length, parts, over)
+    if mesh.context > 1 and GATED_DELTA in model.pattern:
+        problem = "a gated_delta layer (model.pattern) passes its state from token to token on one device"
+        problems.append(f"mesh.context={mesh.context}: {problem}; set --mesh.context 1")
     return problems + (_heads_problems(model, mesh) if mesh.context > 1 and not zigzag else [])
 
 
@@ -228,6 +232,7 @@ def tensor_problems(
     """Check the sizes of all logical axes that the placement's tables map to `tensor`."""
     over, heads = f"mesh.tensor={tensor}", model.heads
     kv_heads = {name: count for name in ("kv_heads", "global_kv_heads") if (count := getattr(model, name))}
+    of_delta = ("delta.key_heads",) if GATED_DELTA in model.pattern else ()
     padded = pad_vocabulary_size(model.vocabulary_size)
     dense = not all(map(model.moe.has_experts, range(model.blocks)))
     names = ["mlp_width"] * dense + ["moe.expert_width", "moe.shared_expert_width"] * bool(model.moe.experts)
@@ -237,6 +242,7 @@ def tensor_problems(
         widths[f"2 × model.width={model.width}"] = 2 * model.width
     vocabulary = f"model.vocabulary_size={model.vocabulary_size}, padded to {padded},"
     problems = _divisibility_problems(f"model.heads={heads}", heads, tensor, over, step=math.lcm(*kv_heads.values()))
+    widths |= {f"model.{name}={get_field(model, name)}": get_field(model, name) for name in of_delta}
     for name, width in widths.items():
         problems += _divisibility_problems(name, width, tensor, over)
     problems += _divisibility_problems(vocabulary, padded, tensor, over, step=VOCABULARY_MULTIPLE)

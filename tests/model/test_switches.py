@@ -12,7 +12,7 @@ import reference
 import toy
 from test_reference import assert_finite_differences
 
-from jaxopt_llm.config import LoraConfig, ModelConfig, MoEConfig, OptimizerConfig, RematConfig
+from jaxopt_llm.config import DeltaConfig, LoraConfig, ModelConfig, MoEConfig, OptimizerConfig, RematConfig
 from jaxopt_llm.config.fields import get_field, replace_fields, walk_fields
 from jaxopt_llm.core import tree
 from jaxopt_llm.execution import scan
@@ -134,12 +134,20 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "rope.long_factors": (2.0, 3.0, 4.0, 8.0),
     },
     "gpt_oss": {"attention_sinks": True, "mlp": "clamped_swiglu", "biases": "all"},
+    "qwen3_next": {
+        "pattern": ("gated_delta", "global"),
+        "attention_gate": "element",
+        "qk_norm": "head",
+        "norm_zero_centered": True,
+        "norm_placement": "both",
+    },
 }
 BASE = dataclasses.replace(toy.CONFIG, head_dim=8)
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek": {"kv_heads": 4, "mla.rotary_head_dim": 6, "mla.value_head_dim": 3},
     "gemma4": {"global_head_dim": 12, "global_kv_heads": 1},
     "gemma4 e": {"wide_mlp": True},
+    "qwen3_next": {"delta.key_head_dim": 6, "delta.value_head_dim": 5, "delta.kernel": 3},
 }
 MODELS = {name: replace_fields(BASE, switches | SIZES.get(name, {})) for name, switches in SWITCHES.items()}
 
@@ -155,6 +163,7 @@ def paths(specs: tree.Tree) -> set[str]:
 
 def test_every_switch_is_on_in_some_model() -> None:
     sizes = {"vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"}
+    sizes |= {name for name, _, _ in walk_fields(DeltaConfig, "delta.")}
     sizes |= {"mla.rotary_head_dim", "mla.value_head_dim", "global_head_dim", "global_kv_heads", "wide_mlp"}
     elsewhere = {
         "window",
@@ -254,6 +263,7 @@ def test_each_switch_changes_the_reference(name: str, switch: str) -> None:
             "values_from_keys",
             "shared_key_layers",
             "parallel_block",
+            "pattern",
             "mla.kv_rank",
             "mla.query_rank",
         )  # switches that need other parameters
@@ -283,16 +293,28 @@ def test_cached_logits_match_uncached_logits(name: str) -> None:
 # ---- Norms, biases and sinks are neither adapted nor decayed; initially norms and biases are the identity.
 
 
+OF_DELTA = ("_kernel", "/decay_offset", "/decay_rate")  # of a Gated DeltaNet
+
+
 def is_vector(path: str) -> bool:
-    return "_norm/" in path or path.endswith(("_bias", "/sinks", "/alpha_p", "/alpha_n", "layer/scale"))
+    return "_norm/" in path or path.endswith(("_bias", "/sinks", "/alpha_p", "/alpha_n", "layer/scale", *OF_DELTA))
 
 
 def test_initial_norms_and_biases_are_the_identity() -> None:
     for name, model in MODELS.items():
         values = leaves.initialize(param_specs(model), seed=0)
-        one = 0 if model.norm_zero_centered else 1
+        centred = 0 if model.norm_zero_centered else 1
 
-        def check(path: str, leaf: jax.Array, one: int = one) -> None:
+        def check(path: str, leaf: jax.Array, centred: int = centred) -> None:
+            one = 1 if "delta_norm" in path else centred
+            if path.endswith(OF_DELTA):
+                if path.endswith("_rate"):
+                    assert (jnp.exp(leaf) < 16).all() and jnp.std(leaf) > 0
+                elif path.endswith("_offset"):
+                    np.testing.assert_array_equal(leaf, 1)
+                else:
+                    assert jnp.std(leaf) == pytest.approx(leaf.shape[-1] ** -0.5, rel=0.3), path
+                return
             if "/alpha_" in path:  # through softplus
                 np.testing.assert_allclose(np.logaddexp(0, leaf), 0.8 if path.endswith("_p") else 0.3, rtol=1e-6)
                 return

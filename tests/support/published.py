@@ -92,6 +92,10 @@ GPT_OSS = {
 }
 # As published, in the older form and without the fields that each omits: config.json, number of parameters, and some
 # of our fields.
+DELTA = {
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False},
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "llama": (
         sizes(32000, 4096, 11008, 32, 32, 32, tie_word_embeddings=False, rope_scaling=None, pretraining_tp=1),
@@ -172,6 +176,36 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         30_532_122_624,
         {"moe.experts": 128, "moe.experts_per_token": 8, "moe.expert_width": 768, "qk_norm": "head",
          "pattern": ("global",)},
+    ),
+    "qwen3_next 80b a3b": (
+        sizes(
+            151936, 2048, 5120, 48, 16, 2, head_dim=256, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True,
+            moe_intermediate_size=512, shared_expert_intermediate_size=512, decoder_sparse_step=1, mlp_only_layers=[],
+            full_attention_interval=4, partial_rotary_factor=0.25, rope_theta=10000000, rope_scaling=None, **DELTA,
+        ),
+        79_674_391_296,
+        {"pattern": ("gated_delta",) * 3 + ("global",), "attention_gate": "element", "qk_norm": "head",
+         "norm_zero_centered": True, "rope.size": 64, "delta.key_heads": 16, "delta.value_heads": 32,
+         "moe.shared_expert_gate": True, "moe.shared_expert_width": 512},
+    ),
+    "qwen3_5_text 9b": (
+        sizes(
+            248320, 4096, 12288, 32, 16, 4, head_dim=256, attention_bias=False,
+            layer_types=[*["linear_attention"] * 3, "full_attention"] * 8,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+                             "mrope_interleaved": True, "mrope_section": [11, 11, 10]}, **DELTA,
+        ),
+        8_953_803_264,
+        {"pattern": ("gated_delta",) * 3 + ("global",), "rope.size": 64, "delta.kernel": 4, "tied_head": False},
+    ),
+    "qwen3_5_moe_text 35b a3b": (
+        sizes(
+            248320, 2048, 0, 40, 16, 2, head_dim=256, num_experts=256, num_experts_per_tok=8,
+            moe_intermediate_size=512, shared_expert_intermediate_size=512, router_aux_loss_coef=0.001,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}, **DELTA,
+        ),
+        34_660_610_688,
+        {"pattern": ("gated_delta",) * 3 + ("global",), "moe.experts": 256, "moe.router_renormalises": True},
     ),
     "olmoe": (
         sizes(

@@ -710,6 +710,121 @@ def make_inputs(
     return [*inputs], backward
 
 
+def silu(x: Array) -> tuple[Array, Callable[[Array], Array]]:
+    gate = 1 / (1 + np.exp(-x))
+    return x * gate, lambda d_out: d_out * gate * (1 + x * (1 - gate))
+
+
+def convolve(x: Array, kernel: Array, visible: Array) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+    """Convolve each value of x [B, S, ...] with its own kernel [..., W], whose last tap is the token's own."""
+    taps, lagged = kernel.shape[-1], []
+    for tap in range(taps):
+        shifted = np.zeros_like(x)
+        for row, token in np.ndindex(*x.shape[:2]):
+            before = token - (taps - 1 - tap)
+            if before >= 0 and visible[row, token, before]:
+                shifted[row, token] = x[row, before]
+        lagged.append(shifted)
+    out, silu_backward = silu(sum(each * kernel[..., tap] for tap, each in enumerate(lagged)))
+
+    def backward(d_out: Array) -> tuple[Array, Array]:
+        d_sum = silu_backward(d_out)
+        d_x = np.zeros_like(x)
+        for tap in range(taps):
+            for row, token in np.ndindex(*x.shape[:2]):
+                before = token - (taps - 1 - tap)
+                if before >= 0 and visible[row, token, before]:
+                    d_x[row, before] += d_sum[row, token] * kernel[..., tap]
+        return d_x, np.stack([np.sum(d_sum * each, axis=(0, 1)) for each in lagged], axis=-1)
+
+    return out, backward
+
+
+def unit(x: Array) -> tuple[Array, Callable[[Array], Array]]:
+    inverse = 1 / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+    out = x * inverse
+    return out, lambda d_out: inverse * (d_out - out * np.sum(out * d_out, axis=-1, keepdims=True))
+
+
+def remember(q: Array, k: Array, v: Array, share: Array, left: Array, begins: Array) -> tuple[Array, Callable]:
+    """Run one head token by token: q and k [S, K], v [S, V]; share, left and begins [S], the latter of documents."""
+    states, outs = [np.zeros((k.shape[1], v.shape[1]))], []
+    for t in range(len(q)):
+        before = states[-1] * (0 if begins[t] else left[t])
+        states.append(before + np.outer(k[t], share[t] * (v[t] - k[t] @ before)))
+        outs.append(q[t] @ states[-1])
+
+    def backward(d_out: Array) -> tuple[Array, ...]:
+        d_q, d_k, d_v, d_share, d_left = (np.zeros_like(each) for each in (q, k, v, share, left))
+        d_state = np.zeros_like(states[0])
+        for t in reversed(range(len(q))):
+            factor = 0 if begins[t] else left[t]
+            before = states[t] * factor
+            wrong = v[t] - k[t] @ before
+            d_state = d_state + np.outer(q[t], d_out[t])
+            d_q[t] = states[t + 1] @ d_out[t]
+            d_added = k[t] @ d_state
+            d_share[t], d_v[t] = d_added @ wrong, share[t] * d_added
+            d_k[t] = d_state @ (share[t] * wrong) - before @ d_v[t]
+            d_before = d_state - np.outer(k[t], d_v[t])
+            d_left[t] = 0 if begins[t] else np.sum(d_before * states[t])
+            d_state = factor * d_before
+        return d_q, d_k, d_v, d_share, d_left
+
+    return np.array(outs), backward
+
+
+def gated_delta(x: Array, weights: Tree, config: ReferenceConfig, visible: Array) -> tuple[Array, Callable]:
+    """Compute a Gated DeltaNet token by token. visible: bool [B, S, T], the earlier tokens of each token's document."""
+    leaves, of_norm = weights["delta"], dataclasses.replace(config, norm="rms", norm_zero_centered=False)
+    begins = ~np.any(np.tril(visible, -1), axis=2)  # [B, S]
+    axes = {"query": "gk", "key": "gk", "value": "grv", "beta": "gr", "decay": "gr", "gate": "grv"}
+    taken = {name: contract(f"bsd,d{axes[name]}->bs{axes[name]}", x, leaves[name]) for name in axes}
+    convolved = {n: convolve(taken[n][0], leaves[f"{n}_kernel"], visible) for n in ("query", "key", "value")}
+    units = {name: unit(convolved[name][0]) for name in ("query", "key")}
+    scale = x.dtype.type(leaves["query"].shape[-1] ** -0.5)
+    share = 1 / (1 + np.exp(-taken["beta"][0]))  # [B, S, G, R]
+    offset, rate = (leaves[name].reshape(share.shape[2:]) for name in ("decay_offset", "decay_rate"))
+    moved = taken["decay"][0] + offset
+    decay = -np.exp(rate) * np.logaddexp(0, moved)
+    left, value = np.exp(decay), convolved["value"][0]
+    heads, tape = np.zeros_like(value), {}
+    for b, g, r in np.ndindex(len(x), *share.shape[2:]):
+        of_head = units["query"][0][b, :, g] * scale, units["key"][0][b, :, g], value[b, :, g, r]
+        heads[b, :, g, r], tape[b, g, r] = remember(*of_head, share[b, :, g, r], left[b, :, g, r], begins[b])
+    normed, norm_backward = norm(heads, weights["delta_norm"], of_norm)
+    gate, gate_backward = silu(taken["gate"][0])
+    out, out_backward = contract("bsgrv,grvd->bsd", normed * gate, leaves["output"])
+
+    def backward(d_out: Array) -> tuple[Array, Tree]:
+        d_gated, d_output = out_backward(d_out)
+        d_heads, d_norm = norm_backward(d_gated * gate)
+        d = {"gate": gate_backward(d_gated * normed)}
+        d |= {name: np.zeros_like(each[0]) for name, each in taken.items() if name != "gate"}
+        for (b, g, r), head_backward in tape.items():
+            d_q, d_k, d_v, d_share, d_left = head_backward(d_heads[b, :, g, r])
+            d["query"][b, :, g] += d_q * scale
+            d["key"][b, :, g] += d_k
+            d["value"][b, :, g, r], d["beta"][b, :, g, r], d["decay"][b, :, g, r] = d_v, d_share, d_left
+        d["beta"] = d["beta"] * share * (1 - share)
+        d_decay = d["decay"] * left
+        d["decay"] = d_decay * -np.exp(rate) / (1 + np.exp(-moved))
+        gradients: Tree = {"output": d_output}
+        gradients["decay_rate"] = np.sum(d_decay * decay, axis=(0, 1)).reshape(-1)
+        gradients["decay_offset"] = np.sum(d["decay"], axis=(0, 1)).reshape(-1)
+        for name, (_, unit_backward) in units.items():
+            d[name] = unit_backward(d[name])
+        for name, (_, convolve_backward) in convolved.items():
+            d[name], gradients[f"{name}_kernel"] = convolve_backward(d[name])
+        d_x = np.zeros_like(x)
+        for name, (_, project_backward) in taken.items():
+            added, gradients[name] = project_backward(d[name])
+            d_x += added
+        return d_x, {"delta": gradients, "delta_norm": d_norm}
+
+    return out, backward
+
+
 def block(
     x: Array,
     weights: Tree,
@@ -723,7 +838,10 @@ def block(
 ) -> tuple[Array, float, Callable]:
     pre, post = config.norm_placement in ("pre", "both"), config.norm_placement in ("post", "both")
     normed, attention_norm_backward = norm_if(pre, "attention_norm", x, weights, config)
-    attended, attention_backward = attention(normed, weights, config, angles, visible, factors, kept)
+    if "delta" in weights:
+        attended, attention_backward = gated_delta(normed, weights, config, visible)
+    else:
+        attended, attention_backward = attention(normed, weights, config, angles, visible, factors, kept)
     attended, attention_post_backward = norm_if(post, "attention_post_norm", attended, weights, config)
     middle = x + config.residual_scale * attended
     own_norms = config.own_norms and "router" in weights["mlp"]
@@ -852,7 +970,7 @@ def decoder(
         of_kind, turned = (sliding, sliding_angles) if kind == "sliding" else (config, angles)
         turned = np.zeros_like(angles) if learned or kind == "global_nope" else turned
         factors = growth if in_nope == (kind == "global_nope") else np.ones_like(growth)
-        if "key" in weights["attention"]:
+        if "key" in weights.get("attention", {}):
             latest[kind] = []
         return block(x, weights, of_kind, turned, visible, factors, counts, latest.get(kind, []), given)
 

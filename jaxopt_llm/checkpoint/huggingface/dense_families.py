@@ -68,6 +68,17 @@ COHERE_DEFAULTS: Settings = {
     **{"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.0625},
 }
 
+DELTA_CODECS: tuple[Codec, ...] = (  # of Gated DeltaNets between layers with gated attention
+    *(codecs.SIZES, codecs.HEADS, rope_codecs.PARTIAL_ROPE, codecs.SWIGLU, layer_codecs.DELTA_KINDS),
+    *(layer_codecs.DELTA_SIZES, codecs.require_values(attention_bias=False)),
+    codecs.set_fields({"qk_norm": "head", "attention_gate": "element", "norm_zero_centered": True}),
+)
+DELTA_DEFAULTS: Settings = UNTIED_DEFAULTS | {
+    **{rope_codecs.SHARE: 0.25, "head_dim": 256, "num_attention_heads": 16, "rms_norm_eps": 1e-6},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+}
+
 FAMILIES = (
     Family(
         "llama",
@@ -129,6 +140,16 @@ FAMILIES = (
         second_names=("qwen3_vl_text",),
         classifier="Qwen3ForSequenceClassification",
         models="Qwen3 (dense), text of Qwen3-VL (dense)",
+    ),
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        names.OUTSIDE | names.GATED_ATTENTION | names.SPLIT_GATED_DELTA | names.MLP | names.NORMS | names.QK_NORMS,
+        (*DELTA_CODECS, codecs.MLP_SIZE),
+        DELTA_DEFAULTS | {"num_key_value_heads": 4},
+        mtp_prefix="mtp.",
+        classifier="Qwen3_5TextForSequenceClassification",
+        models="text of Qwen3.5 (dense)",
     ),
     Family(
         "gemma2",

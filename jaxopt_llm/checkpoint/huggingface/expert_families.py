@@ -5,6 +5,8 @@ from jaxopt_llm.checkpoint.huggingface import tensor_names as names
 from jaxopt_llm.checkpoint.huggingface.codecs import Codec, Settings
 from jaxopt_llm.checkpoint.huggingface.dense_families import (
     BASIC_CODECS,
+    DELTA_CODECS,
+    DELTA_DEFAULTS,
     GATED_CODECS,
     GRANITE_DEFAULTS,
     LATENT_CODECS,
@@ -53,6 +55,16 @@ QWEN3_EXPERT_CODECS: tuple[Codec, ...] = (
     codecs.require_values(attention_bias=False),
     codecs.set_fields({"qk_norm": "head"}),
 )
+
+DELTA_EXPERT_CODECS: tuple[Codec, ...] = (
+    *(codecs.copy_expert_count("num_experts", "num_local_experts", 512), codecs.TOP_K, codecs.QWEN2_SHARED_SIZE),
+    codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"}),
+    codecs.set_fields({"moe.shared_expert_gate": True}),
+)
+DELTA_EXPERT_DEFAULTS: Settings = {
+    **{"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "router_aux_loss_coef": 0.001,
+}
 
 FAMILIES = (
     Family(
@@ -109,6 +121,42 @@ FAMILIES = (
             {"names": names.LLAMA | names.QK_NORMS | names.EXPERTS, "in_memory_names": names.STACKED_EXPERTS},
         ),
         models="text of Qwen3-VL-MoE",
+    ),
+    Family(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        names.OUTSIDE
+        | names.GATED_ATTENTION
+        | names.FUSED_GATED_DELTA
+        | names.MLP
+        | names.NORMS
+        | names.QK_NORMS
+        | names.EXPERTS
+        | names.QWEN2_SHARED,
+        (*DELTA_CODECS, *DELTA_EXPERT_CODECS, codecs.MLP_SIZE, codecs.EXPERT_LAYERS, codecs.RENORMALISES),
+        DELTA_DEFAULTS
+        | DELTA_EXPERT_DEFAULTS
+        | {"num_experts_per_tok": 10, "decoder_sparse_step": 1, "norm_topk_prob": True, "intermediate_size": 5632},
+        mtp_prefix="mtp.",
+        in_memory_names=names.STACKED_EXPERTS,
+        classifier="Qwen3NextForSequenceClassification",
+        models="Qwen3-Next",
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        names.OUTSIDE
+        | names.GATED_ATTENTION
+        | names.SPLIT_GATED_DELTA
+        | names.NORMS
+        | names.QK_NORMS
+        | names.EXPERTS
+        | names.QWEN2_SHARED,
+        (*DELTA_CODECS, *DELTA_EXPERT_CODECS),
+        DELTA_DEFAULTS | DELTA_EXPERT_DEFAULTS | {"num_experts_per_tok": 8},
+        mtp_prefix="mtp.",
+        in_memory_names=names.STACKED_EXPERTS,
+        models="text of Qwen3.5 (MoE)",
     ),
     Family(
         "olmoe",

@@ -8,6 +8,7 @@ from jaxopt_llm.checkpoint.huggingface.codecs import (
     SLIDING_LAYERS,
     Codec,
     Settings,
+    copy_fields,
     find_shortest_period,
     list_layer_kinds,
     read_has_experts,
@@ -193,6 +194,37 @@ def _write_granite_kinds(config: ModelConfig) -> Settings:
     }
 
 
+DELTA_LAYERS = "linear_attention"
+
+
+def _read_delta_kinds(settings: Settings) -> dict[str, Any]:
+    """Read the layers of Qwen3-Next: layer_types or, without it, attention in every full_attention_interval-th."""
+    every = read_value(settings, "full_attention_interval", int, 4, minimum=1)
+    types = read_layer_values(
+        settings, "layer_types", lambda layer: DELTA_LAYERS if (layer + 1) % every else GLOBAL_LAYERS
+    )
+    kinds: dict[Any, Kind] = {DELTA_LAYERS: "gated_delta", GLOBAL_LAYERS: "global"}
+    if unknown := [each for each in types if not (isinstance(each, str) and each in kinds)]:
+        need = f"only {' and '.join(kinds)} are read; the model would need layers of this kind"
+        raise unsupported(f"layer_types={shorten(unknown[0])}", need)
+    return {"pattern": find_shortest_period(kinds[each] for each in types)}
+
+
+def _write_delta_kinds(config: ModelConfig) -> Settings:
+    kinds = list_layer_kinds(config)
+    return {"layer_types": [DELTA_LAYERS if kind == "gated_delta" else GLOBAL_LAYERS for kind in kinds]}
+
+
+DELTA_SIZES = copy_fields(
+    {
+        "delta.key_heads": "linear_num_key_heads",
+        "delta.value_heads": "linear_num_value_heads",
+        "delta.key_head_dim": "linear_key_head_dim",
+        "delta.value_head_dim": "linear_value_head_dim",
+        "delta.kernel": "linear_conv_kernel_dim",
+    }
+)
+DELTA_KINDS = Codec(_read_delta_kinds, _write_delta_kinds)
 EXPERT_TYPES = Codec(_read_mlp_types, _write_mlp_types)
 PRIOR_EXPERT_TYPES = Codec(_read_prior_mlp_types, _write_mlp_types)
 WINDOWS_AFTER_GLOBAL = Codec(_read_windows_after_global, write_window)

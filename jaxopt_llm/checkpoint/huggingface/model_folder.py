@@ -210,6 +210,7 @@ class ModelFolder:
         stored: the tensors by name.
         vocabulary_size: rows of the tables to read into; see `copy_table`.
         mtp_modules: number of modules of multi-token prediction in the folder.
+        unread_mtp: names of the tensors of multi-token prediction in another form, which is never read.
         changed_copies: copies of tables in those that are read that differ from the tables, with the names of these.
     """
 
@@ -219,6 +220,7 @@ class ModelFolder:
     stored: Mapping[str, StoredTensor]
     vocabulary_size: int
     mtp_modules: int = 0
+    unread_mtp: tuple[str, ...] = ()
     changed_copies: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -230,6 +232,9 @@ class ModelFolder:
         """Yield lines about modules of multi-token prediction that are not read, or whose tables are not."""
         if (left := self.mtp_modules - self.config.mtp_layers) > 0:
             yield f"{self.path}: modules of multi-token prediction that are not trained (model.mtp_layers): {left}"
+        if self.unread_mtp:
+            count, first = len(self.unread_mtp), self.unread_mtp[0]
+            yield f"{self.path}: the {count} tensors of multi-token prediction ({first}, ...) are not read"
         for copy, name in self.changed_copies:
             yield f"{self.path}: {copy} differs from {name}, which its module shares: the copy is not read"
 
@@ -324,8 +329,8 @@ def open_model_folder(path: Path, name: str = "", mtp_layers: int = 0) -> ModelF
         raise InputError(
             f"model.mtp_layers={mtp_layers}: those of {family.model_type} are not read; set --model.mtp-layers 0"
         )
-    stored = safetensors.open_folder(path, _read_chosen_weights(path))
-    stored = text_part.select_text(methods.join_codes(stored, text_part.read_text(settings)), settings)
+    whole = methods.join_codes(safetensors.open_folder(path, _read_chosen_weights(path)), text_part.read_text(settings))
+    stored = text_part.select_text(whole, settings)
     family = find_form(family, config, {name: each.array.shape for name, each in stored.items()})
     layouts = list_tensor_layouts(family, config)
     if not any(name.startswith(family.base_prefix) for name in stored):
@@ -333,6 +338,7 @@ def open_model_folder(path: Path, name: str = "", mtp_layers: int = 0) -> ModelF
         stored = {name if name in layouts else family.base_prefix + name: each for name, each in stored.items()}
     mtp = family.find_mtp(stored, text_part.read_text(settings))
     modules = len([name for name in mtp if name.endswith(".eh_proj.weight")])
+    unread = () if modules else tuple(sorted(family.find_mtp(whole, text_part.read_text(settings))))
     if config.mtp_layers > modules:
         raise InputError(describe_fewer_modules(config, path, modules))
     copies = _find_changed_copies(family, config, stored)
@@ -355,7 +361,7 @@ def open_model_folder(path: Path, name: str = "", mtp_layers: int = 0) -> ModelF
                 f"{tensor.file}: tensor {name!r} does not belong to a {family.architecture} as {CONFIG_FILE} describes "
                 "it; use the config.json of these weights"
             )
-    return ModelFolder(path, family, config, stored, config.vocabulary_size, modules, copies)
+    return ModelFolder(path, family, config, stored, config.vocabulary_size, modules, unread, copies)
 
 
 def describe_fewer_modules(config: ModelConfig, path: Path, modules: int) -> str:

@@ -53,7 +53,14 @@ class TensorPiece(NamedTuple):
 
 def _count_outputs(spec: ParamSpec) -> int:
     """Return the number of outputs of one layer and one expert."""
-    return math.prod(spec.shape) // spec.fan_in // math.prod(spec.shape[dim] for dim in spec.expert_dims)
+    return (
+        math.prod(spec.shape) // spec.fan_in // _count_taps(spec) // math.prod(spec.shape[d] for d in spec.expert_dims)
+    )
+
+
+def _count_taps(spec: ParamSpec) -> int:
+    """Return the number of taps of a convolution in which each output has its own kernel; 1 for other parameters."""
+    return spec.shape[-1] if spec.axes[-1:] == ("taps",) else 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class TensorLayout:
 
     Its pieces lie next to each other along the output dimension, or within each of its equal groups. A matrix is
     [out, in], or [in, out] with `input_first`. A tensor that holds all experts of a layer has them as first dimension.
-    A vector is [1, out] with `is_row`.
+    A vector is [1, out] with `is_row`. The kernels of a convolution are [out, 1, taps].
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -87,7 +94,7 @@ class TensorLayout:
         """The tensor's dimensions before and after the output dimension."""
         spec = self.pieces[0].spec
         experts = tuple(spec.shape[dim] for dim in spec.expert_dims)
-        inputs = (spec.fan_in,) if spec.contracting else ()
+        inputs = (spec.fan_in,) if spec.contracting else (1, taps) if (taps := _count_taps(spec)) > 1 else ()
         before, after = (inputs, ()) if self.input_first else ((), inputs)
         return (*((1,) if self.is_row else ()), *experts, *before), after
 
@@ -139,7 +146,8 @@ def list_tensor_layouts(family: Family, config: ModelConfig) -> dict[str, Tensor
             if bool(layer_specs[0].expert_dims) != (by_expert or leaves.startswith(ALL_EXPERTS)):
                 continue
             piece_specs = [spec.drop_leading(1) if by_expert else spec for spec in layer_specs]
-            groups = config.heads if BY_HEAD in leaves else _count_outputs(piece_specs[0]) if BY_OUTPUT in leaves else 1
+            heads = config.delta.key_heads if leaves.startswith("delta/") else config.heads
+            groups = heads if BY_HEAD in leaves else _count_outputs(piece_specs[0]) if BY_OUTPUT in leaves else 1
             for expert in range(config.moe.experts) if by_expert else (None,):
                 pieces: list[TensorPiece] = []
                 for path, spec in zip(paths, piece_specs, strict=True):

@@ -171,6 +171,31 @@ HUNYUAN_EXPERTS = layer_names({"mlp.gate.wg.weight": "mlp/router"}) | HY_MLPS
 QWEN2_SHARED = mlp_names("mlp.shared_expert", "mlp/shared_") | layer_names(
     {"mlp.shared_expert_gate.weight": "mlp/router_of_shared"}
 )
+# Of Qwen3-Next and Qwen3.5. A projection of queries also has their gates, head by head.
+GATED_ATTENTION = ATTENTION | layer_names({"self_attn.q_proj.weight": f"attention/query{BY_HEAD}attention/gate"})
+GATED_DELTA = layer_names(
+    {
+        "linear_attn.conv1d.weight": "delta/query_kernel delta/key_kernel delta/value_kernel",
+        "linear_attn.dt_bias": "delta/decay_offset",
+        "linear_attn.A_log": "delta/decay_rate",
+        "linear_attn.norm.weight": "delta_norm/scale",
+        "linear_attn.out_proj.weight": "delta/output",
+    }
+)
+FUSED_GATED_DELTA = GATED_DELTA | layer_names(
+    {
+        "linear_attn.in_proj_qkvz.weight": BY_HEAD.join(f"delta/{name}" for name in ("query", "key", "value", "gate")),
+        "linear_attn.in_proj_ba.weight": f"delta/beta{BY_HEAD}delta/decay",
+    }
+)
+SPLIT_GATED_DELTA = GATED_DELTA | layer_names(
+    {
+        "linear_attn.in_proj_qkv.weight": "delta/query delta/key delta/value",
+        "linear_attn.in_proj_z.weight": "delta/gate",
+        "linear_attn.in_proj_b.weight": "delta/beta",
+        "linear_attn.in_proj_a.weight": "delta/decay",
+    }
+)
 LLAMA4_MLPS = (
     mlp_names("feed_forward")
     | mlp_names("feed_forward.shared_expert", "mlp/shared_")

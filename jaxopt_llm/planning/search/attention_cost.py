@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from jaxopt_llm.config import Config, Kind, ModelConfig
 from jaxopt_llm.config.metadata import AUTO
-from jaxopt_llm.config.model import WINDOWED
+from jaxopt_llm.config.model import GATED_DELTA, WINDOWED
 from jaxopt_llm.kernels.attention import KERNELS, find_unsupported
 from jaxopt_llm.kernels.attention_auto import AttentionCall, choose_fastest
 from jaxopt_llm.kernels.attention_cudnn import count_workspace
@@ -139,8 +139,13 @@ class AttentionCost:
         return heads * min(QUERY_BLOCK, keys) * keys
 
 
+def list_attention(passes: Passes) -> list[tuple[Kind, float]]:
+    """Return the kinds of layers of a chunk that attend, each with its number of layers."""
+    return [(kind, number) for kind, number in passes.kinds if kind != GATED_DELTA]
+
+
 def count_head_values(config: Config, passes: Passes) -> tuple[float, float]:
     """Return the sizes of a token's queries and of its keys on a device, summed over the layers of a chunk."""
-    costs = [(AttentionCost.from_config(config, kind), number) for kind, number in passes.kinds]
+    costs = [(AttentionCost.from_config(config, kind), number) for kind, number in list_attention(passes)]
     queries = sum(number * cost.heads * cost.model.head_dim for cost, number in costs)
     return queries, sum(number * cost.kv_size for cost, number in costs)

@@ -12,11 +12,14 @@ import jax
 
 from jaxopt_llm.checkpoint.pretrained import make_teacher_config
 from jaxopt_llm.compiler import xla_options
-from jaxopt_llm.config import Config, RematConfig
+from jaxopt_llm.config import Config, Kind, RematConfig
+from jaxopt_llm.config.model import GATED_DELTA
 from jaxopt_llm.kernels.attention_xla import CAUSAL_PARTS
+from jaxopt_llm.model.self_attention import most_frequent_kind
 from jaxopt_llm.parallel.axes import STORAGE_AXES
 from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost
 from jaxopt_llm.planning.search.block_cost import BlockCost
+from jaxopt_llm.planning.search.delta_cost import DeltaCost
 from jaxopt_llm.planning.search.microbatch import (
     BYTES,
     MoECost,
@@ -175,7 +178,8 @@ def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, p
     This follows XLA's schedule.
     """
     model, compute = config.model, BYTES[config.precision.compute_dtype]
-    costs = [AttentionCost.from_config(config, kind) for kind in model.pattern]
+    kinds: list[Kind] = [kind for kind in model.pattern if kind != GATED_DELTA] or [most_frequent_kind(model)]
+    costs = [AttentionCost.from_config(config, kind) for kind in kinds]
     cost = max(costs, key=lambda each: (each.live_scores, each.kv_size))
     scores = tokens * config.mesh.context / config.training.sequence_length * cost.live_scores  # of all rows
     # Scores and their gradient, each in float32 and in compute dtype.
@@ -192,9 +196,10 @@ def _working(config: Config, state: StateSizes, tokens: int, block: BlockCost, p
     exchanged = MoECost.from_config(config).exchanged * model.width
     waiting, running = (compute * tokens * elements for elements in _count_mlp(block))
     running += compute * tokens * exchanged  # 0 without experts
+    delta = DeltaCost.from_config(config, passes).count_working(tokens, compute)
     # While cuDNN's backward works, the MLP is done.
     workspace = cost.workspace * tokens * config.mesh.context / config.training.sequence_length if cost.cudnn else 0.0
-    matmuls = max(attention + ahead + waiting, workspace + ahead, running) + residual + weights
+    matmuls = max(attention + ahead + waiting, workspace + ahead, delta + ahead + waiting, running) + residual + weights
     matmuls += compute * tokens * _count_late(config, block, passes)
     # After all matmuls of a layer, its gradients are whole and wait for their reduction.
     whole = BYTES[config.precision.reduce_dtype] * state.layers.trained / (passes.layers * passes.chunks)

@@ -15,8 +15,9 @@ from jaxopt_llm.compiler.hlo import Leg
 from jaxopt_llm.config import Config, RematConfig
 from jaxopt_llm.config.training import GRPO
 from jaxopt_llm.model.flops import CODE_PRODUCTS, count_quantised_blocks
-from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost, count_head_values
+from jaxopt_llm.planning.search.attention_cost import RING, AttentionCost, count_head_values, list_attention
 from jaxopt_llm.planning.search.block_cost import BlockCost
+from jaxopt_llm.planning.search.delta_cost import STREAMED, DeltaCost
 from jaxopt_llm.planning.search.footprint import Footprint, compute_footprint
 from jaxopt_llm.planning.search.grouped_rate import Groups, find_efficiency
 from jaxopt_llm.planning.search.microbatch import BYTES, accumulates_gradients, count_table_rows, count_tokens
@@ -88,7 +89,7 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
     code_flops = _count_code_flops(config, cluster.chip, dense)
 
     attention = AttentionCost.from_config(config)
-    of_kinds = [(AttentionCost.from_config(config, kind), kind, number) for kind, number in passes.kinds]
+    of_kinds = [(AttentionCost.from_config(config, kind), kind, number) for kind, number in list_attention(passes)]
     scores = [(cost, tokens * cost.heads * number * cost.count_scored_keys(kind)) for cost, kind, number in of_kinds]
     products = sum(count * sum(cost.head_sizes) for cost, count in scores)
     attention_reruns = passes.repeated_forwards + block.recomputes_attention(config.remat) * passes.backwards
@@ -97,6 +98,11 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
     backward_flops = 2 * sum(count * _count_backward(cost) for cost, count in scores) * passes.backwards
     in_memory = sum(count for cost, count in scores if not cost.flash)
     score_bytes = SCORE_BYTES_FORWARD * attention_forwards + SCORE_BYTES_BACKWARD * passes.backwards
+
+    delta = DeltaCost.from_config(config, passes)
+    deltas = delta.layers * tokens
+    delta_flops = attention_forwards * delta.forward.flops + passes.backwards * delta.backward.flops
+    delta_bytes = attention_forwards * delta.forward.bytes + passes.backwards * delta.backward.bytes
 
     logits = passes.microbatches * tokens * count_table_rows(config) * model.losses
     # Objectives over pairs or groups first compute log-probabilities, and so does the forward of their reference.
@@ -107,14 +113,20 @@ def _estimate_passes(config: Config, state: StateSizes, cluster: Cluster, passes
     offloaded = layers * tokens * compute * block.count_offloaded(config.remat)
     copied = 2 * passes.backwards * offloaded
     return Work(
-        flops=2 * layers * tokens * sum(matmuls.values()) - of_kernel - sum(code_flops.values()) + of_head,
+        flops=2 * layers * tokens * sum(matmuls.values())
+        - of_kernel
+        - sum(code_flops.values())
+        + of_head
+        + deltas * delta_flops,
         grouped=_describe_grouped(config, cluster.chip, grouped) if of_kernel else None,
         attention_flops=forward_flops + backward_flops,
         attention_bytes=in_memory * score_bytes,
         attention_efficiency=_attention_efficiency(attention, cluster.chip, forward_flops, backward_flops),
-        repeated_flops=2 * layers * tokens * repeated + 2 * products * attention_reruns,
+        repeated_flops=2 * layers * tokens * repeated
+        + (2 * products + deltas * delta.forward.flops) * attention_reruns,
         bytes=_streamed_bytes(config, state, block, passes, attention, attention_forwards)
-        + layers * tokens * compute * _count_waiting(config, cluster.chip, block, passes),
+        + layers * tokens * compute * _count_waiting(config, cluster.chip, block, passes)
+        + deltas * delta_bytes * STREAMED,
         transfers=tuple(estimate_transfers(config, state, cluster, block, passes)),
         pcie_bytes=2 * state.host + copied,
         idle=passes.idle,
@@ -189,7 +201,7 @@ def _count_backward(attention: AttentionCost) -> float:
 
 def _attention_efficiency(attention: AttentionCost, chip: Chip, forward_flops: float, backward_flops: float) -> float:
     """Return the share of the peak that the matmuls of attention attain, forward and backward together."""
-    if not attention.flash:
+    if not attention.flash or not forward_flops:  # or no layer attends
         return MATMUL_EFFICIENCY
     forward, backward = (kernel_efficiency(chip, attention.implementation, each) for each in ("forward", "backward"))
     return (forward_flops + backward_flops) / (forward_flops / forward + backward_flops / backward)

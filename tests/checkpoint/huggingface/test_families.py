@@ -28,6 +28,14 @@ from jaxopt_llm.config.fields import get_field, replace_fields
 pytestmark = pytest.mark.core
 
 
+DELTA_MODEL: dict[str, Any] = {
+    "pattern": ("gated_delta", "global"),
+    "attention_gate": "element",
+    "qk_norm": "head",
+    "norm_zero_centered": True,
+    "delta.kernel": 3,
+}
+GATED_EXPERT = {"moe.shared_expert_width": 8, "moe.shared_expert_gate": True}
 LLAMA4_MODEL: dict[str, Any] = {
     "pattern": ("chunked", "global_nope"),
     "qk_norm": "rotated_unit",
@@ -251,6 +259,8 @@ def test_rope_kinds(name: str, changes: dict[str, Any], fields: dict[str, Any]) 
         ),
         (ModelConfig(qk_norm="projection", head_dim=32, width=128, moe=MoEConfig(experts=4)), "olmoe"),
         (ModelConfig(moe=MoEConfig(experts=4, shared_expert_width=8)), "granitemoeshared"),
+        (replace_fields(ModelConfig(), DELTA_MODEL), "qwen3_5_text"),
+        (replace_fields(ModelConfig(), DELTA_MODEL | {"moe.experts": 4, **GATED_EXPERT}), "qwen3_next"),
         (replace_fields(ModelConfig(), LLAMA4_MODEL), "llama4_text"),
         (replace_fields(ModelConfig(), LLAMA4_MODEL | {"rope.growth_length": 9}), "llama4_text"),
         (ModelConfig(rope=RopeConfig(query_growth=0.1, growth_length=8192)), "ministral3"),
@@ -329,6 +339,13 @@ def test_model_that_fits_no_family_is_refused(changes: dict[str, Any], missing: 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        (
+            "qwen3_next 80b a3b",
+            {"layer_types": ["linear_attention", "mamba"] * 24},
+            "layer_types='mamba': only linear_attention and full_attention are read; the model would need layers of",
+        ),
+        ("qwen3_5_text 9b", {"attention_bias": True}, "attention_bias=True: only False is read; the model would need"),
+        ("qwen3_5_text 9b", {"linear_num_value_heads": 24}, "model.delta.value_heads=24: must be a multiple of"),
         ("granite 3.3 8b", {"logits_scaling": 0}, "logits_scaling=0.0: must be above 0"),
         (
             "llama",

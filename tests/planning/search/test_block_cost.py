@@ -113,6 +113,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "learned activation": {"mlp": "xielu"},
     "parallel": {"parallel_block": True},
     "layer inputs": {"layer_input_size": 6},
+    "gated delta": {"pattern": ("gated_delta",)},
     "latent": LATENT,
     "latent queries": LATENT | {"mla.query_rank": 6},
 }
@@ -123,6 +124,20 @@ def test_a_block_counts_the_matrices_of_the_model(switches: dict[str, Any]) -> N
     layer = param_specs(replace_fields(toy.UNIFORM, {"layers": 1, **switches}))["segment_0"]
     matrices = [spec for spec in jax.tree.leaves(layer) if spec.contracting]
     assert block(**switches).count_multiplied() == param.count_parameters(matrices)
+
+
+def test_a_gated_delta_layer_names_what_its_backward_reads() -> None:
+    """The projections and the result, by the roles of those of attention: a policy keeps both alike."""
+    cost = block(pattern=("gated_delta",))
+    projections, delta = {"query", "key", "value", "beta", "decay"}, config_of().model.delta
+    assert cost.list_saved(RematConfig("save_attention")) == {"block_input", "attention"}
+    assert cost.list_saved(RematConfig("save_qkv")) == {"block_input", "attention", *projections}
+    assert cost.list_saved(RematConfig("full")) == {"block_input"}
+    assert cost.list_saved(RematConfig("none")) > {"attention_gate", "attention", *projections}
+    assert cost.recomputes_attention(RematConfig("full")) and not cost.recomputes_attention(RematConfig("save_qkv"))
+    values = delta.value_heads * delta.value_head_dim
+    assert cost.count_elements("attention") == cost.count_elements("attention_gate") == values
+    assert block(tensor=2, pattern=("gated_delta",)).count_elements("attention", "beta") == (values + 4) / 2
 
 
 def test_adapters_are_counted_and_only_they_are_trained() -> None:

@@ -8,9 +8,12 @@ import pytest
 
 from jaxopt_llm.config import Config, ModelConfig, cli
 from jaxopt_llm.config.fields import replace_fields
+from jaxopt_llm.model import gated_delta
 from jaxopt_llm.model.decoder_specs import pad_vocabulary_size
+from jaxopt_llm.planning.search.delta_cost import DeltaCost
 from jaxopt_llm.planning.search.footprint import compute_footprint
 from jaxopt_llm.planning.search.grouped_rate import LEGS, Groups, find_efficiency
+from jaxopt_llm.planning.search.passes import Passes
 from jaxopt_llm.planning.search.ranking import estimate
 from jaxopt_llm.planning.search.roofline import Cluster, Work, compute_step_time
 from jaxopt_llm.planning.search.state_sizes import compute_state_sizes
@@ -46,6 +49,25 @@ def test_experts_count_at_the_rate_of_their_groups(recipe: str) -> None:
     longer = replace(work, flops=work.flops + work.grouped.flops, grouped=None)
     times = [compute_step_time(each, CLUSTER.chip, "bfloat16").compute for each in (others, longer, work)]
     assert times[0] < times[1] < times[2]
+
+
+def test_a_gated_delta_layer_costs_what_its_products_do() -> None:
+    """FLOPs by hand of the chunked form; layers without any attention are estimated, too."""
+    switches = {"model.pattern": ("gated_delta",), "training.attention": "cudnn", "remat.policy": "none"}
+    config = replace_fields(cli.load_recipe("llama3_8b.py"), switches | {"model.delta.key_head_dim": 64})
+    delta, cost = config.model.delta, DeltaCost.from_config(config, Passes.from_config(config))
+    chunk, keys, values = gated_delta.CHUNK, delta.key_head_dim, delta.value_head_dim
+    levels = 5  # of the inversion, the first of which multiplies nothing
+    of_key_head = 2 * chunk * keys  # keys with keys, and queries with keys
+    of_head = chunk * (2 * levels * chunk + values + keys + values) + 3 * keys * values  # the inverse, two uses, scores
+    assert cost.forward.flops == 2 * (delta.key_heads * of_key_head + delta.value_heads * of_head)
+    assert cost.layers == config.model.layers and cost.backward.flops > 2 * cost.forward.flops
+    without = work_of(replace_fields(config, {"model.pattern": ("global",)}))
+    work = work_of(config)
+    assert work.attention_flops == 0 < without.attention_flops
+    assert compute_step_time(work, CLUSTER.chip, "bfloat16").total > 0
+    tensor = DeltaCost.from_config(replace_fields(config, {"mesh.tensor": 2}), Passes.from_config(config))
+    assert tensor.forward.flops == cost.forward.flops / 2 and tensor.projected == cost.projected / 2
 
 
 def test_recomputation_repeats_the_experts_forward() -> None:
