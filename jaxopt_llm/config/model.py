@@ -181,7 +181,7 @@ class MLAConfig(Section, path="model.mla"):
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(Section, path="model.delta"):
     key_heads: int = setting(2, resume="never", bounds=AT_LEAST_ONE)
     """Number of heads of queries and keys in gated_delta layers, each shared by value_heads / key_heads heads of values
     (linear_num_key_heads)."""
@@ -196,7 +196,7 @@ class DeltaConfig:
     (linear_conv_kernel_dim)."""
 
     def problems(self) -> list[str]:
-        found = find_out_of_range("model.delta", self)
+        found = self.find_out_of_range()
         if not found and self.value_heads % self.key_heads:
             problem = f"must be a multiple of model.delta.key_heads={self.key_heads}"
             found.append(f"model.delta.value_heads={self.value_heads}: {problem}")
