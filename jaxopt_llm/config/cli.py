@@ -191,9 +191,11 @@ def parse_config(arguments: list[str], program: str) -> Config:
 def parse_recipe(arguments: list[str], program: str) -> Recipe:
     """Return the recipe of a command line, as `parse_config` does, which may have a model of its own."""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--config", metavar="RECIPE")
+    parser.add_argument("--config", nargs="?", const="")
     known, overrides = parser.parse_known_args(arguments)
     path = known.config
+    if path == "":
+        raise InputError("--config: give the path of a recipe after it")
     if path is None and not asks_for_help(arguments):
         raise InputError(f"no recipe is given; try: {program} --config quickstart.py")
     recipe = Recipe(Config(), Path(), {}) if path is None else run_recipe(path)
@@ -333,12 +335,15 @@ def _name_flag(argument: str) -> str:
 
 def find_settings(name: str) -> list[str]:
     """Return the settings that an unknown name may mean: by a name in KNOWN_AS, the last part or the spelling."""
+    return find_namesakes(name) or difflib.get_close_matches(name, fields.FIELDS, n=1, cutoff=0.5)
+
+
+def find_namesakes(name: str) -> list[str]:
+    """Return the settings that a name means by a name in KNOWN_AS or by the last part, if these are few."""
     last = name.rpartition(".")[2].lower()
     known = [setting for setting, names in KNOWN_AS.items() if last in names]
     same = [setting for setting in fields.FIELDS if setting.rpartition(".")[2] == last]
-    if known or 1 <= len(same) <= 6:
-        return known or same
-    return difflib.get_close_matches(name, fields.FIELDS, n=1, cutoff=0.5)
+    return known or (same if len(same) <= 6 else [])
 
 
 def _describe_value(message: str, overrides: list[str]) -> str:

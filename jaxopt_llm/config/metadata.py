@@ -97,8 +97,9 @@ class Section:
 
     path = ""
 
-    def __init_subclass__(cls, path: str = "") -> None:
-        cls.path = path
+    def __init_subclass__(cls, path: str | None = None) -> None:
+        if path is not None:  # a subclass of a section keeps its path
+            cls.path = path
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -116,13 +117,14 @@ class Section:
     @classmethod
     def explain_unknown(cls, name: str) -> str:
         """Return that the section has no such setting, and what the user may mean."""
-        from jaxopt_llm.config.cli import find_settings  # here, because it imports all sections
+        from jaxopt_llm.config.cli import find_namesakes  # here, because it imports all sections
 
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        found, prefix = find_settings(f"{cls.path}.{name}"), f"{cls.path}."
+        found, prefix = find_namesakes(name), f"{cls.path}."
         own = [each.removeprefix(prefix) for each in found if each.startswith(prefix)]
         near = own or difflib.get_close_matches(name, known, 1) or found
-        return f"{cls.path} has no setting {name}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+        return f"{cls.path} has no setting {name}; {hint}"
 
     def problems(self) -> list[str]:
         """List the errors in this section."""

@@ -509,9 +509,9 @@ class ModelConfig(Section, path="model"):
     def problems(self) -> list[str]:
         found = self.find_out_of_range()
         found += self._rope_problems() + self.mla.find_problems(self.head_dim) + self.moe.find_problems(self.layers)
-        found += self._latent_problems() if self.mla.kv_rank else []
+        found += self.delta.problems() + (self._latent_problems() if self.mla.kv_rank else [])
         if GATED_DELTA in self.pattern:
-            found += self.delta.problems() + self._require("gated_delta in model.pattern", shared_key_layers=0)
+            found += self._require("gated_delta in model.pattern", shared_key_layers=0)
         if self.resize_vocabulary and not self.pretrained:
             found.append(
                 f"model.resize_vocabulary={self.resize_vocabulary}: there is no model whose tables to resize; set "

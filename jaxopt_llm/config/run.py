@@ -431,8 +431,9 @@ class Config(Section):
                 f"evaluation.patience={self.evaluation.patience} ends a run some time after its lowest held-out loss: "
                 "set --checkpoint.keep-best 1 to keep the checkpoint with that loss"
             )
-        if self.offload.optimizer or self.offload.parameters:
-            found += self._refuse_others("offload", {"checkpoint.replicate_every": 0})
+        if self.checkpoint.replicate_every:
+            name = f"checkpoint.replicate_every={self.checkpoint.replicate_every}"
+            found += self._refuse_others(name, {"offload.optimizer": False, "offload.parameters": False})
         start, steps = self.profile.start_step, self.training.steps
         if start > steps > 0:
             found.append(f"profile.start_step={start}: must be at most training.steps={steps}")

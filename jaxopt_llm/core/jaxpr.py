@@ -114,27 +114,10 @@ def list_inner(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
 
 def find_called(eqn: JaxprEqn) -> Jaxpr | None:
     """Return what an equation calls once with its own inputs, as jit, remat and custom_vjp_call do; None for others."""
-    if eqn.primitive.name in ("scan", "while", "cond", "reduce"):
+    if eqn.primitive.name in ("scan", "while", "cond", "reduce", "reduce_window"):
         return None
     sizes = len(eqn.invars), len(eqn.outvars)
     return next((inner for inner, _ in list_inner(eqn) if (len(inner.invars), len(inner.outvars)) == sizes), None)
-
-
-def pair_jaxprs(one: Jaxpr, other: Jaxpr) -> tuple[dict[JaxprEqn, JaxprEqn], dict[Any, Any]]:
-    """Return the equations and the variables of the same program for other shapes, by those of a jaxpr.
-
-    The jaxprs inside of equations are not paired: one that two equations call may be two for the other shapes.
-
-    Raises:
-        ValueError: they are different programs.
-    """
-    equations = dict(zip(one.eqns, other.eqns, strict=True))
-    variables: dict[Any, Any] = dict(zip(one.invars, other.invars, strict=True))
-    for first, second in equations.items():
-        if first.primitive is not second.primitive:
-            raise ValueError(f"{first.primitive} is not {second.primitive}")
-        variables |= zip(first.outvars, second.outvars, strict=True)
-    return equations, variables
 
 
 def list_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

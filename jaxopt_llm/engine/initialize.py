@@ -205,7 +205,7 @@ def _check_programs(job: Job, processes: Processes) -> None:
     for one in job.losses:
         one.check_division(make_placement(job.config, mesh))
         program = make_engine_program(one, mesh)
-        check_loss_over(one, program, job.config.training.accumulation)
+        check_loss_over(one.loss_over, job.config.training.accumulation, program.model, one.have_rows)
         oddities |= dict.fromkeys(program.model.oddities)
         _check_same_job(one, program, processes)
     for oddity in oddities:

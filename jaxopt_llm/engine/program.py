@@ -20,7 +20,7 @@ from jaxopt_llm.core.errors import InputError
 from jaxopt_llm.core.metric import replace_zero
 from jaxopt_llm.engine.checks import check_update
 from jaxopt_llm.engine.frontends import Frontend, Loss, LossParts
-from jaxopt_llm.engine.microbatches import Microbatches, check_division, split_batch
+from jaxopt_llm.engine.microbatches import Microbatches, check_division, list_have_rows, split_batch
 from jaxopt_llm.engine.user_model import (
     AttentionSelector,
     LossTrace,
@@ -188,6 +188,11 @@ class Job(GivenLoss):
             replace(job, others=tuple(replace(each, others=()) for each in every if each is not job)) for job in every
         ]
 
+    @property
+    def have_rows(self) -> list[bool]:
+        """Flags of the arrays of a batch: True if the first dimension counts rows."""
+        return list_have_rows(self.example, self.replicated)
+
     def check_division(self, placement: Placement) -> None:
         """Raise InputError if the example cannot be divided; see microbatches.check_division."""
         check_division(self.example, self.replicated, self.config.training.accumulation, placement)
@@ -227,7 +232,7 @@ def make_engine_program(job: Job, mesh: Any) -> EngineProgram:
     placement = make_placement(config, mesh)
     batch = job.split(config.training.accumulation, placement)
     attention = make_selector(placement, config.training.attention)
-    traces = [trace_loss(each, placement, attention) for each in job.others]
+    traces = [_trace_other(each, placement, attention) for each in job.others]
     plain = make_user_model(
         *(job.frontend, job.loss, _drop_shardings(batch), job.rules, placement, attention), others=traces
     )
@@ -343,8 +348,8 @@ def _list_paths(specs: Params) -> set[str]:
     return {path for path, _ in tree.leaves_with_path(specs, is_wrapped)}
 
 
-def trace_loss(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:
-    """Run the loss of a job abstractly on a microbatch."""
+def _trace_other(job: Job, placement: Placement, attention: AttentionSelector) -> LossTrace:
+    """Run the loss of another job of the engine abstractly."""
     batch = _drop_shardings(job.split(job.config.training.accumulation, placement))
     return run_abstractly(job.frontend, job.loss, batch, placement, attention)
 

@@ -3,7 +3,7 @@
 The gradients of microbatches add up to the batch's only if the loss is a mean, or a sum, over rows. A
 contrastive loss compares each row with all others, so a microbatch's loss has other terms than the batch's.
 
-A dimension of a value counts rows if it is larger in a trace with twice as many rows. Three things couple rows:
+A walk of the jaxpr follows the dimensions that count the rows. Three things couple rows:
 
 pairs: a value has two dimensions that count rows, such as the [B, B] logits of a contrastive loss, pairwise distances,
     or the Gram matrix of a kernel.
@@ -12,26 +12,23 @@ moments: the loss is a nonlinear function of a product that sums over rows, such
 softmax: a sum of exponentials over rows is a divisor, or its logarithm is taken.
 
 Only values that depend on the parameters count. A mean over rows that goes back into the rows, as in BatchNorm, does
-not count either: each microbatch then has statistics of its own, as with accumulation everywhere. Of a loss that is
-another program with twice as many rows, or that fails with them, nothing is known, so a coupling may be missed.
+not count either: each microbatch then has statistics of its own, as with accumulation everywhere. What an operation
+without a rule below does with rows is unknown and does not count, so a coupling may be missed.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import find_called, follow_values, pair_jaxprs, split_scan, typeof
-from jaxopt_llm.engine.microbatches import count_rows, with_rows
-from jaxopt_llm.engine.program import EngineProgram, Job, trace_loss
-from jaxopt_llm.engine.user_model import make_selector
+from jaxopt_llm.core.jaxpr import follow_values, split_scan, typeof
+from jaxopt_llm.engine.user_model import UserModel
 from jaxopt_llm.execution.weight_uses import drop_callbacks, drop_results
 
-Pair = tuple[Jaxpr, Jaxpr]  # a jaxpr, and that of the same program for twice as many rows
 LossOver = Literal["rows", "batch"]  # what a loss is a mean over, see `initialize`
 # Linear operations with one operand, and those that are linear in one operand if the others do not depend on the batch.
 _LINEAR = {
@@ -39,6 +36,11 @@ _LINEAR = {
     *("copy", "add", "add_any", "stack", "sub", "concatenate", "pad", "rev", "cumsum", "split", "reduce_precision"),
 }
 _LINEAR_IN_ONE = {"mul", "div", "dot_general", "select_n", "gather", "dynamic_slice"}
+
+
+# The dimensions of a value that count rows -> the numbers of values along it that one row and that all rows take. A
+# reshape of [B, S] to [B · S] makes {0: (S, B · S)} of {0: (1, B)}, and one of [S, B] makes {0: (1, B)} of {1: (1, B)}.
+Rows = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class _Value:
         it is one of their sum over rows.
     """
 
-    rows: frozenset[int] = frozenset()
+    rows: Rows = field(default_factory=dict)
     looped: bool = False
     batch: bool = False
     trained: bool = False
@@ -70,70 +72,51 @@ class _Value:
 _CONSTANT = _Value()
 
 
-def check_loss_over(job: Job, program: EngineProgram, accumulation: int) -> None:
-    """Raise InputError if the loss of a batch is not the sum or mean over this number of microbatches.
+def check_loss_over(loss_over: LossOver | None, accumulation: int, model: UserModel, have_rows: Sequence[bool]) -> None:
+    """Raise InputError if the loss of a batch is not the sum or mean over its microbatches.
 
     Args:
-        program: of the job.
+        loss_over: see `initialize`.
+        have_rows: see describe_coupling.
     """
-    if job.loss_over not in (None, *get_args(LossOver)):
-        raise InputError(f'loss_over={job.loss_over!r}: give "rows" or "batch", or leave it out')
-    if accumulation == 1 or job.loss_over == "rows":
+    if loss_over not in (None, *get_args(LossOver)):
+        raise InputError(f'loss_over={loss_over!r}: give "rows" or "batch", or leave it out')
+    if accumulation == 1 or loss_over == "rows":
         return
     remedy = 'set training.accumulation=1, or loss_over="rows" if each microbatch may have a loss of its own'
-    if job.loss_over == "batch":
+    if loss_over == "batch":
         raise InputError(
             f'loss_over="batch": the loss of the batch is not that of its training.accumulation={accumulation} '
             f"microbatches; {remedy}"
         )
-    parameters, arrays = len(job.frontend.parameters), len(jax.tree.leaves(job.example))
-    if found := describe_coupling(*_trace_twice(job, program), parameters, parameters, arrays):
+    parameters = len(model.frontend.parameters)
+    if found := describe_coupling(model.traced, parameters, parameters, have_rows):
         raise InputError(
             f"loss: {found}, so the loss of the batch is not the mean over its training.accumulation={accumulation} "
             f"microbatches; {remedy}"
         )
 
 
-def _trace_twice(job: Job, program: EngineProgram) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Return the jaxpr of the loss of a microbatch, and that for twice as many rows."""
-
-    def trace(factor: int) -> ClosedJaxpr:
-        rows = factor * count_rows(job.example, job.replicated)
-        larger = replace(job, example=with_rows(job.example, rows, job.replicated))
-        return trace_loss(larger, placement, make_selector(placement, job.config.training.attention)).closed
-
-    traced, placement = program.model.traced, program.placement
-    try:
-        # A loss of one row may be another program than a loss of several.
-        is_single = count_rows(job.example, job.replicated) == job.config.training.accumulation
-        return (trace(2), trace(4)) if is_single else (traced, trace(2))
-    except Exception:  # the user's loss takes no other number of rows
-        return traced, traced
-
-
-def describe_coupling(
-    closed: ClosedJaxpr, doubled: ClosedJaxpr, result: int, parameters: int, arrays: int
-) -> str | None:
+def describe_coupling(closed: ClosedJaxpr, result: int, parameters: int, have_rows: Sequence[bool]) -> str | None:
     """Return where a loss multiplies rows of the batch with each other, or None.
 
     Args:
-        closed, doubled: the jaxprs of the loss, and of the loss of twice as many rows.
+        closed: the jaxpr of the loss.
         result: index of the loss among its results.
         parameters: the number of its first arguments that are parameters.
-        arrays: the number of its last arguments that are the arrays of the batch.
+        have_rows: whether the first dimension counts rows, for each of its last arguments, the arrays of the batch.
     """
-    keep = [index == result for index in range(len(closed.jaxpr.outvars))]
-    needed, larger = (drop_results(drop_callbacks(each), keep).jaxpr for each in (closed, doubled))
-    first = len(needed.invars) - arrays
-    arguments = [
-        _Value(_find_larger(*pair), batch=index >= first, trained=index < parameters)
-        for index, pair in enumerate(zip(needed.invars, larger.invars, strict=True))
+    needed = drop_results(drop_callbacks(closed), [index == result for index in range(len(closed.jaxpr.outvars))])
+    arguments = [_Value(trained=True)] * parameters + [_CONSTANT] * (
+        len(closed.jaxpr.invars) - parameters - len(have_rows)
+    )
+    shapes = [typeof(var).shape for var in closed.jaxpr.invars[len(arguments) :]]
+    arguments += [
+        _Value({0: (1, shape[0])} if has_rows else {}, batch=True)
+        for shape, has_rows in zip(shapes, have_rows, strict=True)
     ]
     walk = _Walk()
-    try:
-        (loss,) = walk.run((needed, larger), arguments)
-    except ValueError:  # they are different programs
-        return None
+    (loss,) = walk.run(needed.jaxpr, arguments)
     if walk.pairs is not None:
         return f"it compares all rows with each other, {_locate(walk.pairs)}"
     if walk.softmax is not None:
@@ -143,12 +126,6 @@ def describe_coupling(
     return None
 
 
-def _find_larger(var: Any, other: Any) -> frozenset[int]:
-    """Return the dimensions of a variable that are larger in another one."""
-    sizes = zip(typeof(var).shape, typeof(other).shape, strict=True)
-    return frozenset(dim for dim, (size, larger) in enumerate(sizes) if size < larger)
-
-
 def _locate(eqn: JaxprEqn) -> str:
     aval = typeof(eqn.outvars[0])
     return f"in the {aval.dtype}{list(aval.shape)} of {source_info_util.summarize(eqn.source_info)}"
@@ -156,29 +133,17 @@ def _locate(eqn: JaxprEqn) -> str:
 
 @dataclass
 class _Walk:
-    """Walks a jaxpr, next to that of twice as many rows.
+    """Walks a jaxpr.
 
-    rows: the dimensions of each variable that count rows.
-    others: the same equation for twice as many rows.
     pairs: the first equation whose result has two dimensions of rows.
     softmax: the first one that divides by a sum of exponentials over rows, or takes its logarithm.
     """
 
-    rows: dict[Any, frozenset[int]] = field(default_factory=dict)
-    others: dict[JaxprEqn, JaxprEqn] = field(default_factory=dict)
     pairs: JaxprEqn | None = None
     softmax: JaxprEqn | None = None
 
-    def run(self, jaxprs: Pair, arguments: Sequence[_Value]) -> list[_Value]:
-        equations, variables = pair_jaxprs(*jaxprs)
-        self.others |= equations
-        self.rows |= {var: _find_larger(var, other) for var, other in variables.items()}
-        return follow_values(jaxprs[0], arguments, self._apply, _CONSTANT)
-
-    def _pair(self, eqn: JaxprEqn, find: Callable[[JaxprEqn], Any]) -> Pair:
-        """Return a jaxpr inside of an equation, and that for twice as many rows."""
-        one, other = (getattr(found, "jaxpr", found) for found in map(find, (eqn, self.others[eqn])))
-        return one, other
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
+        return follow_values(jaxpr, arguments, self._apply, _CONSTANT)
 
     def _apply(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         if not any(value.batch or value.trained for value in inputs):
@@ -189,16 +154,16 @@ class _Walk:
         if name == "while":
             return self._while(eqn, inputs)
         if name == "cond":
-            branches = zip(*(each.params["branches"] for each in (eqn, self.others[eqn])), strict=True)
-            each = [self.run((one.jaxpr, other.jaxpr), inputs[1:]) for one, other in branches]
+            each = [self.run(branch.jaxpr, inputs[1:]) for branch in eqn.params["branches"]]
             return [_join(results) for results in zip(*each, strict=True)]
-        if find_called(eqn):
-            results = self.run(self._pair(eqn, find_called), inputs)
+        if inner := _find_inner(eqn):
+            results = self.run(inner, inputs)
             # The equations of JAX's own jitted functions may have no line of the user's code.
             if self.softmax is not None and not source_info_util.summarize(self.softmax.source_info):
                 self.softmax = eqn
             return results
-        results = [_follow(eqn, inputs, _Value(self.rows[var])) for var in eqn.outvars]
+        results = [_Value(rows) for rows in _RULES.get(name, _keep_rows)(eqn, inputs)]
+        results = [_follow(eqn, inputs, result) for result in results]
         if self.pairs is None and any(result.has_pairs for result in results):
             self.pairs = eqn
         if self.softmax is None and name in ("div", "log") and inputs[-1].exponential and not inputs[-1].rows:
@@ -207,26 +172,26 @@ class _Walk:
 
     def _scan(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         constants, carried = split_scan(eqn)
-        begin, bodies = constants + carried, self._pair(eqn, lambda eqn: eqn.params["jaxpr"])
+        begin = constants + carried
         items = [
-            replace(value, rows=frozenset(dim - 1 for dim in value.rows if dim), looped=0 in value.rows)
+            replace(value, rows={dim - 1: span for dim, span in value.rows.items() if dim}, looped=0 in value.rows)
             for value in inputs[begin:]
         ]
 
         def step(carry: list[_Value]) -> list[_Value]:
-            return self.run(bodies, [*inputs[:constants], *carry, *items])
+            return self.run(eqn.params["jaxpr"].jaxpr, [*inputs[:constants], *carry, *items])
 
         carry = _repeat(lambda carry: step(carry)[:carried], inputs[constants:begin])
-        return [
-            replace(value, rows=self.rows[var], looped=False)
-            for var, value in zip(eqn.outvars, [*carry, *step(carry)[carried:]], strict=True)
-        ]
+        stacked = []
+        for value in step(carry)[carried:]:
+            own = {0: (1, eqn.params["length"])} if value.looped else {}
+            stacked.append(replace(value, rows=own | {dim + 1: span for dim, span in value.rows.items()}, looped=False))
+        return [*(replace(value, looped=False) for value in carry), *stacked]
 
     def _while(self, eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         constants, carry = inputs[first : first + second], inputs[first + second :]
-        bodies = self._pair(eqn, lambda eqn: eqn.params["body_jaxpr"])
-        return _repeat(lambda carry: self.run(bodies, [*constants, *carry]), carry)
+        return _repeat(lambda carry: self.run(eqn.params["body_jaxpr"].jaxpr, [*constants, *carry]), carry)
 
 
 def _repeat(step: Any, carry: list[_Value]) -> list[_Value]:
@@ -242,7 +207,7 @@ def _join(values: Sequence[_Value]) -> _Value:
     """Return the description of a value that is one of several, such as the result of a branch."""
     products = [value for value in values if value.product is not None]
     return _Value(
-        frozenset[int]().union(*(value.rows for value in values)),
+        {dim: span for value in reversed(values) for dim, span in value.rows.items()},
         any(value.looped for value in values),
         any(value.batch for value in values),
         any(value.trained for value in values),
@@ -250,6 +215,15 @@ def _join(values: Sequence[_Value]) -> _Value:
         all(value.linear for value in values),
         any(value.exponential for value in values),
     )
+
+
+def _find_inner(eqn: JaxprEqn) -> Jaxpr | None:
+    """Return the jaxpr of an equation that calls one with its own inputs, such as jit, remat and custom_vjp_call."""
+    for value in eqn.params.values():
+        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+            return inner
+    return None
 
 
 def _follow(eqn: JaxprEqn, inputs: Sequence[_Value], result: _Value) -> _Value:
@@ -289,3 +263,128 @@ def _sums_trained_rows(eqn: JaxprEqn, inputs: Sequence[_Value]) -> bool:
         return False
     (left, right), _ = eqn.params["dimension_numbers"]
     return any(a in inputs[0].rows and b in inputs[1].rows for a, b in zip(left, right, strict=True))
+
+
+# --- rules: the rows of the results of an equation
+
+
+def _keep_rows(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    """Return the rows of an operation that keeps the dimensions of its operands: elementwise, or a slice."""
+
+    def keep(shape: tuple[int, ...]) -> Rows:
+        rows: Rows = {}
+        for atom, value in zip(eqn.invars, inputs, strict=True):
+            if len(typeof(atom).shape) == len(shape):
+                rows = {
+                    dim: (one, min(all_of_them, shape[dim]))
+                    for dim, (one, all_of_them) in value.rows.items()
+                    if shape[dim] > 1
+                } | rows
+        return rows
+
+    return [keep(typeof(var).shape) for var in eqn.outvars]
+
+
+def _broadcast(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    dims = eqn.params["broadcast_dimensions"]
+    return [{dims[dim]: span for dim, span in inputs[0].rows.items()}]
+
+
+def _transpose(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    permutation = eqn.params["permutation"]
+    return [{permutation.index(dim): span for dim, span in inputs[0].rows.items()}]
+
+
+def _drop_dims(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    """Return the rows after a reduction or a squeeze."""
+    dropped = eqn.params["axes" if "axes" in eqn.params else "dimensions"]
+    kept = [dim for dim in range(len(typeof(eqn.invars[0]).shape)) if dim not in dropped]
+    return [{kept.index(dim): span for dim, span in inputs[0].rows.items() if dim in kept} for _ in eqn.outvars]
+
+
+def _reshape(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    """Return the rows after a reshape. Of rows that it divides into groups, [N, K], those of the groups count."""
+    before, after = typeof(eqn.invars[0]).shape, typeof(eqn.outvars[0]).shape
+    rows: Rows = {}
+    for dim, span in inputs[0].rows.items():
+        one, all_of_them = (values * math.prod(before[dim + 1 :]) for values in span)
+        for new, size in enumerate(after):
+            below = math.prod(after[new + 1 :])
+            if size > 1 and one % below == 0 and all_of_them <= below * size:
+                rows[new] = one // below, all_of_them // below
+            elif size > 1 and below % one == 0 and below < all_of_them == below * size:
+                rows[new] = 1, size
+    return [rows]
+
+
+def _dot_general(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    contracting, batch = eqn.params["dimension_numbers"]
+    rows: Rows = {}
+    position = len(batch[0])
+    for value, atom, summed, shared in zip(inputs, eqn.invars, contracting, batch, strict=True):
+        for dim in range(len(typeof(atom).shape)):
+            if dim in summed:
+                continue
+            place = shared.index(dim) if dim in shared else position
+            position += dim not in shared
+            if dim in value.rows:
+                rows[place] = value.rows[dim]
+    return [rows]
+
+
+def _convolve(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    left, right, out = eqn.params["dimension_numbers"]
+    grouped = eqn.params["feature_group_count"] > 1
+    rows: Rows = {}
+    for place, dim in enumerate(left):
+        if dim in inputs[0].rows and (place != 1 or grouped):
+            rows[out[place]] = inputs[0].rows[dim]
+    if right[0] in inputs[1].rows:
+        rows[out[1]] = inputs[1].rows[right[0]]
+    return [rows]
+
+
+def _gather(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    numbers = eqn.params["dimension_numbers"]
+    rank = len(typeof(eqn.outvars[0]).shape)
+    indexed = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept = [dim for dim in range(len(typeof(eqn.invars[0]).shape)) if dim not in gone]
+    rows = {indexed[dim]: span for dim, span in inputs[1].rows.items() if dim < len(indexed)}
+    for dim, span in inputs[0].rows.items():
+        if dim in kept and eqn.params["slice_sizes"][dim] > 1:
+            rows[numbers.offset_dims[kept.index(dim)]] = span
+        elif dim in numbers.operand_batching_dims:
+            of = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+            rows[indexed[of]] = span
+    return [rows]
+
+
+def _stack(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    axis = eqn.params["axis"]
+    return [{dim + (dim >= axis): span for value in inputs for dim, span in value.rows.items()}]
+
+
+def _unstack(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    axis = eqn.params["axis"]
+    return [{dim - (dim > axis): span for dim, span in inputs[0].rows.items() if dim != axis} for _ in eqn.outvars]
+
+
+def _scatter(eqn: JaxprEqn, inputs: Sequence[_Value]) -> list[Rows]:
+    return [inputs[0].rows]
+
+
+_REDUCTIONS = ("sum", "max", "min", "prod", "and", "or", "xor")
+_RULES: dict[str, Any] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolve,
+    "gather": _gather,
+    "stack": _stack,
+    "unstack": _unstack,
+    **dict.fromkeys((f"reduce_{name}" for name in _REDUCTIONS), _drop_dims),
+    **dict.fromkeys(("reduce", "argmax", "argmin", "squeeze"), _drop_dims),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+}

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from jaxopt_llm.config.metadata import AUTO
 from jaxopt_llm.config.unread import find_unread
 from jaxopt_llm.core import tree
 from jaxopt_llm.core.errors import InputError
-from jaxopt_llm.core.jaxpr import find_called, follow_values, pair_jaxprs, split_scan, typeof
+from jaxopt_llm.core.jaxpr import follow_values, split_scan, typeof
 from jaxopt_llm.engine.checks import NOT_READ, READ
 from jaxopt_llm.engine.microbatches import Microbatches, with_rows
 from jaxopt_llm.engine.plan import EnginePlan, change_rows, plan_job
@@ -71,6 +71,7 @@ MAKERS = (
     *("dynamic_update_slice", "select_and_", "random_", "threefry", "pallas_call", "custom_call"),
     *("cholesky", "triangular_solve", "eigh", "svd", "qr", "lu"),
 )
+CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,40 @@ def count_cost(closed: ClosedJaxpr, doubled: ClosedJaxpr, divided: Sequence[froz
         doubled: that for twice as many rows. If its equations are others, nothing is known of the bytes.
         divided: the dimensions of each argument that `tensor` divides.
     """
-    walk = _Walk()
+    growth = dict(_pair_sizes(closed.jaxpr, doubled.jaxpr)) if _are_alike(closed.jaxpr, doubled.jaxpr) else {}
+    walk = _Walk(growth)
     arguments = [
-        replace(walk.make(_count_growth(*pair)), divided=dims)
-        for *pair, dims in zip(closed.jaxpr.invars, doubled.jaxpr.invars, divided, strict=True)
+        replace(walk.make(growth.get(var, 0)), divided=dims)
+        for var, dims in zip(closed.jaxpr.invars, divided, strict=True)
     ]
-    try:
-        results = walk.run((closed.jaxpr, doubled.jaxpr), arguments)
-    except ValueError:  # they are different programs
-        return count_cost(closed, closed, divided)
-    for value in results:
+    for value in walk.run(closed.jaxpr, arguments):
         walk.read(value)
     return LossCost(walk.flops, walk.moved, walk.find_most_held(), walk.summed)
+
+
+def _list_inner(eqn: JaxprEqn) -> list[Jaxpr]:
+    found = [value for name in CALLS if (value := eqn.params.get(name)) is not None] or eqn.params.get("branches", ())
+    return [each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in found]
+
+
+def _are_alike(one: Jaxpr, other: Jaxpr) -> bool:
+    """Return whether two jaxprs have the same equations, whatever their shapes."""
+    pairs = [*zip(one.eqns, other.eqns, strict=False)]
+    return (len(one.eqns), len(one.invars)) == (len(other.eqns), len(other.invars)) and all(
+        first.primitive.name == second.primitive.name
+        and len(first.outvars) == len(second.outvars)
+        and all(map(_are_alike, _list_inner(first), _list_inner(second)))
+        for first, second in pairs
+    )
+
+
+def _pair_sizes(one: Jaxpr, other: Jaxpr) -> Iterator[tuple[Any, int]]:
+    """Yield the variables of a jaxpr, and how many bytes larger each is in a second jaxpr of the same form."""
+    yield from zip(one.invars, map(_count_growth, one.invars, other.invars), strict=True)
+    for first, second in zip(one.eqns, other.eqns, strict=True):
+        yield from zip(first.outvars, map(_count_growth, first.outvars, second.outvars), strict=True)
+        for inner, larger in zip(_list_inner(first), _list_inner(second), strict=True):
+            yield from _pair_sizes(inner, larger)
 
 
 def _count_growth(var: Any, larger: Any) -> int:
@@ -149,15 +172,13 @@ class _Value:
 
 @dataclass
 class _Walk:
-    """Walks the equations of a jaxpr, next to that of twice as many rows; those of inner calls in place of the calls.
+    """Walks the equations of a jaxpr in order, those of inner calls in place of the calls.
 
     growth: bytes of each variable that count.
-    others: the same equation for twice as many rows.
     times: how often the current equation runs.
     """
 
-    growth: dict[Any, float] = field(default_factory=dict)
-    others: dict[JaxprEqn, JaxprEqn] = field(default_factory=dict)
+    growth: Mapping[Any, float]
     flops: float = 0.0
     moved: float = 0.0
     summed: float = 0.0
@@ -193,11 +214,8 @@ class _Walk:
             most = max(most, alive)
         return most
 
-    def run(self, jaxprs: tuple[Jaxpr, Jaxpr], arguments: Sequence[_Value]) -> list[_Value]:
-        """Return the results of a jaxpr. jaxprs: it, and that of twice as many rows."""
-        jaxpr, (equations, variables) = jaxprs[0], pair_jaxprs(*jaxprs)
-        self.others |= equations
-        self.growth |= {var: _count_growth(var, other) for var, other in variables.items()}
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
+        """Return the results of a jaxpr."""
         readers = collections.Counter(
             atom for eqn in jaxpr.eqns for atom in {*map(_as_key, eqn.invars)} if atom is not None
         )
@@ -216,9 +234,9 @@ class _Walk:
         sizes = [self.growth.get(var, 0) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, sizes)
-        if inner := _find_inner(eqn):
-            begin = len(inputs) - len(inner.invars)  # a condition comes first
-            return self.run((inner, _find_inner(self.others[eqn]) or inner), inputs[begin:])
+        inner = _list_inner(eqn)
+        if inner and len(inner[-1].outvars) == len(sizes) and len(inner[-1].invars) <= len(inputs):
+            return self.run(inner[-1], inputs[len(inputs) - len(inner[-1].invars) :])  # a condition comes first
         if name in (*PRODUCTS, "conv_general_dilated"):
             self.flops += self.times * _count_flops(eqn)
             contracted = zip(inputs, list_contracted(eqn), strict=False)
@@ -241,35 +259,24 @@ class _Walk:
 
     def _scan(self, eqn: JaxprEqn, inputs: list[_Value], sizes: list[float]) -> list[_Value]:
         """Run the body of a loop once. What it carries and stacks is in memory while the loop runs."""
-        bodies, (constants, carried) = [each.params["jaxpr"].jaxpr for each in (eqn, self.others[eqn])], split_scan(eqn)
+        (body,), (constants, carried) = _list_inner(eqn), split_scan(eqn)
         inputs = [
             self.write(value, self.growth.get(_as_key(atom), 0)) for atom, value in zip(eqn.invars, inputs, strict=True)
         ]
-        results, begin = [self.make(size) for size in sizes], constants + carried
+        results = [self.make(size) for size in sizes]
         slices = [
-            replace(self.make(_count_growth(*pair), held=0), divided=frozenset(dim - 1 for dim in stack.divided))
-            for *pair, stack in zip(*(body.invars[begin:] for body in bodies), inputs[begin:], strict=True)
+            replace(self.make(self.growth.get(var, 0), held=0), divided=frozenset(dim - 1 for dim in stack.divided))
+            for var, stack in zip(body.invars[constants + carried :], inputs[constants + carried :], strict=True)
         ]
         self.times *= eqn.params["length"]
-        made = self.run((bodies[0], bodies[1]), [*inputs[:constants], *results[:carried], *slices])
-        for var, value in zip(bodies[0].outvars, made, strict=True):  # written to where they are carried and stacked
+        made = self.run(body, [*inputs[:constants], *results[:carried], *slices])
+        for var, value in zip(body.outvars, made, strict=True):  # written to where they are carried and stacked
             self.read(value)
             self.moved += self.times * (not value.is_array) * (self.growth.get(_as_key(var), 0) + value.bytes)
         self.times //= eqn.params["length"]
         for value in (*inputs, *results):
             self.read(value)
         return results
-
-
-def _find_inner(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return what an equation calls, the body of a loop without a fixed length, or the last branch of a condition."""
-    if eqn.primitive.name == "while":
-        body: Jaxpr = eqn.params["body_jaxpr"].jaxpr
-        return body
-    if eqn.primitive.name == "cond":
-        last: Jaxpr = eqn.params["branches"][-1].jaxpr
-        return last
-    return find_called(eqn)
 
 
 def _as_key(atom: Any) -> Any:
@@ -431,14 +438,12 @@ class _Space:
     @functools.cached_property
     def may_accumulate(self) -> bool:
         """True if microbatches give the loss of the batch, or if the user accepts that they do not."""
-        if self.job.in_one_piece:
-            return False
-        alone = _with(self.job, mesh=MeshConfig(), policy=self.policies[0], accumulation=1)
+        program = _make_alone(_with(self.job, policy=self.policies[0]))
         try:
-            check_loss_over(alone, _make_alone(alone), 2)
+            check_loss_over(self.job.loss_over, 2, program.model, self.job.have_rows)
         except InputError:
             return False
-        return True
+        return not self.job.in_one_piece
 
     def list_candidates(self) -> list[EngineCandidate]:
         """Return all settings with their estimates, and the job's own, if it is for as many GPUs."""

@@ -50,6 +50,7 @@ from jaxopt_llm.model.objectives.preference import make_preference
 from jaxopt_llm.model.objectives.scores import Classify, Reward
 from jaxopt_llm.model.self_attention import count_segments, describe_call
 from jaxopt_llm.parallel import offload
+from jaxopt_llm.parallel.activations import count_key_parts
 from jaxopt_llm.parallel.placement import Placement
 from jaxopt_llm.parallel.zero import has_compute_copy
 from jaxopt_llm.step import state as training_state
@@ -402,7 +403,7 @@ def make_teacher(config: Config, placement: Placement) -> Teacher:
 
 def _choose_attention(config: Config, placement: Placement) -> str:
     """Return the attention of a teacher: that of the student, or another one if the teacher's sizes need it."""
-    call, device = describe_attention(config), placement.mesh.devices.flat[0]
+    call, device = describe_attention(config, placement), placement.mesh.devices.flat[0]
     requested = config.training.attention
     unsupported = find_unsupported(call, get_compute_capability(device))
     if requested != "auto" and not unsupported[requested]:
@@ -412,10 +413,11 @@ def _choose_attention(config: Config, placement: Placement) -> str:
     return kernel_choice.choose_attention(device, "auto", call, limited).name
 
 
-def describe_attention(config: Config) -> AttentionCall:
-    """Return the properties of a configuration's attention."""
+def describe_attention(config: Config, placement: Placement | None = None) -> AttentionCall:
+    """Return the properties of a configuration's attention. placement: None for that of the configuration."""
     documents = config.data.documents_per_row or DOCUMENTS_PER_ROW
-    parts = config.mesh.context if config.sharding.has_ring else 1
+    ring = config.mesh.context if config.sharding.has_ring else 1
+    parts = count_key_parts(placement) if placement else ring
     dtype, length = config.precision.compute_dtype, config.training.sequence_length
     return describe_call(config.model, dtype, length, documents, parts)
 
@@ -448,7 +450,7 @@ def _make_model(config: Config, placement: Placement, objective: Objective) -> t
     if isinstance(placement.mesh, Mesh):
         device = placement.mesh.devices.flat[0]
         kernel_choice.check_matmul(device, placement.precision.matmul)
-        call = describe_attention(config)
+        call = describe_attention(config, placement)
         attention = kernel_choice.choose_attention(device, training.attention, call)
         if attention.name == "cudnn" and attention.reason and not config.data.documents_per_row:
             # For `plan`, which reads no data. A run has resolved the limit before (run/attention_choice.py).

@@ -28,7 +28,7 @@ def test_alternatives_with_one_text_are_all_listed(tmp_path: Path) -> None:
     library.add_special_tokens(["</s>"])
     library.save(str(tmp_path / "tokenizer.json"))
     names = Names(JsonTokenizer(tmp_path))
-    _, options = read_completion(b'{"prompt": "x", "logprobs": 2}')
+    _, options = read_completion(b'{"prompt": "x", "logprobs": 2}', 512)
     token = Token(2, 0, -3.0, ((0, -1.0), (1, -2.0), (2, -3.0)))
     found = write_completion(Part(0, "b", (token,)), options, names)["logprobs"]
     assert found["top_logprobs"] == [{"a": -1.0, "token_id:1": -2.0, "b": -3.0}]
