@@ -6,8 +6,9 @@ The terms are XLA's: a module has computations, and a computation has instructio
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # ---- Text to instructions.
 
@@ -149,7 +150,7 @@ def count_executions(module: Module) -> Mapping[str, Execution]:
         caller = executions[name]
         for instruction in computation.values():
             is_loop = instruction.opcode == "while" and caller.times != 0
-            trips = _find_trip_count(instruction) if is_loop else 1
+            trips = _find_trip_count(module, computation, instruction) if is_loop else 1
             for callee in list_callees(instruction):
                 past = executions[callee]
                 times = None
@@ -184,14 +185,66 @@ def _count_calls(instruction: Instruction, callee: str, times: int) -> int:
     return times * (taken if callee == taken_branch else total - taken) // total
 
 
-def _find_trip_count(loop: Instruction) -> int | None:
-    """Return the trip count that XLA states in a compiled program or that a scope of `taken_scope_name` states."""
+def _find_trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Return the trip count that XLA states in a compiled program or that a scope of `taken_scope_name` states.
+
+    If neither exists, read it off a loop that counts by 1 up to a constant; None for other loops.
+    """
     if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"\}'):
         return int(known)
     if share := loop.find(r'op_name="(?:[^"]*[/(])?(\d+_of_\d+)_times\)*/while"'):
         taken, total = parse_integers(share)
         return taken // total
+    condition, body = (module[loop.find(rf"\b{part}=%?([\w.-]+)") or ""] for part in ("condition", "body"))
+    initial, update = computation[loop.operands[0]], _find_root(body)
+    test = _trace_scalar(module, condition, _find_root(condition).name)
+    if (initial.opcode, update.opcode) != ("tuple", "tuple") or not isinstance(test, tuple) or test[0] != "LT":
+        return None
+    _, counter, limit = test
+    if not isinstance(counter, tuple) or counter[0] != "element":
+        return None
+    start = _trace_scalar(module, computation, initial.operands[counter[1]])
+    step = _trace_scalar(module, body, update.operands[counter[1]])
+    counts = step in (("add", counter, 1), ("add", 1, counter))
+    return limit - start if counts and isinstance(start, int) and isinstance(limit, int) else None
+
+
+_Scalar = Any  # an integer, ("element", index into the loop's state), ("add" or "LT", _Scalar, _Scalar), or None
+
+
+def _trace_scalar(module: Module, computation: Computation, name: str, arguments: Sequence[_Scalar] = ()) -> _Scalar:
+    """Return the expression of a scalar that a loop counts with, through the copies and fusions around it.
+
+    Args:
+        arguments: operands of the fusion whose computation this is.
+    """
+    instruction = computation[name]
+
+    def operands() -> list[_Scalar]:
+        return [_trace_scalar(module, computation, operand, arguments) for operand in instruction.operands]
+
+    match instruction.opcode:
+        case "constant":
+            text = instruction.operands[0]
+            return int(text) if text.isdigit() else None
+        case "get-tuple-element":
+            return "element", int(instruction.find(r"\bindex=(\d+)") or -1)
+        case "parameter":
+            return arguments[int(instruction.operands[0])] if arguments else None
+        case "copy":
+            return operands()[0]
+        case "fusion":
+            callee = module[list_callees(instruction)[0]]
+            return _trace_scalar(module, callee, _find_root(callee).name, operands())
+        case "add":
+            return "add", *operands()
+        case "compare":
+            return (instruction.find(r"direction=(\w+)"), *operands())
     return None
+
+
+def _find_root(computation: Computation) -> Instruction:
+    return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
 def count_runs(instruction: Instruction, execution: Execution) -> int:

@@ -175,12 +175,30 @@ def test_a_scope_counts_in_a_derivative(mesh: Mesh) -> None:
     assert hlo.count_dot_flops(text) == 3 * 2 * 2 * 32 * 64 * 64
 
 
+def test_trip_count_of_an_uncompiled_loop_comes_from_its_condition() -> None:
+    text = jax.jit(layers).lower(jnp.ones((7, 64, 64)), jnp.ones((32, 64))).as_text(dialect="hlo")
+    assert "known_trip_count" not in text
+    assert hlo.count_dot_flops(text) == 7 * 2 * 32 * 64 * 64
+
+
 def test_a_function_that_is_called_twice_counts_twice() -> None:
     multiply = jax.jit(lambda x, w: x @ w)
     twice = jax.jit(lambda x, w: multiply(multiply(x, w), w))
     text = twice.lower(jnp.ones((32, 64)), jnp.ones((64, 64))).as_text(dialect="hlo")
     assert text.count(" dot(") == 1
     assert hlo.count_dot_flops(text) == 2 * 2 * 32 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "stop"), [(0, 2, lambda i: i < 8), (0, 1, lambda i: i <= 8), (0, 1, lambda i: i < i + 1)]
+)
+def test_other_uncompiled_loops_are_not_guessed(start: int, step: int, stop: Callable[[Any], Any]) -> None:
+    def loop(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda c: stop(c[0]), lambda c: (c[0] + step, c[1] @ w), (start, x))[1]
+
+    text = jax.jit(loop).lower(jnp.ones((64, 64)), jnp.ones((32, 64))).as_text(dialect="hlo")
+    with pytest.raises(ValueError, match="without a fixed trip count"):
+        hlo.count_dot_flops(text)
 
 
 def test_a_loop_without_a_fixed_trip_count_is_an_error(mesh: Mesh) -> None:

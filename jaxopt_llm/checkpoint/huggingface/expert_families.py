@@ -57,8 +57,7 @@ QWEN3_EXPERT_CODECS: tuple[Codec, ...] = (
 )
 
 DELTA_EXPERT_CODECS: tuple[Codec, ...] = (
-    *(codecs.copy_expert_count("num_experts", "num_local_experts", 512), codecs.TOP_K, codecs.QWEN2_SHARED_SIZE),
-    codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"}),
+    *(codecs.TOP_K, codecs.QWEN2_SHARED_SIZE, codecs.copy_fields({"moe.expert_width": "moe_intermediate_size"})),
     codecs.set_fields({"moe.shared_expert_gate": True}),
 )
 DELTA_EXPERT_DEFAULTS: Settings = {
@@ -133,7 +132,10 @@ FAMILIES = (
         | names.QK_NORMS
         | names.EXPERTS
         | names.QWEN2_SHARED,
-        (*DELTA_CODECS, *DELTA_EXPERT_CODECS, codecs.MLP_SIZE, codecs.EXPERT_LAYERS, codecs.RENORMALISES),
+        (
+            *(*DELTA_CODECS, *DELTA_EXPERT_CODECS, codecs.MLP_SIZE, codecs.EXPERT_LAYERS, codecs.RENORMALISES),
+            codecs.copy_expert_count("num_experts", "num_local_experts", 512),
+        ),
         DELTA_DEFAULTS
         | DELTA_EXPERT_DEFAULTS
         | {"num_experts_per_tok": 10, "decoder_sparse_step": 1, "norm_topk_prob": True, "intermediate_size": 5632},
@@ -152,7 +154,7 @@ FAMILIES = (
         | names.QK_NORMS
         | names.EXPERTS
         | names.QWEN2_SHARED,
-        (*DELTA_CODECS, *DELTA_EXPERT_CODECS),
+        (*DELTA_CODECS, *DELTA_EXPERT_CODECS, codecs.copy_expert_count("num_experts", "num_local_experts", 256)),
         DELTA_DEFAULTS | DELTA_EXPERT_DEFAULTS | {"num_experts_per_tok": 8},
         mtp_prefix="mtp.",
         in_memory_names=names.STACKED_EXPERTS,
