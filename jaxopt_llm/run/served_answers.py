@@ -46,12 +46,12 @@ FEWEST_TOKENS = 16  # that a mean is over: the difference of a single unlikely t
 # A change of the scores is larger than rounding if its norm is this multiple of the rest of the difference, the part
 # that it does not explain. The server's share of the change is then 1 or 0 within 1/12, and 1/2 is 6 deviations away.
 CERTAIN = 12.0
-# Bounds of the difference of a probe, in nats a token, unless rollouts.server_tolerance is one. The largest one holds
-# until rounding has been measured, and always for the answers of a step, which are other texts each time.
+# Bounds of the difference of a probe, in nats a token, unless rollouts.server_tolerance sets one (docs/grpo.md has what
+# was measured). LARGEST_BOUND holds until rounding has been measured, and always for the answers of a step, which are
+# new texts in each step. Then the bound is GROWTH times what was measured, because rounding grows as the weights
+# change, and at least LEAST_BOUND, which 16 bits may round. If both sides compute in float32, they differ by less than
+# FLOAT32, and the bound is FLOAT32_BOUND.
 LARGEST_BOUND = 0.25
-# Then the bound is this multiple of what was measured, because rounding grows as the weights change, and at least the
-# second number: what 16 bits may round. If both sides compute in float32, they differ by less than FLOAT32, and the
-# bound is FLOAT32_BOUND.
 GROWTH, LEAST_BOUND = 4.0, 0.03
 FLOAT32, FLOAT32_BOUND = 1e-4, 1e-3
 CERTAIN_SCORE = -0.1  # log-probability above which a token is nearly certain
@@ -245,15 +245,15 @@ class ServedSampler:
         digest = self.identify(state)
         if digest == self._loaded:
             return
-        first, before_training = not self._loaded, self._what == "adapters"
-        if first and before_training:
+        first, adapts = not self._loaded, self._what == "adapters"
+        if first and adapts:
             self._choose_probes()
             base = self._score(self._base_reader, leaves.remove_adapters(params), self._probes)
             self._compare_equal(self._ask_scores(self._own_name), base)
             self._older = {"the model without adapters": base}
         self._loaded, trained = digest, self._read_trained(state)
         self._share(lambda: self._give(trained))
-        if first and not before_training:
+        if first and not adapts:
             self._choose_probes()
         own, server = self._score(self._reader, params, self._probes), self._ask_scores(self._name)
         if name := find_older(server, own, self._older):
@@ -264,7 +264,7 @@ class ServedSampler:
                 f"it applies {self._what} to this model (docs/grpo.md)"
             )
         self.difference = self._check_differences(self._probes, server, own, self._bound)
-        if first and not before_training:
+        if first and not adapts:
             self._compare_equal(server, own)
         self._older |= {f"the {self._what} before": own} | ({f"the first {self._what}": own} if first else {})
 
